@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,16 +124,16 @@ def test_the_manifest_is_no_part_of_what_it_describes(folder: Path) -> None:
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (
         lambda folder: flip(folder / "a/c/0", 4095),
-        "a/c/0 differs from its checksum in bytes 0 to 4096",
+        r"^a/c/0 .*\bbytes 0 to 4096$",
     ),
     "deleted": (lambda folder: (folder / "a/c/0").unlink(), "a/c/0 is missing"),
     "truncated": (
         lambda folder: os.truncate(folder / "a/c/0", 12),
-        "a/c/0 has 12 bytes, and 4096 are recorded",
+        r"^a/c/0 .*\b12\b.*\b4096\b",
     ),
     "grown": (
         lambda folder: os.truncate(folder / "empty", 1),
-        "empty has 1 bytes, and 0 are recorded",
+        r"^empty .*\b1\b.*\b0\b",
     ),
     "extra": (
         lambda folder: (folder / "a/x").write_bytes(b""),
@@ -144,11 +145,11 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pipe": (
         lambda folder: ((folder / "empty").unlink(), os.mkfifo(folder / "empty")),
-        "empty is no regular file",
+        r"^empty .*regular file$",
     ),
     "not there": (
         lambda folder: folder.rename(folder.with_name("elsewhere")),
-        "step-1 cannot be read (No such file or directory)",
+        r"^step-1 .*\(No such file or directory\)$",
     ),
 }
 
@@ -159,7 +160,7 @@ def test_what_is_different_is_named(
 ) -> None:
     entries = file_entries(folder)
     harm(folder)
-    assert first_difference(folder, entries) == line
+    assert re.search(line, str(first_difference(folder, entries)))
 
 
 def test_a_file_that_should_not_be_empty_of_checksums(folder: Path) -> None:
@@ -182,7 +183,7 @@ def test_sizes_are_looked_at_before_a_file_is_opened(
         raise AssertionError(f"{piece[0]} was opened")
 
     monkeypatch.setattr(manifest, "_digest", never)
-    assert first_difference(folder, entries) == "empty has 7 bytes, and 0 are recorded"
+    assert re.search(r"^empty .*\b7\b.*\b0\b", str(first_difference(folder, entries)))
 
 
 def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda path: shutil.rmtree(path / "state"), "is missing"),
     "another step": (
         lambda path: sealed(path, arrays=WANTED, position=POSITION),
-        "it holds step 120",
+        "step 120",
     ),
     "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), ""),
     "empty": (lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json is missing"),
@@ -251,7 +251,7 @@ def test_a_good_one_of_another_model_is_an_error_and_stays(
     put(store, 4)
     put(store, 5)
     wanted = {"step": ArrayEntry("int64", ())}
-    with pytest.raises(ConfigError, match=r"step-000000005 .*another run: step .*int32"):
+    with pytest.raises(ConfigError, match=r"step-000000005 .*run: step .*int32"):
         store.newest_good(wanted, print)
     assert len(names(store)) == 2
 

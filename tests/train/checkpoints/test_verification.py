@@ -119,19 +119,19 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
     [
         (
             lambda kernel: (kernel / "1.0").unlink(),
-            "params.dense.kernel has 12288 bytes, and float32[64, 96] takes 24576",
+            ["params.dense.kernel", "12288 bytes", "float32[64, 96]", "24576"],
         ),
-        (shutil.rmtree, "params.dense.kernel has 0 bytes, and float32[64, 96] takes 24576"),
+        (shutil.rmtree, ["params.dense.kernel", "0 bytes", "float32[64, 96]", "24576"]),
     ],
     ids=["no chunk", "no array"],
 )
 def test_a_checkpoint_that_was_never_whole_is_refused(
-    checkpoint: Path, harm: Callable[[Path], object], reason: str
+    checkpoint: Path, harm: Callable[[Path], object], reason: list[str]
 ) -> None:
     """Its manifest describes it as it is, and Orbax would read zeros."""
     harm(checkpoint / KERNEL)
     sealed(checkpoint, arrays=read_manifest(checkpoint).arrays)
-    assert refusal(checkpoint) == reason
+    assert_mentions(refusal(checkpoint), *reason)
 
 
 @pytest.mark.parametrize("linked", ["state", KERNEL, f"{KERNEL}/0.0", MANIFEST])

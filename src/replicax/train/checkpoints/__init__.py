@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, verified before they are trusted."""
+"""Checkpoints: written atomically and verified before use."""

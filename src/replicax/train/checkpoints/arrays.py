@@ -1,7 +1,7 @@
 """The arrays of a train state, written and read by Orbax.
 
-As plain zarr (version 2), an array a folder and without compression: so each file can be checked
-before anything is read, by its size as well, and whoever has Orbax can read them as a dict.
+The format is plain uncompressed zarr (version 2), one folder per array, so each file can be checked
+before anything is read, also by its size, and Orbax alone can read the arrays as a dict.
 """
 
 import asyncio
@@ -22,31 +22,31 @@ from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 
-_LONGEST_NAME = 200  # bytes of a leaf's name, which is that of a folder; most file systems take 255
+_LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file systems allow 255
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
-    """Leaf name -> dtype and shape of each array of `state`, or of its abstract twin."""
+    """Return leaf name -> dtype and shape of each array in `state`, which may be abstract."""
     plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in named(state).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
 def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
-    """Copy `state` to the host and begin to write it into `folder`, which need not be there.
+    """Copy `state` to the host and begin to write it into `folder`, which is created if missing.
 
-    Each process writes its own parts. Returns once the copy is made, as the next step may have
-    `state`, what waits until these parts are written, and raises what went wrong.
+    Each process writes its own shards. Returns once the copy is made, so that the next step may
+    consume `state`: a function that waits until the shards are written and raises any error.
     """
     epath = require("etils.epath", "checkpoints")
     args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(named(state)))
     folder.mkdir(parents=True, exist_ok=True)
     saving = _handler().async_save(epath.Path(folder), args=args)
-    with concurrent.futures.ThreadPoolExecutor(1) as own:  # in a notebook this one has a loop
+    with concurrent.futures.ThreadPoolExecutor(1) as own:  # a notebook's thread runs an event loop
         futures = own.submit(asyncio.run, saving).result() or ()
 
     def wait() -> None:
         errors = []
-        for future in futures:  # all of them, so that nobody writes on
+        for future in futures:  # all of them, so that no write continues
             try:
                 future.result()
             except Exception as error:
@@ -58,7 +58,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
 
 
 def read(like: TrainState, folder: Path) -> TrainState:
-    """The state in `folder`, laid out as `like`; each process reads its own parts."""
+    """Return the state in `folder`, sharded like `like`; each process reads its own shards."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
     leaves = named(like)
     wanted = _with_elements(leaves)
@@ -71,7 +71,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
     restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
     try:
         arrays = _handler().restore(epath.Path(folder), args=restore)
-    except Exception as error:  # tensorstore's own, of many kinds
+    except Exception as error:  # tensorstore raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
     found = [
@@ -79,7 +79,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
         for name, leaf in leaves.items()
     ]
     if next(iter(found[0].devices())).platform == "cpu":
-        # Several devices may share the host's memory, and a step that is given it writes there.
+        # Several devices may share one host buffer, and a step with donated inputs writes to it.
         found = jax.block_until_ready(jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(found))
     keyed = map(as_key, found, leaves.values())
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), keyed)
@@ -87,7 +87,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
 
 
 def abstract(state: TrainState) -> TrainState:
-    """The shapes and shardings of `state`, without its arrays."""
+    """Return the shapes, dtypes and shardings of `state`."""
     shapes: TrainState = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
@@ -95,17 +95,17 @@ def abstract(state: TrainState) -> TrainState:
 
 
 def as_key(leaf: jax.Array, like: Any) -> jax.Array:
-    """Return `leaf`, or the keys whose data it holds where `like` is of keys."""
+    """Return `leaf`, or the keys whose data it holds if `like` is an array of keys."""
     if not is_random_key(like):
         return leaf
-    impl: list[Any] = []  # JAX tells it of arrays alone
+    impl: list[Any] = []  # JAX reports it for arrays only
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), like)
     keys: jax.Array = jax.random.wrap_key_data(leaf, impl=impl[0])
     return keys
 
 
 def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Without the arrays that have none, which Orbax does not take; of keys their numbers."""
+    """Return the non-empty leaves, as Orbax rejects empty arrays; keys become their key data."""
     found = {}
     for name, leaf in leaves.items():
         data = jax.eval_shape(numbers, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -115,7 +115,7 @@ def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Leaf name -> leaf. A name is that of a folder, made of the path: `params.dense.kernel`."""
+    """Return leaf name -> leaf. Names are valid folder names such as `params.dense.kernel`."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -128,11 +128,11 @@ def _name(path: Sequence[Any]) -> str:
 
 
 def _handler() -> Any:
-    # Orbax's checkpointers have barriers of their own, which time out where one process fails.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are raised as well
+    # Not an Orbax checkpointer: its barriers time out if one process fails.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are also raised
     orbax = require("orbax.checkpoint", "checkpoints")
-    # Else each replica's device copies a part of what all hold: of each array a slice, a program
-    # compiled and run for it. A save then stalls 2.5 times as long on a CPU, the first for seconds.
+    # By default each replica copies a slice of every replicated array, with a program compiled for
+    # it. A save then stalls training 2.5 times as long on a CPU, and the first one for seconds.
     arrays = orbax.type_handlers.ArrayHandler(use_replica_parallel=False)
     return orbax.PyTreeCheckpointHandler(
         use_ocdbt=False,
@@ -143,7 +143,7 @@ def _handler() -> Any:
 
 
 def params_not_finite(state: TrainState) -> set[str]:
-    """Leaf names of the parameters that have an element which is not finite."""
+    """Return the leaf names of the parameters with non-finite elements."""
     found = {
         name: leaf
         for name, leaf in named(state.params).items()

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, in its `manifest.json`, and the checksums of its files."""
+"""The manifest of a checkpoint, `manifest.json`: its contents and the checksums of its files."""
 
 import concurrent.futures
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  # NumPy then knows bfloat16 by its name, and the others
+import ml_dtypes  # noqa: F401  # registers bfloat16 and others with NumPy
 import numpy as np
 
 from replicax.errors import CheckpointError
@@ -18,16 +18,16 @@ from replicax.train.places import write_whole
 
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
-"""Bytes that one checksum covers: pieces of a large file are read by several threads."""
+"""Bytes per checksum; several threads read the pieces of a large file."""
 _FORMAT, _MOST_THREADS, _BUFFER_BYTES = 1, 8, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayEntry:
-    """An array without its contents."""
+    """The dtype and shape of an array."""
 
     dtype: str
-    """Dtype as NumPy or ml_dtypes name it: `"float32"`, `"bfloat16"`."""
+    """Name of a dtype of NumPy or ml_dtypes: `"float32"`, `"bfloat16"`."""
     shape: tuple[int, ...]
 
     @property
@@ -40,7 +40,7 @@ class ArrayEntry:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file without its contents."""
+    """The size and checksums of a file."""
 
     bytes: int
     sha256: tuple[str, ...]
@@ -49,24 +49,24 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int
     """Updates done."""
     epoch: int
     """Counted from 0."""
     rows: int
-    """Rows of the epoch that are done: the index in its order of the next example."""
+    """Rows of the epoch that are done: the index of the next example in the epoch's order."""
     evaluated_step: int
     """Step of the last evaluation."""
     rows_trained: int
-    """In the whole run."""
+    """Rows trained on in the whole run."""
     rows_unrecorded: int
-    """Since the last record."""
+    """Rows since the last record."""
     records: int
     """Lines of `records.jsonl`."""
     bad_steps: int
-    """Skipped in a row, up to here."""
+    """Consecutive skipped steps up to this step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +75,22 @@ class Manifest:
 
     position: Position
     token: int
-    """Token of the start that wrote it."""
+    """Lease token of the start that wrote it."""
     saved_at: float
-    """Seconds since 1970 began."""
+    """Seconds since the Unix epoch."""
     seed: int
     arrays: dict[str, ArrayEntry]
     """Leaf name -> array."""
     files: dict[str, FileEntry]
-    """Path relative to the checkpoint's folder -> file; all but `manifest.json` itself."""
+    """Path relative to the checkpoint's folder -> file, for all files but `manifest.json`."""
     config: dict[str, Any]
     """The run's configuration, as JSON."""
     extra: dict[str, Any]
-    """Further JSON."""
+    """Additional JSON values."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into `folder`; on disk once this returns."""
+    """Write `manifest.json` into `folder`; it is on disk when this returns."""
     try:
         data = _signed({"format": _FORMAT, **dataclasses.asdict(manifest)})
         _understood(data)
@@ -102,7 +102,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at."""
+    """Return the manifest of the checkpoint in `folder`, without checking its files."""
     try:
         return _understood((folder / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -133,15 +133,15 @@ def _understood(data: bytes) -> Manifest:
                 content["files"][path] = FileEntry(entry["bytes"], tuple(entry["sha256"]))
             return Manifest(**content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} is damaged, or none") from error
+        raise CheckpointError(f"{MANIFEST} is damaged or not a manifest") from error
     if found != _FORMAT:
-        ours = f"this Replicax reads format {_FORMAT}"
+        ours = f"this version of Replicax reads format {_FORMAT}"
         raise CheckpointError(f"{MANIFEST} has format {found!r}; {ours}: upgrade it")
     raise CheckpointError(f"{MANIFEST} does not match its own checksum, {checksum!r}")
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Path relative to `folder` -> size and checksums of each file below, but `manifest.json`."""
+    """Return path relative to `folder` -> size and checksums, for all files but `manifest.json`."""
     sizes = _sizes(folder)
     digests: dict[str, list[str]] = {path: [] for path in sizes}
     for (path, _, _), digest in _hashed(folder, sizes):
@@ -152,8 +152,8 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise `CheckpointError` at the first deviation from `files`.
 
-    Names and sizes are looked at before any file is opened. A path that leaves the folder is none
-    that is found there, so it is missing.
+    Names and sizes are checked before any file is opened. A path that leads out of the folder
+    counts as missing.
     """
     sizes = _sizes(folder)
     for path in sorted(sizes.keys() | files.keys()):
@@ -162,7 +162,7 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         if path not in sizes:
             raise CheckpointError(f"{path} is missing")
         if sizes[path] != files[path].bytes:
-            recorded = f"and {files[path].bytes} are recorded"
+            recorded = f"but the manifest records {files[path].bytes}"
             raise CheckpointError(f"{path} has {sizes[path]} bytes, {recorded}")
     for (path, start, end), digest in _hashed(folder, sizes):
         if digest != files[path].sha256[start // PIECE_BYTES]:
@@ -171,7 +171,7 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Path -> bytes of each file below. A link is refused, as it may lead out of the folder."""
+    """Return path -> bytes of each file below. Links are rejected: they may leave the folder."""
 
     def fail(error: OSError) -> None:
         raise CheckpointError(f"{Path(error.filename).name} cannot be read ({error.strerror})")
@@ -182,14 +182,14 @@ def _sizes(folder: Path) -> dict[str, int]:
             each = Path(above, name)
             path = each.relative_to(folder).as_posix()
             if each.is_symlink() or not (each.is_file() or each.is_dir()):
-                raise CheckpointError(f"{path} is no regular file")
+                raise CheckpointError(f"{path} is not a regular file")
             if name in files and path != MANIFEST:
                 found[path] = each.stat().st_size
     return dict(sorted(found.items()))
 
 
 def _hashed(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, int, int], str]]:
-    """Path, start and end of each piece, and its SHA-256; without a reader no more are begun."""
+    """Yield path, start and end of each piece, and its SHA-256; pending work stops on close."""
     pieces = [
         (path, start, min(start + PIECE_BYTES, size))
         for path, size in sizes.items()
@@ -211,7 +211,7 @@ def _digest(folder: Path, path: str, start: int, end: int) -> str:
             while start < end:
                 count = file.readinto(buffer[: end - start])
                 if not count:
-                    raise CheckpointError(f"{path} has become shorter: {start} bytes")
+                    raise CheckpointError(f"{path} was truncated while being read: {start} bytes")
                 digest.update(buffer[:count])
                 start += count
     except OSError as error:

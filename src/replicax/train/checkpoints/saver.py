@@ -1,4 +1,4 @@
-"""Saving beside the training: one checkpoint at a time, whole in all processes or not at all."""
+"""Save checkpoints during training: one at a time, complete in all processes or not at all."""
 
 import contextlib
 import dataclasses
@@ -27,28 +27,28 @@ from replicax.wording import first_line
 
 _Result = TypeVar("_Result")
 MOST_FAILURES = 3
-"""Saves in a row that may fail before the run stops: by then too much would be lost."""
+"""Consecutive failed saves after which the run stops, to limit the work that may be lost."""
 
 
 @dataclasses.dataclass(eq=False)
 class Saver:
-    """Saves states into `store`, while the training goes on."""
+    """Saves states into `store` while training continues."""
 
     store: Store
     token: int
     """Token of the run's lease."""
     check: Callable[[], None]
-    """Raises where the run is taken over; called before a checkpoint is put in its place."""
+    """Raises if another process took over the run; called before a checkpoint is committed."""
     job: Job
     seed: int
     config: dict[str, Any]
     not_finite: Collection[str] = ()
-    """Parameters that were not finite when the run began, and may be so."""
+    """Parameters that were not finite when the run began, and may stay so."""
     pinned: Callable[[], Collection[int]] = tuple
-    """Tells the steps whose checkpoints stay, whatever else the store keeps."""
+    """Returns the steps whose checkpoints are kept in any case."""
 
     saved_step: int | None = None
-    """Step of the newest checkpoint that is in its place."""
+    """Step of the newest committed checkpoint."""
     _number: int = 0
     _failures: int = 0  # in a row
     _arrays: dict[str, ArrayEntry] | None = None
@@ -58,9 +58,9 @@ class Saver:
     _alarms: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Begin to save `state`; returns once it is copied, and may be given to the next step.
+        """Begin to save `state`; returns once it is copied, so the next step may consume it.
 
-        All processes call it alike. Waits for the save before, if that still goes on.
+        All processes must call it. Waits for the previous save if it is still running.
         """
         self.wait()
         self._arrays = self._arrays or array_entries(state)  # the same in every save
@@ -94,16 +94,16 @@ class Saver:
         self._thread.start()
 
     def poll(self) -> list[str]:
-        """Return what there is to say of the saves since the last call; does not wait."""
+        """Return the alarms about saves since the last call; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         alarms, self._alarms = self._alarms, []
         return alarms
 
     def wait(self) -> bool:
-        """Wait for the save that goes on, if one does; whether the last one succeeded."""
+        """Wait for a running save, if any; return whether the last one succeeded."""
         if self._thread is not None:
-            self.job.rest()  # a slow disk is not a process that stands still
+            self.job.rest()  # a slow disk is not a stalled process
             self._thread.join()
             self._thread = None
             self.job.move()
@@ -117,13 +117,13 @@ class Saver:
             self._failures = 0
             return
         self._failures += 1
-        good = "no step is saved yet"
+        good = "no step has been saved yet"
         if self.saved_step is not None:
             good = f"step {self.saved_step:,} is the last good checkpoint"
         if self._failures >= MOST_FAILURES:
             raise CheckpointError(
-                f"{self._failures} saves in a row have failed: {self._failed}; {good}: make room "
-                f"or repair {self.store.folder}, and start again"
+                f"{self._failures} saves in a row have failed: {self._failed}; {good}: free disk "
+                f"space or repair {self.store.folder}, and restart"
             )
         self._alarms.append(
             f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"
@@ -137,7 +137,7 @@ class Saver:
         fault: str | None,
         topic: str,
     ) -> None:
-        """In the background: once all have written their parts, process 0 puts all in its place."""
+        """In the background: commit in process 0 once all processes have written their shards."""
         try:
             mine = fault if written is None else _tried(written)[1]
             failed, files = self._first(f"{topic}: written", mine), None
@@ -148,7 +148,7 @@ class Saver:
                 if self.job.process == 0:
                     _, mine = _tried(lambda: self._commit(folder, manifest, files))
                     if mine is None:
-                        with contextlib.suppress(OSError):  # too many are kept: it harms nobody
+                        with contextlib.suppress(OSError):  # keeping too many is harmless
                             self.store.retire(self.pinned())
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
@@ -156,7 +156,7 @@ class Saver:
             if not self.store.is_shared or (failed is not None and self.job.process == 0):
                 self.store.discard(folder)
             self._failed = failed
-        except BaseException as error:  # it belongs to the main thread
+        except BaseException as error:  # raised in the main thread
             self._broken = error
 
     def _first(self, topic: str, mine: str | None) -> str | None:
@@ -164,7 +164,7 @@ class Saver:
         return next((error for error in errors if error), None)
 
     def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
-        """The fault, or None; and the files of all processes, each of which has its own."""
+        """Upload this process's files; return the first error, if any, and all processes' files."""
         own, mine = _tried(lambda: self._files(folder))
         files = own or {}
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
@@ -179,7 +179,7 @@ class Saver:
         return files
 
     def _commit(self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None) -> None:
-        """Add the manifest, and put the checkpoint in its place."""
+        """Add the manifest and commit the checkpoint."""
         if files is None:
             files = self._files(folder)
         write_manifest(folder, dataclasses.replace(manifest, files=files))
@@ -192,10 +192,10 @@ class Saver:
 
 
 def _tried(function: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
-    """Return what `function` returns, and the error that it raises: the system's words, if any."""
+    """Return the result of `function`, or its error, as the operating system's text if possible."""
     try:
         return function(), None
-    except Exception as error:  # of storage, in many forms
+    except Exception as error:  # storage errors have many types
         if isinstance(error, CheckpointError | RunInUseError):
             return None, str(error)
         if isinstance(error, OSError) and error.strerror:

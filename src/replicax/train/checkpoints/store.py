@@ -1,16 +1,16 @@
-"""A run's checkpoints: which there are, which is good, which are kept.
+"""A run's checkpoints: list, verify, commit and delete them.
 
-step-000000120/       whole, and in its place by one rename
-step-000000120.2/     the same, saved once more: after its evaluation, say
-.saving-000000160-3-7 being written, or left by a start that was killed
+step-000000120/       complete, committed by one rename
+step-000000120.2/     the same step saved again, such as after its evaluation
+.saving-000000160-3-7 being written, or left behind by a killed process
 .retired-...          being deleted
-refused-...           a checkpoint that was not what its manifest says; for a person to look at
+refused-...           a checkpoint that failed verification, kept for inspection
 
-In an object store each process uploads what it has written into a folder of its own; the manifest
-comes last, and a folder without one is no checkpoint.
+In an object store each process uploads the files it wrote to a separate folder; the manifest is
+uploaded last, and a folder without a manifest is not a checkpoint.
 
-Orbax and tensorstore believe what they find: a chunk that is missing is read as zeros, a flipped
-bit as it is. Who can write into a run's folder is trusted as the code is; its disk is not.
+Orbax and tensorstore do not verify their input: a missing chunk is read as zeros, and a flipped bit
+goes unnoticed. Whoever can write to a run's folder is trusted like the code; the disk is not.
 """
 
 import os
@@ -42,16 +42,16 @@ from replicax.train.places import (
 )
 
 STATE = "state"
-"""The folder of the arrays, in a checkpoint's."""
+"""The arrays' folder within a checkpoint's folder."""
 _MOST_NAMED = 3
 _LEFTOVERS = (".saving-", ".retired-")
 _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
 CHECKPOINTS = "checkpoints"
-"""The folder of them, in a run's."""
+"""The checkpoints' folder within a run's folder."""
 LOSSES = "losses"
-"""The window of losses that spikes are compared with."""
+"""The window of recent losses for spike detection."""
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
@@ -65,20 +65,20 @@ def verify(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.arrays.items():
         if chunks[name] < entry.nbytes:
             raise CheckpointError(
-                f"{name} has {chunks[name]} bytes, and {entry} takes {entry.nbytes}"
+                f"{name} has {chunks[name]} bytes, but {entry} needs {entry.nbytes}"
             )
 
 
 def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]) -> None:
-    """Raise `CheckpointError` where a checkpoint's arrays are not those of the run."""
+    """Raise `CheckpointError` if a checkpoint's arrays do not match the run's."""
     differences = list(_differences(arrays, wanted))
     if not differences:
         return
     more = len(differences) - _MOST_NAMED
     named = "; ".join(differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-    fix = "the model, the optimizer or the precision is another; go back to theirs"
+    fix = "the model, optimizer or precision has changed; restore the original"
     if all(each.startswith("reduction") for each in differences):
-        fix = "each replica has its own; go back to as many devices, and to this reduction"
+        fix = "this state is per replica; use the original number of devices and reduction"
     raise CheckpointError(f"{named}: {fix}, or start a new run")
 
 
@@ -87,24 +87,24 @@ def _differences(
 ) -> Iterator[str]:
     for name in sorted(arrays.keys() | wanted.keys()):
         if name not in wanted:
-            yield f"{name} is in it and not in this run"
+            yield f"{name} is in the checkpoint but not in this run"
         elif name not in arrays:
-            yield f"{name} is in this run and not in it"
+            yield f"{name} is in this run but not in the checkpoint"
         elif arrays[name] != wanted[name]:
-            yield f"{name} is {arrays[name]} in it and {wanted[name]} in this run"
+            yield f"{name} is {arrays[name]} in the checkpoint but {wanted[name]} in this run"
 
 
 class Store:
-    """The checkpoints in `folder`, on a file system that all processes see, or an object store.
+    """The checkpoints in `folder`, on a file system shared by all processes or an object store.
 
-    Only process 0 of a run's holder changes anything there, but for arrays being written.
+    Only process 0 of the job that holds the lease modifies the folder, except for writing arrays.
     """
 
     is_shared = True
-    """Whether all processes write into one folder; else each uploads what it has written."""
+    """Whether all processes write into one folder; if not, each uploads its own files."""
 
     def __new__(cls, folder: Path, *_: Any, **__: Any) -> "Store":
-        """Choose the kind by where `folder` is, as `Path` does by the system."""
+        """Choose the subclass by the location of `folder`."""
         return super().__new__(RemoteStore if is_remote(folder) else cls)
 
     def __init__(self, folder: Path, keep: int, keep_every: int | None) -> None:
@@ -115,7 +115,7 @@ class Store:
         check_at_least("keep_every", keep_every, 1)
 
     def paths(self) -> list[tuple[int, Path]]:
-        """Steps and folders of all that are in their place, the oldest first."""
+        """Return the steps and folders of all committed checkpoints, oldest first."""
         found = filter(None, map(_COMMITTED.fullmatch, self._names()))
         ordered = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in found)
         return [(step, self.folder / name) for step, _, name in ordered]
@@ -123,9 +123,9 @@ class Store:
     def newest_good(
         self, wanted: Mapping[str, ArrayEntry], refuse: Callable[[str], None]
     ) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that is what its manifest says; None where there is none.
+        """Return the newest checkpoint that passes verification, or None if there is none.
 
-        Those that are not are set aside.
+        Those that fail are set aside.
         """
         for step, path in reversed(self.paths()):
             try:
@@ -137,7 +137,7 @@ class Store:
             try:
                 check_arrays(manifest.arrays, wanted)
             except CheckpointError as error:
-                what = "is of another run"
+                what = "belongs to a different run"
                 if (LOSSES in wanted) != (LOSSES in manifest.arrays):
                     what = "was saved with another Guard(spikes=...), which cannot change in a run"
                 raise ConfigError(f"{path} {what}: {error}") from error
@@ -145,10 +145,10 @@ class Store:
         return None
 
     def read_placed(self, step: int, path: Path) -> Manifest:
-        """The manifest of a checkpoint in the place of `step`; its files are not looked at."""
+        """Return the manifest of the checkpoint of `step` at `path`, without checking its files."""
         manifest = read_manifest(self._copy(path))
         if manifest.position.step != step:
-            raise CheckpointError(f"it holds step {manifest.position.step}")
+            raise CheckpointError(f"it contains step {manifest.position.step}")
         return manifest
 
     def verify(self, path: Path, manifest: Manifest) -> None:
@@ -156,18 +156,18 @@ class Store:
         self._verified = path
 
     def local(self, path: Path) -> Path:
-        """Where the checkpoint at `path` is to be read: there, or in a copy that goes with this."""
+        """Return the local path to read the checkpoint from: `path`, or this object's copy."""
         try:
             local = self._copy(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-        if local != path and path != self._verified:  # each process has a copy of its own
+        if local != path and path != self._verified:  # each process has its own copy
             self.verify(path, read_manifest(local))
         return local
 
     def retire(self, pinned: Collection[int] = ()) -> None:
-        """Delete those that need not be kept; never the newest, nor those of the steps `pinned`."""
-        newest = dict(self.paths())  # of each step the last
+        """Delete checkpoints that need not be kept; never the newest or those of steps `pinned`."""
+        newest = dict(self.paths())  # the last one of each step
         kept = [step for step in newest if self._keep_every and not step % self._keep_every]
         kept += pinned
         kept += list(newest)[-self._keep :]
@@ -176,14 +176,14 @@ class Store:
                 self._delete(path)
 
     def temporary(self, step: int, token: int, number: int) -> Path:
-        """Where this process writes that of `step`: no other start or save has this path."""
+        """Return this process's path to write `step` to, unique to this start and save."""
         return self.folder / f".saving-{step:09d}-{token}-{number}"
 
     def upload(self, temporary: Path, files: Iterable[str]) -> None:
-        """Have the `files` that this process has written where all are."""
+        """Move the `files` written by this process to the shared location."""
 
     def commit(self, temporary: Path, step: int) -> None:
-        """Put what was written in its place, beside what is there of the same step."""
+        """Commit the written checkpoint, next to any existing ones of the same step."""
         path = first = self.folder / f"step-{step:09d}"
         again = 1
         while path.exists():
@@ -196,9 +196,9 @@ class Store:
         shutil.rmtree(leftover, ignore_errors=True)
 
     def clean(self) -> None:
-        """Delete what starts that were killed have left half done."""
+        """Delete incomplete checkpoints left behind by killed processes."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"{self.folder} is no folder; the checkpoints go there: remove it")
+            raise ConfigError(f"{self.folder} is not a folder; checkpoints go there: remove it")
         for name in self._names():
             if name.startswith(_LEFTOVERS):
                 self.discard(self.folder / name)
@@ -207,17 +207,17 @@ class Store:
         return names(self.folder) if self.folder.is_dir() else []
 
     def _copy(self, path: Path) -> Path:
-        """Where the checkpoint at `path` can be read by any library."""
+        """Return a path from which any library can read the checkpoint at `path`."""
         return path
 
     def _delete(self, path: Path) -> None:
-        # Killed in the middle of it, half a checkpoint must not be in a whole one's place.
+        # If killed during deletion, a partial checkpoint must not look like a complete one.
         retired = path.with_name(f".retired-{path.name}-{os.getpid()}")
         os.rename(path, retired)
         self.discard(retired)
 
     def _set_aside(self, path: Path) -> str:
-        """Have what is at `path` be no checkpoint any more; the name that it has then."""
+        """Rename the checkpoint at `path` so that it is no longer used; return its new name."""
         number = 1
         while (aside := path.with_name(f"refused-{path.name}-{number}")).exists():
             number += 1
@@ -229,7 +229,7 @@ class Store:
             return self._set_aside(path)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is not to be trusted and cannot be set aside ({error.strerror}); make its "
+                f"{path} failed verification and cannot be set aside ({error.strerror}); make its "
                 "folder writable"
             ) from error
 
@@ -244,7 +244,7 @@ class RemoteStore(Store):
         self._copies: dict[str, Path] = {}
 
     def temporary(self, step: int, token: int, number: int) -> Path:
-        """A folder of this process, with the name that the checkpoint will have."""
+        """Return a folder of this process with the checkpoint's final name."""
         beside = Path(tempfile.mkdtemp(prefix="replicax-"))
         return beside / f"step-{step:09d}.{token * 10**6 + number}"
 
@@ -256,7 +256,7 @@ class RemoteStore(Store):
         write_whole(self.folder / temporary.name / MANIFEST, manifest)
 
     def discard(self, leftover: Path) -> None:
-        """Delete this process's own copy; what was uploaded is what `clean` finds."""
+        """Delete this process's local copy; `clean` deletes uploads that were not committed."""
         shutil.rmtree(leftover.parent, ignore_errors=True)
 
     def clean(self) -> None:
@@ -268,7 +268,7 @@ class RemoteStore(Store):
         return [name for name in names(self.folder) if MANIFEST in names(self.folder / name)]
 
     def _copy(self, path: Path) -> Path:
-        """A copy that was downloaded, and goes with this object: of all that the manifest names."""
+        """Return a download of all files in the manifest, deleted along with this object."""
         if path.name in self._copies:
             return self._copies[path.name]
         copy = Path(tempfile.mkdtemp(prefix="replicax-"))
@@ -277,12 +277,12 @@ class RemoteStore(Store):
             copy_files(path, copy, [MANIFEST])
             copy_files(path, copy, read_manifest(copy).files)
         except FileNotFoundError as error:
-            raise CheckpointError("a file that its manifest names is missing") from error
+            raise CheckpointError("a file listed in its manifest is missing") from error
         self._copies[path.name] = copy
         return copy
 
     def _delete(self, path: Path) -> None:
-        remove(path / MANIFEST)  # first: half of it must be no checkpoint
+        remove(path / MANIFEST)  # first, so that a partial deletion leaves no checkpoint
         remove_below(path)
 
     def _set_aside(self, path: Path) -> str:

@@ -1,1 +1,1 @@
-"""Hooks that are ready to use, one a file."""
+"""Built-in hooks."""
