@@ -116,7 +116,7 @@ def test_integers_at_the_limit_fit(value: int) -> None:
     ids=["str", "bytes", "object", "datetime", "timedelta", "structured"],
 )
 def test_what_is_no_number_is_refused_by_name(array: np.ndarray) -> None:
-    with pytest.raises(DataError, match=r"\['label'\].*numbers only"):
+    with pytest.raises(DataError, match=r"\['label'\].*only numbers"):
         host_rows({"label": array}, copy=False)
 
 

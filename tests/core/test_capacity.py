@@ -25,7 +25,7 @@ def test_a_state_that_cannot_fit_is_refused_with_the_figures(
     with pytest.raises(rx.ConfigError) as caught:
         rx.DataParallel(wide, optax.adam(0.1), mesh=rx.make_mesh(1)).init(model)
     text = str(caught.value)
-    assert_mentions(text, "training state", "1.5 GiB on", "1.0 GiB are")
+    assert_mentions(text, "training state", "1.5 GiB per", "1.0 GiB are")
     assert "fsdp" in text
     with pytest.raises(rx.ConfigError, match=r"1\.5 GiB on 2 host devices"):
         rx.DataParallel(wide, optax.adam(0.1), mesh=halves, layout="fsdp").init(model)

@@ -136,7 +136,7 @@ def test_a_generator_cannot_be_read_twice() -> None:
     [
         ([np.arange(4), np.arange(0)], "after row 4 has 0 rows"),
         ([{"x": np.arange(4), "y": np.arange(3)}], r"\['x'\].*\['y'\]|\['y'\].*\['x'\]"),
-        ([{"x": np.array(["a"])}], "numbers only"),
+        ([{"x": np.array(["a"])}], "<U1"),
     ],
 )
 def test_a_wrong_batch_is_refused_when_it_comes(batches: list[Any], words: str) -> None:

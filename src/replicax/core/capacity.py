@@ -45,7 +45,7 @@ def _check(each: int, mesh: Mesh, what: str, beside: str, fix: str) -> None:
     sharing = len(mesh.local_devices) if mesh.local_devices[0].platform == "cpu" else 1
     free = _free_bytes(mesh)
     if free is not None and sharing * each > free:
-        where = f" on all {sharing} host devices together" if sharing > 1 else " per device"
+        where = f" on {sharing} host devices in total" if sharing > 1 else " per device"
         raise ConfigError(
             f"{what} needs {sharing * each / GIB:.1f} GiB{where}{beside}, but only "
             f"{free / GIB:.1f} GiB are free: {fix}"
