@@ -92,7 +92,7 @@ def _check_reduced(program: ParsedFile, step: _Step) -> None:
             if _UPDATES.index(last) > surest:
                 update, surest = call, _UPDATES.index(last)
         elif handed and not _is_known(program, call, last):
-            return  # which may reduce them
+            return  # the call may reduce them
     if update is None or not gradients:
         return
     program.report(

@@ -70,7 +70,7 @@ class Mapped:
 
     function: Function
     call: ast.AST
-    """Where it is mapped."""
+    """The mapping call or decorator."""
     options: Mapping[str, ast.expr]
     kind: str
     """The full name of the mapping function."""
@@ -119,7 +119,7 @@ class ParsedFile:
         line = line_of(node)
         if not self.ignores(rule, line):
             code = self._line(line)
-            start = code.encode()[: getattr(node, "col_offset", 0)]  # the tree counts bytes
+            start = code.encode()[: getattr(node, "col_offset", 0)]  # ast counts bytes
             column = len(start.decode(errors="ignore")) + 1
             finding = Finding(line, column, rule, severity, reason, fix, code)
             self._found.setdefault((rule, line), finding)

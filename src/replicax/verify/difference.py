@@ -266,7 +266,7 @@ def constant_ratio(
         return None
     ratio = float(np.sum(found * expected)) / square
     rest = np.abs(found - ratio * expected)
-    # Norms for the second: single elements that cancel carry few digits.
+    # `near` compares norms, since single elements that cancel carry few digits.
     is_near = np.linalg.norm(rest) <= near * abs(ratio) * math.sqrt(square)
     within = bool(np.all(rest <= max(1.0, abs(ratio)) * bound)) and abs(ratio) > 1e-6
     return ratio if is_near or within else None

@@ -48,7 +48,7 @@ class Bits:
         names = {**self.programs, **other.programs}
         programs = [n for n in names if self.programs.get(n) != other.programs.get(n)]
         said = f"the compiled {', '.join(programs)} differs" if programs else "all programs equal"
-        return f"in step {step} first {leaves[0]} of {len(leaves)} leaves; {said}"
+        return f"first in step {step}, {leaves[0]} of {len(leaves)} leaves; {said}"
 
 
 def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:

@@ -38,7 +38,7 @@ class Trial:
     form: Form
     reference: Step
     state: PyTree
-    """On the host, as the user gave it."""
+    """The user's state, on the host."""
     key: Any
     eps: float
     """The eps of the coarsest dtype that the reference computes in."""

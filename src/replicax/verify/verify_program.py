@@ -44,7 +44,7 @@ def verify(
     seed: int = 0,
     show: Show | None = None,
 ) -> Verification:
-    """See `replicax.verified.verify`; `elsewhere` is the target's compiler."""
+    """Implement `replicax.verified.verify`; `elsewhere` is the target's compiler."""
     if jax.process_count() > 1:
         raise ConfigError(
             f"verify on {jax.process_count()} processes; it reads every device's copies and must "
@@ -170,7 +170,7 @@ def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
 def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
     """Return the largest number of rows that divides in every case."""
     if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches}; a step has at least 1: raise it")
+        raise ConfigError(f"micro_batches={micro_batches}; it must be at least 1: raise it")
     replicas = replica_count(dp.mesh)
     unit = math.lcm(replicas * micro_batches, replicas * dp.accumulate, dp.micro_shards)
     if rows < unit:
