@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert "(set aside" in said[0]
     assert said[0].endswith(" refused-step-000000006-1)")
     assert said[1].startswith(f"resume {folder}: step 3, saved ")
-    assert said[1].endswith("; steps to repeat: 3")
+    assert said[1].endswith(" repeat: 3")
     check_same(found, run(dp, log_every=2), folder)
     assert (folder / "checkpoints/refused-step-000000006-1").is_dir()
 
