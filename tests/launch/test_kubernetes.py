@@ -157,7 +157,7 @@ def test_what_the_job_asks_for() -> None:
 
 @pytest.mark.parametrize("name", ["", "Run", "7run", "run_7", "run.7", "run-", "é", "a\n"])
 def test_a_name_that_is_no_label(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no\b.*DNS label"):
+    with pytest.raises(ConfigError, match=r"is not\b.*DNS label"):
         jobset_manifest(_job(name=name), KubernetesOptions(image="x"))
 
 
@@ -173,11 +173,11 @@ def test_a_name_that_is_too_long() -> None:
     ("options", "message"),
     [
         ({"image": " "}, "the pods need a container image"),
-        ({"namespace": "A"}, "namespace='A' is no DNS label"),
+        ({"namespace": "A"}, "namespace='A' is not a DNS label"),
         ({"memory": "64 GB"}, "memory='64 GB' is not a"),
         ({"cpu": "4\nx: 1"}, "cpu=.* is not a"),
         ({"shared_memory": "8gi"}, "shared_memory='8gi' is not a"),
-        ({"gpus_per_process": -1}, "gpus_per_process=-1; it is at least 0"),
+        ({"gpus_per_process": -1}, "gpus_per_process=-1; .* at least 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -32,8 +32,8 @@ def test_cores_are_not_pinned_on_ray() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (RayOptions(gpus_per_process=-1), "--gpus-per-process -1; it is at least 0"),
-        (RayOptions(cpus_per_process=0), "--cpus-per-process 0; it is at least 1"),
+        (RayOptions(gpus_per_process=-1), "--gpus-per-process -1; .* at least 0"),
+        (RayOptions(cpus_per_process=0), "--cpus-per-process 0; .* at least 1"),
     ],
 )
 def test_numbers_that_cannot_be_meant(options: RayOptions, message: str) -> None:
@@ -48,7 +48,7 @@ def test_an_address_where_nothing_listens_is_named() -> None:
 
 
 def test_an_address_without_a_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--address=here; .*Ray cluster .*host:port"):
+    with pytest.raises(ConfigError, match=r"--address=here; .*host:port"):
         on_ray._reach("here", "--address")
 
 

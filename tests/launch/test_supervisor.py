@@ -201,7 +201,7 @@ def test_who_goes_on_without_one_that_saved_is_told(
     outcome = run(python(script), 3, tmp_path, quiet=False, grace_seconds=0.5)
     assert (outcome.exit_code, outcome.failure) == (75, None)
     assert 0.4 < outcome.seconds + 0.5 * (rest == "sys.exit(0)") < 5
-    told = "stopped early; SIGTERM to processes 1 and 2, which have 0.5 s to end"
+    told = "stopped early; SIGTERM to processes 1 and 2, which have 0.5 s to exit"
     assert (told in capfd.readouterr().err) == (rest != "sys.exit(0)")
 
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path: Path) ->
     logs = tmp_path / "logs"
     assert "no command" in refusal(logs, ())
     assert re.search(r"'no-such-program' is not\b.*the PATH", refusal(logs, ("no-such-program",)))
-    assert re.search(r"\./no/such\b.*is no\b.*file", refusal(logs, ("./no/such",)))
+    assert re.search(r"\./no/such\b.*is not\b.*file", refusal(logs, ("./no/such",)))
     assert f"python {script}" in refusal(logs, (str(script),))
     assert "chmod +x" in refusal(logs, (str(text),))
     assert "--processes 0" in refusal(logs, processes=0)

@@ -38,7 +38,7 @@ export JAX_NUM_CPU_DEVICES={{devices}}
 restarts={{restarts}}
 for ((attempt = 0; attempt <= restarts; attempt++)); do
     code=0
-    # Each process reads its rank and the host of process 0 from srun's variables.
+    # Each process reads its rank and process 0's host from srun's variables.
     # One that fails notifies the others; --kill-on-bad-exit=1 would also treat
     # exit code 75 as a failure, and kill processes that are still saving.
     srun --kill-on-bad-exit=0 --wait=60 --label{{srun-cpus}} \
@@ -57,7 +57,7 @@ for ((attempt = 0; attempt <= restarts; attempt++)); do
 done
 exit "$code"
 #else
-# Each process reads its rank and the host of process 0 from srun's variables.
+# Each process reads its rank and process 0's host from srun's variables.
 # One that fails notifies the others; --kill-on-bad-exit=1 would also treat
 # exit code 75 as a failure, and kill processes that are still saving.
 srun --kill-on-bad-exit=0 --wait=60 --label{{srun-cpus}} \
