@@ -81,7 +81,7 @@ class Target:
     def with_devices(self, devices: int) -> "Target":
         """Return the same hardware with another number of devices.
 
-        GPUs use as many devices per host as this target, on as many hosts as needed. TPUs use the
+        GPUs fill each host as this target does, or completely if it has one host. TPUs use the
         most cubic slice of that many chips, or the fewest equal slices if no single one is enough.
 
         Raises:
