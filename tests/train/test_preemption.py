@@ -30,7 +30,7 @@ def compile():  # for minutes, without the GIL, and deaf to signals
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 def at_once(number):
-    reason = f"{{signal_name(number)}} before the first step; start it again to go on"
+    reason = f"{{signal_name(number)}} before the first step; start it again to continue"
     stop_all_now(reason)
 """
 JOIN = """
@@ -56,7 +56,7 @@ def join():
     stop = partial(stop_now, place.process, pulse)
     set_job(Linked(place, Link(wire, place.process, go.names, Patience(), pulse, stop)))
 """
-SAID = "SIGTERM before the first step; start it again to go on"
+SAID = "SIGTERM before the first step; start it again to continue"
 
 
 class Jobs:

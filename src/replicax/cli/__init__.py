@@ -1,9 +1,9 @@
-"""The command line: argv -> calls -> exit code.
+"""The command line: dispatch argv to a command and return its exit code.
 
-0 done · 1 the run failed, with its cause in one line · 2 a wrong flag or configuration
-75 stopped early with everything saved; launch: the first failure's own code
+0 done · 1 the run failed, with a one-line cause · 2 an invalid flag or configuration
+75 stopped early with everything saved; launch: the exit code of the first failure
 
-Whatever is wrong with a flag is a `ConfigError`, whose one line is printed here.
+An invalid flag raises `ConfigError`, whose one-line message is printed here.
 """
 
 import importlib
@@ -23,38 +23,38 @@ COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),
     *("plan", "bench", "verify", "lint", "launch", "doctor", "recipes"),
 )
-"""Each is the function of its name in `replicax.cli`, loaded when it is called."""
+"""Each is a function in the module of its name in `replicax.cli`, imported when called."""
 USAGE = """\
 usage: replicax COMMAND ...
 
-Data-parallel training for JAX that proves itself.
+Data-parallel training for JAX that verifies itself.
 
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
-  evaluate RUN [FLAGS]   loss and metrics of a run's model, on its data or on yours
+  evaluate RUN [FLAGS]   compute loss and metrics of a run's model, on its data or yours
   sample RUN TEXT        continue a text with a run's model
   export RUN FILE        write a run's model as a .safetensors file
-  runs [FOLDER]          list the runs in runs/, and how far each has come
+  runs [FOLDER]          list the runs in runs/ and their progress
   plan RECIPE --target T [FLAGS]
-                         will it fit, and how fast, on hardware you do not have
+                         predict memory and speed on hardware you do not have
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
-  verify RECIPE [FLAGS]  check that N devices compute what one does, in every mode;
-                         or a step of your own, without a recipe
-  lint FILES             read source code for the classic errors, without running it
+  verify RECIPE [FLAGS]  check that N devices compute the same as one, in every mode;
+                         or check a custom step, without a recipe
+  lint FILES             check source code for common errors, without running it
   launch --processes N -- COMMAND
                          run COMMAND as N processes that train together
   doctor                 check versions, devices, and a job's processes
   recipes                list the built-in recipes
 
-A recipe is a built-in name, your own as file.py:Name, or package.module:Name.
-A run is what train has left in runs/: its name, or its folder.
+RECIPE is a built-in name, your own as file.py:Name, or package.module:Name.
+RUN is the name of a run in runs/, or its folder.
 
 options:
   -h, --help             show this help
   --version              show the version
 """
 
-# JAX has no type of its own for what an allocator says.
+# JAX has no exception type for running out of memory.
 _OUT_OF_MEMORY = re.compile(r"(Out of memory|Unable to allocate)[^.;]*")
 SMALLER = "lower --batch-size, raise --accumulate, or use more devices"
 
@@ -75,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def failed(message: str, code: int) -> int:
-    """Print why a command failed, in one line; return its exit code."""
+    """Print why a command failed, in one line; return the exit code."""
     print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
 def _explain(error: BaseException) -> int:
-    """Say in one line what ended the command; returns its exit code."""
+    """Print the error that ended the command in one line; return the exit code."""
     if isinstance(error, ReplicaxError):
         return failed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -90,12 +90,12 @@ def _explain(error: BaseException) -> int:
         return 128 + signal.SIGPIPE
     if refused := _OUT_OF_MEMORY.search(str(error)):
         return failed(f"{refused[0]}; {SMALLER}", 1)
-    traceback.print_exception(error)  # a recipe's own: its author needs it
+    traceback.print_exception(error)  # from the recipe: its author needs it
     return failed(f"{type(error).__name__}: {error}", 1)
 
 
 def _nobody_reads() -> bool:
-    """Whether whoever read the output has closed it, as `head` does; what is left of it is lost."""
+    """Return whether the reader of stdout has closed it, like `head`; if so, discard the rest."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not output.poll(0):
@@ -114,7 +114,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise ConfigError(
-            f"no command {command!r}; there are {', '.join(COMMANDS)}"
+            f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}"
             f"{did_you_mean(command, COMMANDS)}"
         )
     run = getattr(importlib.import_module(f"replicax.cli.{command}"), command)

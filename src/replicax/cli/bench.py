@@ -1,4 +1,4 @@
-"""`replicax bench`: a recipe's step in every mode, side by side."""
+"""`replicax bench`: measure a recipe's step in every mode."""
 
 import dataclasses
 import itertools
@@ -69,10 +69,10 @@ def bench(arguments: list[str]) -> int:
     parsed = parse_with_recipe("bench", BenchOptions, arguments)
     if parsed.options.least_devices > 1:
         raise ConfigError(
-            "bench with --model-parallel, --stages or --fsdp-size; it makes meshes itself: leave "
-            "the flag out, or compare by --layouts"
+            "bench with --model-parallel, --stages or --fsdp-size; it creates its own meshes: "
+            "leave the flag out, or compare with --layouts"
         )
-    check_alone("bench", "it starts processes itself: run it once, with --processes")
+    check_alone("bench", "it starts its own processes: run it once, with --processes")
     if parsed.options.processes is None:
         _over_devices(parsed)
     else:
@@ -85,8 +85,8 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
     if options.layouts is not None and (options.layout != BenchOptions.layout or options.profile):
         other = "--profile" if options.profile else f"--layout {options.layout}"
         raise ConfigError(
-            f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
-            "two out"
+            f"--layouts {options.layouts} with {other}, which applies to one layout; leave one of "
+            "the two out"
         )
     devices = None if options.devices is None else _counts("--devices", options.devices)
     options.fix_threads(*_modes(options))
@@ -109,7 +109,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
     try:
         if not result.compares_layouts and _draw_memory(parsed, result, folder):
             pictures = [MEMORY]
-    finally:  # what was measured is kept, whatever becomes of the picture
+    finally:  # keep the measurements even if drawing fails
         names = [path.name for path in write_bench(result, folder, pictures=pictures)]
     print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
@@ -117,7 +117,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
 
 
 def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
-    """Measure the recipe's step as the options say, with further `arguments` of `rx.bench`."""
+    """Measure the recipe's step with the given options and further `arguments` of `rx.bench`."""
     options, recipe = parsed.options, parsed.recipe
     arguments = {**options.settings(recipe), **arguments}
     if options.layouts is not None:
@@ -140,14 +140,14 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
 
 
 def over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
-    """Return `mesh(devices)` with the most devices along `model` that share out whole heads."""
+    """Return `mesh(devices)`, with the most devices along `model` that divide `heads`."""
 
     def mesh(devices: int) -> jax.sharding.Mesh:
         most = math.gcd(devices, heads)
         if most == 1:
             raise ConfigError(
-                f"{devices} devices with heads={heads}; devices along 'model' have whole heads, as "
-                "many as each other: change one of the two"
+                f"{devices} devices with heads={heads}; the devices along 'model' must divide the "
+                "heads: change one of the two"
             )
         return rx.make_mesh(devices // most, most, devices=jax.devices())
 
@@ -155,13 +155,13 @@ def over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
 
 
 def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> None:
-    """The weak scaling over processes; `arguments` are those of the command."""
+    """Measure weak scaling over processes; `arguments` are those of the command."""
     options, recipe = parsed.options, parsed.recipe
     for name in ("devices", "layouts", "profile"):
         if getattr(options, name):
             raise ConfigError(
-                f"--processes {options.processes} with --{name}; each process has one device, and "
-                "the measurement no trace: leave one of the two out"
+                f"--processes {options.processes} with --{name}; each process has one device and "
+                "is measured without a trace: leave one of the two out"
             )
     asked, layout = _modes(options), options.layout_of(recipe)
     counts = processes.check_counts(_counts("--processes", options.processes), asked)
@@ -173,8 +173,8 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     print_data(recipe)
     if not check_source(recipe.train_source(), recipe.batch_size, Alone()):
         raise ConfigError(
-            f"--processes {options.processes} with a source of whole batches; each count needs "
-            "other batches: give arrays or a Grain dataset, or use --devices"
+            f"--processes {options.processes} with a source of fixed batches; each count needs "
+            "its own batch size: use arrays or a Grain dataset, or --devices"
         )
     measure = job_measure([sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS)
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
@@ -184,16 +184,16 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
 
 
 def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
-    """A `Measure` that launches `command`, which writes its part to a path that is added to it.
+    """Return a `Measure` that launches `command` with the path of its result appended.
 
-    `folder` is for these parts, and what the processes print.
+    The results and the output of the processes go to `folder`.
     """
 
     def measure(count: int, number: int) -> Bench:
         own = folder / f"{count}-processes-round-{number + 1}"
         part = own.absolute() / "part.json"
         job = JobSpec((*command, str(part)), count, devices_per_process=1, pin=True)
-        # As many cores as processes, or a lone one would have them all.
+        # One core per process; otherwise a single process would use all cores.
         with only_cores(own_cores()[:count]):
             outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)
         if outcome.stopped_by == "SIGINT":
@@ -208,9 +208,9 @@ def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
 
 
 def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:
-    """Draw the memory of one of the steps through two executions, where that can be known.
+    """Draw the memory timeline of two executions of a step, if available.
 
-    It is the step on the most devices, in the mode whose program is nearest to its source.
+    The step runs on the most devices, in the mode whose program is closest to its source.
     """
     options, recipe = parsed.options, parsed.recipe
     devices = max(case.devices for case in result.cases)
@@ -236,7 +236,7 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
 def _counts(flag: str, text: str | None) -> list[int]:
     counts = words(text or "")
     if not counts or not all(count.isdecimal() for count in counts):
-        raise ConfigError(f"{flag} {text!r}; it is a list of counts: write 1,2,4")
+        raise ConfigError(f"{flag} {text!r}; it must be a list of counts, such as 1,2,4")
     return [int(count) for count in counts]
 
 
@@ -249,9 +249,9 @@ def _modes(options: BenchOptions) -> list[str]:
 
 
 def _one_process(arguments: list[str]) -> None:
-    """Measure as one of the processes that `--processes` starts, on the devices of all.
+    """Measure in one of the processes started by `--processes`, on the devices of all of them.
 
-    Process 0 writes what they have measured to the path that follows the flags of the command.
+    Process 0 writes the result to the path that follows the command's flags.
     """
     *own, path = arguments
     parsed = parse_with_recipe("bench", BenchOptions, own)

@@ -1,4 +1,4 @@
-"""`replicax doctor`: is everything right with this machine, this installation, and this job?"""
+"""`replicax doctor`: check this machine, this installation, and this job."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from replicax.errors import ConfigError, require
 
 LAUNCHERS_PREFIX = 4
 SPEAK_SECONDS = 2.0
-"""For process 0: who starts processes often ends them all after the first exit."""
+"""Time for process 0 to report: launchers often kill all processes after the first exit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DoctorOptions(JsonOptions):
 
 
 class _Terminated(BaseException):
-    """SIGTERM: a launcher ends this process, most often because another one failed."""
+    """SIGTERM: the launcher ends this process, usually because another one failed."""
 
 
 def doctor(arguments: list[str]) -> int:
@@ -50,15 +50,15 @@ def doctor(arguments: list[str]) -> int:
     options = parse("doctor", DoctorOptions, arguments)
     if not options.largest_mb * 2**20 >= 4:
         raise ConfigError(
-            f"--largest-mb {options.largest_mb:g}; a device contributes at least one number of "
+            f"--largest-mb {options.largest_mb:g}; each device contributes at least one number of "
             "4 bytes: raise it"
         )
     if not options.timeout > 0:
-        raise ConfigError(f"--timeout {options.timeout:g}; it is in seconds, above 0: raise it")
+        raise ConfigError(f"--timeout {options.timeout:g}; seconds must be above 0: raise it")
     require("rich", "cli")
     with contextlib.ExitStack() as terminal:
         show = terminal.enter_context(options.working())
-        terminal.enter_context(standard_error())  # JAX's C++ prints of itself
+        terminal.enter_context(standard_error())  # JAX's C++ code prints to stdout
 
         def finish(done: Examination) -> None:
             terminal.close()
@@ -90,7 +90,7 @@ def doctor(arguments: list[str]) -> int:
 def _report(done: Examination, options: DoctorOptions) -> None:
     place = done.place
     if place is not None and place.process > 0:
-        # Process 0 speaks for all, where it has heard of what they found.
+        # Process 0 reports for all, as far as it received their results.
         for row in done.rows:
             untold = done.job is None or (done.parted and row.subject == done.running)
             if untold and row.verdict in NOT_WELL:
@@ -106,14 +106,14 @@ def _report(done: Examination, options: DoctorOptions) -> None:
     }
     options.write_json(to_json(done.rows, done.verdict, about))
     if not options.shows_json:
-        # Under `replicax launch` each line has the number of its process in front.
+        # Under `replicax launch` each line is prefixed with the rank.
         width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
         print_table(done.rows, summary(done.rows), style=dataclasses.replace(STYLE, width=width))
 
 
 def _leave_word(done: Examination) -> None:
-    """For the launcher, which names the first failure, and lets process 0 speak."""
-    told = os.environ.get(PROCESS_ID, "0").strip()  # all there is where the place is not known
+    """Write a failure report for the launcher, which reports the first failure."""
+    told = os.environ.get(PROCESS_ID, "0").strip()  # if the place was not detected
     own = int(told) if told.isdecimal() else 0
     number = done.place.process if done.place else own
     if number > 0 and not done.parted:
@@ -126,7 +126,7 @@ def _leave_word(done: Examination) -> None:
 
 @contextlib.contextmanager
 def _terminable(unless: Callable[[], bool]) -> Iterator[None]:
-    """SIGTERM raises `_Terminated` here, so that what was found can still be told."""
+    """Raise `_Terminated` on SIGTERM, so that the results so far are still reported."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if not unless():

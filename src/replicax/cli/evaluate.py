@@ -13,7 +13,7 @@ from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 
 ANOTHER_ROUNDING = 1e-2
-"""Relative difference of a metric that other devices may make, in bfloat16 at most."""
+"""Relative difference of a metric that other devices may cause, at most (in bfloat16)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def evaluate(arguments: list[str]) -> int:
             math.isclose(value, recorded[name], rel_tol=ANOTHER_ROUNDING, abs_tol=1e-6)
             for name, value in metrics.items()
         )
-        differs = " · differs: the data, or the recipe's code, is not that of the run"
+        differs = " · differs: the data or the recipe's code has changed since the run"
         options.say(f"record {metrics_text(recorded)}{'' if same else differs}")
     return 0
 
@@ -67,13 +67,13 @@ def _source(recipe: Any, options: EvaluateOptions) -> Any:
     if options.data is not None:
         if not hasattr(recipe, "eval_data"):
             raise ConfigError(
-                f"--data with recipe {name}, which reads no data from a path; leave --data out, or "
-                "give the recipe a method eval_data(path)"
+                f"--data with recipe {name}, which cannot read data from a path; leave --data out, "
+                "or give the recipe a method eval_data(path)"
             )
         options.say(f"data   {options.data}")
         return recipe.eval_data(options.data)
     source = recipe.eval_source()
     if source is None:
-        raise ConfigError(f"recipe {name} has no evaluation data; give some by --data")
+        raise ConfigError(f"recipe {name} has no evaluation data; give some with --data")
     options.say(*data_lines(recipe))
     return source

@@ -1,4 +1,4 @@
-"""`replicax export`: a run's model as a .safetensors file."""
+"""`replicax export`: write a run's model as a .safetensors file."""
 
 import dataclasses
 import os
@@ -21,9 +21,9 @@ from replicax.wording import size_text
 class ExportOptions(RunOptions):
     """Writes the model of a run as a .safetensors file, which needs neither JAX nor Replicax.
 
-    Parameters, and statistics such as BatchNorm's, have their dotted paths for names, and the
-    dtypes that they are trained in. Those of gpt2 have the published names, in float32, so that
-    transformers reads them, and replicax train gpt2 --init-from.
+    Parameters, and statistics such as BatchNorm's, are named by their dotted paths and keep the
+    dtypes they are trained in. gpt2 uses the published names, in float32, so that transformers can
+    read the file, and so can replicax train gpt2 --init-from.
     """
 
     file: Annotated[Path, BY_PLACE, shown_as("FILE")]
@@ -37,15 +37,15 @@ def export(arguments: list[str]) -> int:
     options = parse("export", ExportOptions, arguments)
     file = options.file
     if file.is_dir():
-        raise ConfigError(f"{file} is a folder; name a file, as in {file / 'model.safetensors'}")
+        raise ConfigError(f"{file} is a folder; give a file, such as {file / 'model.safetensors'}")
     if not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
+        raise ConfigError(f"{file}: the folder {file.parent} does not exist; create it first")
     if os.path.lexists(file) and not options.force:
         raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
     numpy_format = require("safetensors.numpy", "text")
     loaded = options.open("export")
     tensors = _tensors(loaded)
-    beside = file.with_name(f".{file.name}.new")  # all of it, or nothing
+    beside = file.with_name(f".{file.name}.new")  # renamed once complete
     try:
         numpy_format.save_file(tensors, beside, metadata={"format": "pt"})
         beside.replace(file)
@@ -67,17 +67,17 @@ def _tensors(loaded: Loaded) -> dict[str, np.ndarray]:
         )
         return published
     params, extras = _named(loaded.state.params), _named(loaded.state.extras)
-    # Beside the statistics, a model may keep counters, and keys that it draws from.
+    # Besides statistics, a model may keep counters and random keys.
     statistics = {
         name: leaf for name, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     if both := params.keys() & statistics.keys():
         raise ConfigError(
-            f"{min(both)} is a parameter and a statistic of this model; a file has each name once: "
-            "rename one in the model"
+            f"{min(both)} is a parameter and a statistic of this model; names in a file must be "
+            "unique: rename one in the model"
         )
     return {
-        name: np.asarray(leaf, order="C")  # of other arrays safetensors writes the wrong order
+        name: np.asarray(leaf, order="C")  # safetensors ignores strides
         for name, leaf in {**params, **statistics}.items()
     }
 

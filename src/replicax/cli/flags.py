@@ -1,4 +1,4 @@
-"""The flags of a command -> its options, and the recipe that it takes."""
+"""Parse the flags of a command into its options and its recipe."""
 
 import contextlib
 import dataclasses
@@ -17,19 +17,19 @@ Options = TypeVar("Options")
 
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
-"""The annotation of what is given by its place, without a flag; `shown_as` names it."""
+"""The annotation of a positional argument; `shown_as` names it."""
 
 
 def one_of(table: Iterable[str]) -> Any:
-    """Return the annotation of a flag that takes a name of `table`, which may still get others."""
+    """Return the annotation of a flag whose value is a name in `table`, which may grow later."""
     return tyro.conf.arg(
         constructor_factory=lambda: tyro.extras.literal_type_from_choices(list(table)),
-        help_behavior_hint=lambda default: f"(default: {default[2:-2]})",  # tyro has it as ['jit']
+        help_behavior_hint=lambda default: f"(default: {default[2:-2]})",  # tyro passes ['jit']
     )
 
 
 def several_of(table: Iterable[str], default: str) -> Any:
-    """Return the annotation of names of `table`, separated by commas; help calls None `default`."""
+    """Return the annotation of comma-separated names in `table`; help shows None as `default`."""
     return tyro.conf.arg(
         metavar="NAMES",
         help_behavior_hint=lambda _: f"(any of {', '.join(table)}; default: {default})",
@@ -37,24 +37,24 @@ def several_of(table: Iterable[str], default: str) -> Any:
 
 
 def shown_as(value: str, default: str | None = None) -> Any:
-    """Return the annotation of a flag: what help calls its value, and its default of None."""
+    """Return the annotation of a flag: how help shows its value, and its default of None."""
     hint = "" if default is None else f"(default: {default})"
     return tyro.conf.arg(metavar=value, help_behavior_hint=hint)
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a flag that takes several, separated by commas."""
+    """Return the words of a comma-separated value."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Generic[Options]):
-    """A recipe, and what to do with it."""
+    """A recipe and the options of a command."""
 
     spec: str
-    """The recipe as it was named."""
+    """The recipe as given on the command line."""
     preset: str | None
-    """The preset that it starts from."""
+    """The preset on which the recipe is based."""
     recipe: Any
     options: Options
 
@@ -64,12 +64,12 @@ class Arguments(Generic[Options]):
         return recipe_name(type(self.recipe))
 
     def about(self) -> dict[str, Any]:
-        """The recipe's name and preset, as results record them."""
+        """Return the recipe's name and preset, as recorded in results."""
         return {"recipe": self.spec, "preset": self.preset}
 
 
 def parse(command: str, options_class: type[Options], arguments: Sequence[str]) -> Options:
-    """The options of a command that takes no recipe; the docstring of their class is the help."""
+    """Parse the options of a command without a recipe; their class's docstring is the help."""
     flags, about = _json_alone(arguments, options_class), inspect.getdoc(options_class)
     parsed: Options = _parsed(options_class, flags, f"replicax {command}", about)
     return parsed
@@ -78,10 +78,10 @@ def parse(command: str, options_class: type[Options], arguments: Sequence[str]) 
 def parse_with_recipe(
     command: str, options_class: type[Options], arguments: Sequence[str]
 ) -> Arguments[Options]:
-    """The recipe that comes first, whose fields are flags too, and the options.
+    """Parse the recipe, given first, whose fields are also flags, and the options.
 
-    Options that are dataclasses themselves are groups, with a box each in help. Where one has a
-    field `config`, other flags go on top of what that file says.
+    Options that are dataclasses themselves are groups, shown as separate boxes in help. If one has
+    a field `config`, other flags override the values in that file.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: replicax {command} RECIPE [FLAGS]\n")
@@ -107,7 +107,7 @@ def parse_with_recipe(
     if preset is not None:
         if path is not None:
             raise ConfigError(
-                "--preset and --config both say what fields to start from; leave one of them out"
+                "--preset and --config both set the initial fields; leave one of them out"
             )
         recipe = _of_preset(preset, recipe_class)
     elif path is not None:
@@ -121,7 +121,7 @@ def parse_with_recipe(
     ]
     begun = {"recipe": recipe, "options": options}
     if presets:
-        about = "Values to start from; the other flags go on top."
+        about = "Initial values; other flags override them."
         choice = tyro.conf.arg(metavar=f"{{{','.join(presets)}}}", help=about)
         fields, begun["preset"] = [("preset", Annotated[str | None, choice]), *fields], preset
     both = dataclasses.make_dataclass("Flags", fields)
@@ -131,17 +131,17 @@ def parse_with_recipe(
 
 
 def taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The value of `flag`, which others follow from, "" where it has none; and the other flags.
+    """Return the value of `flag` ("" if it has none), and the other flags.
 
     Raises:
-        ConfigError: it is given more than once.
+        ConfigError: the flag is given more than once.
     """
     places = [place for place, each in enumerate(flags) if each.partition("=")[0] == flag]
     if not places:
         return None, flags
     if len(places) > 1:
         raise ConfigError(
-            f"{flag} is given {len(places)} times; one is taken: leave the others out"
+            f"{flag} is given {len(places)} times; only one is allowed: leave the others out"
         )
     (place,), rest = places, list(flags)
     _, equals, value = rest.pop(place).partition("=")
@@ -157,7 +157,7 @@ def _parsed(
     description: str | None,
     default: Any = tyro.MISSING_NONPROP,
 ) -> Any:
-    """An instance of the dataclass `kind`; what tyro says of a wrong flag becomes one line."""
+    """Parse flags into the dataclass `kind`; tyro's errors are shortened to one line."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -187,7 +187,7 @@ def _parsed(
 
 
 def _names(kind: type[Any]) -> list[str]:
-    """The names of the fields of a dataclass, in place of a group those of its fields."""
+    """Return the field names of a dataclass; a group is replaced by the names of its fields."""
     found, hints = list[str](), get_type_hints(kind)
     for field in dataclasses.fields(kind):
         group = dataclasses.is_dataclass(hints[field.name])
@@ -196,7 +196,7 @@ def _names(kind: type[Any]) -> list[str]:
 
 
 def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
-    """The same where `--json` has a value: without one it prints."""
+    """Return the flags with `--json` alone replaced by `--json=-`, which prints."""
     if "json" not in _names(options_class):
         return list(flags)
     following = [*flags[1:], "--"]
@@ -207,12 +207,12 @@ def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
 
 
 def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
-    """The recipe with the values of a preset, and what a flag has to fill."""
+    """Return the recipe with the values of a preset; required fields are left to flags."""
     presets = presets_of(recipe_class)
     if not presets:
         raise ConfigError(f"unknown flag '--preset': {recipe_class.__name__} has no presets")
     if preset not in presets:
-        said = f"no preset {preset!r}" if preset else "--preset comes without the name of a preset"
+        said = f"unknown preset {preset!r}" if preset else "--preset without the name of a preset"
         raise ConfigError(
             f"{said}; those of {recipe_class.__name__} are {', '.join(presets)}"
             f"{did_you_mean(preset, presets)}"
@@ -228,19 +228,19 @@ def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
 def _of_config(
     path: Path, spec: str, recipe_class: type[Any], options_class: type[Options]
 ) -> tuple[str | None, Any, Options]:
-    """The preset, the recipe and the options in the `config.json` at `path`."""
+    """Return the preset, the recipe and the options in the `config.json` at `path`."""
     config = read_config(path)
     of = config.get("recipe")
     if of is None or BUILT_IN.get(of, of) != BUILT_IN.get(spec, spec):
         raise ConfigError(
-            f"{path} is of {f'the recipe {of}' if of else 'no recipe'} and this is {spec}; the "
-            "fields of one are not those of another: name the file of a run of this recipe"
+            f"{path} is for {f'the recipe {of}' if of else 'no recipe'}, not for {spec}; recipes "
+            "have different fields: give the file of a run of this recipe"
         )
     options = {name: value for name, value in config["options"].items() if name != "run"}
     for kind, values in ((recipe_class, config["fields"]), (options_class, options)):
         if unknown := [name for name in values if name not in _names(kind)]:
             raise ConfigError(
-                f"{path} has {unknown[0]}, which {kind.__name__} has not: take it out of a copy"
+                f"{path} has {unknown[0]}, unknown to {kind.__name__}: remove it from a copy"
             )
     try:
         groups = {
@@ -253,4 +253,4 @@ def _of_config(
             options_class(**groups),
         )
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; take it out of a copy, and give its flag") from error
+        raise ConfigError(f"{path}: {error}; remove it from a copy, and set its flag") from error

@@ -1,4 +1,4 @@
-"""`replicax launch`: a command as several processes that train together."""
+"""`replicax launch`: run a command as several processes that train together."""
 
 import dataclasses
 from collections.abc import Callable
@@ -53,27 +53,26 @@ class LocalOptions:
 def launch(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     if "--" not in arguments and not {"-h", "--help"} & set(arguments):
-        raise ConfigError(f"launch without a command; it comes last, after --: {EXAMPLE}")
+        raise ConfigError(f"launch without a command; give it last, after --: {EXAMPLE}")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags, command = arguments[:end], arguments[end + 1 :]
-    name, flags = taken("--on", flags)  # before they are parsed: an engine has some of its own
+    name, flags = taken("--on", flags)  # first, since each engine has its own flags
     name = ENGINES[0] if name is None else name
     if name not in ENGINES:
         raise ConfigError(
-            f"--on {name!r}; a job is launched on one of {', '.join(ENGINES)}"
-            f"{did_you_mean(name, ENGINES)}"
+            f"--on {name!r}; it must be one of {', '.join(ENGINES)}{did_you_mean(name, ENGINES)}"
         )
     engine_options, run = _engine(name)
-    # One class with the flags of both, whose instances are options of both.
+    # One class with the flags of both; its instances serve as options of both.
     both = dataclasses.make_dataclass(
         "Flags", [], bases=(LaunchOptions, engine_options), frozen=True
     )
     both.__doc__ = HELP
-    options: Any = parse("launch", both, flags)  # exits where help is asked for
+    options: Any = parse("launch", both, flags)  # exits after --help
     if not command:
-        raise ConfigError(f"nothing after --; the command comes there: {EXAMPLE}")
+        raise ConfigError(f"nothing after --; give the command there: {EXAMPLE}")
     if options.processes is None:
-        raise ConfigError(f"launch without --processes; say how many: {EXAMPLE}")
+        raise ConfigError(f"launch without --processes; give their number: {EXAMPLE}")
     names = [field.name for field in dataclasses.fields(JobSpec) if field.name != "command"]
     job = JobSpec(tuple(command), **{name: getattr(options, name) for name in names})
     code, said = run(job, options)
@@ -81,7 +80,7 @@ def launch(arguments: list[str]) -> int:
 
 
 def _engine(name: str) -> tuple[type[Any], Callable[[JobSpec, Any], tuple[int, str | None]]]:
-    """The options of an engine, and what a job and those come to: a code, and a message or None."""
+    """Return an engine's options and its run function, which returns a code and a message."""
     if name == "local":
         return LocalOptions, _run_here
     if name == "ray":
@@ -97,7 +96,7 @@ def _engine(name: str) -> tuple[type[Any], Callable[[JobSpec, Any], tuple[int, s
 
 def _run_here(job: JobSpec, options: LocalOptions) -> tuple[int, str | None]:
     if options.grace < 0:
-        raise ConfigError(f"--grace {options.grace:g}; it is in seconds, from 0: raise it")
+        raise ConfigError(f"--grace {options.grace:g}; seconds must be at least 0: raise it")
     outcome = launch_here(job, logs=options.logs, grace_seconds=options.grace)
     return outcome.exit_code, outcome.message
 

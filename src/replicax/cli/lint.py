@@ -1,4 +1,4 @@
-"""`replicax lint`: source code read for the classic errors, without running it."""
+"""`replicax lint`: check source code for common errors, without running it."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 
 @dataclasses.dataclass(frozen=True)
 class LintOptions(JsonOptions):
-    """Reads files for the classic errors of data-parallel JAX; runs and imports nothing of them.
+    """Checks files for common errors in data-parallel JAX, without running or importing them.
 
     The exit code is 1 if an error or a warning is found.
     """
@@ -62,7 +62,7 @@ def lint(arguments: list[str]) -> int:
 def _write_step_file(path: Path) -> int:
     to = Path(f"{path.stem}_step.py")
     if to.exists():
-        raise ConfigError(f"{to} is there already; move it away, or use it with verify --step")
+        raise ConfigError(f"{to} already exists; move it away, or use it with verify --step")
     source = step_file(source_text(path), path, to)
     to.write_text(source)
     unfilled = [line for line in source.splitlines() if line.startswith("raise ")]

@@ -1,4 +1,4 @@
-"""The run that a command opens again."""
+"""Open a run again, for the commands that need one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from replicax.train.places import place
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Which run, in the commands that open one."""
+    """The run, for commands that open one."""
 
     run: Annotated[str, BY_PLACE, shown_as("RUN")]
     """The run: its name in runs/, its folder, or its URL in an object store."""
@@ -25,15 +25,15 @@ class RunOptions:
     """The checkpoint to take: updates done, or best for the one that best.json names."""
 
     def open(self, command: str) -> Loaded:
-        """Return the run's checkpoint, on the devices that are there."""
+        """Return the run's checkpoint, loaded on the available devices."""
         check_alone(command, "it opens a run in one process: run it alone")
         step: int | str | None = self.step
         if self.step not in (None, "best"):
             number = str(self.step).replace(",", "")
             if not number.isdecimal():
                 raise ConfigError(
-                    f"--step {self.step}; it is a number of steps, or best: leave it out for the "
-                    "newest"
+                    f"--step {self.step}; it must be a number of steps, or best: leave it out for "
+                    "the newest"
                 )
             step = int(number)
         return rx.load(self.folder(), step=step)
@@ -47,18 +47,18 @@ class RunOptions:
                 return folder
         names = [path.name for path in RUNS.iterdir()] if RUNS.is_dir() else []
         raise ConfigError(
-            f"no run is named {self.run!r}: {RUNS / self.run} is no folder, and neither is "
-            f"{self.run}{did_you_mean(self.run, names)}; replicax runs lists those in runs/"
+            f"no run is named {self.run!r}: neither {RUNS / self.run} nor {self.run} is a "
+            f"folder{did_you_mean(self.run, names)}; replicax runs lists those in runs/"
         )
 
 
 def about_line(loaded: Loaded) -> str:
-    """`run    runs/first · lenet · step 400`."""
+    """Return `run    runs/first · lenet · step 400`."""
     recipe = recipe_name(type(loaded.recipe))
     return f"run    {loaded.path.parent.parent} · {recipe} · step {loaded.step:,}"
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """`loss 0.3964 accuracy 0.8513`; the loss comes first."""
+    """Return `loss 0.3964 accuracy 0.8513`; the loss comes first."""
     names = sorted(metrics, key=lambda name: name != "loss")
     return " ".join(f"{name} {metrics[name]:.4g}" for name in names)

@@ -1,4 +1,4 @@
-"""Where the output of a command goes: the terminal, JSON, its folder."""
+"""The output of a command: to the terminal, as JSON, and to its folder."""
 
 import contextlib
 import dataclasses
@@ -18,50 +18,50 @@ RUNS = Path("runs")
 
 
 def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
-    """Return the folder in runs/ that `--run` names, or `default` and the time."""
+    """Return the folder in runs/ named by `--run`, or by `default` and the time."""
     if run is None:
         run = f"{default}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):
         raise ConfigError(
-            f"--run {run!r}; it names a folder in runs/, with letters, digits and ._+=@- and at "
-            "most 100 of them: choose another"
+            f"--run {run!r}; the name of a folder in runs/ has letters, digits and ._+=@- and at "
+            "most 100 characters: choose another"
         )
     if new and (RUNS / run).exists():
-        raise ConfigError(f"{RUNS / run} exists; this makes a folder of its own: name another")
+        raise ConfigError(f"{RUNS / run} exists; this command needs a new folder: name another")
     return RUNS / run
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonOptions:
-    """Where the figures go, in the commands that have them as JSON."""
+    """JSON output, for commands that support it."""
 
     json: Annotated[str | None, shown_as("FILE", "none")] = None
     """Write all figures as JSON to this file; - prints them instead of the table."""
 
     @property
     def shows_json(self) -> bool:
-        """Whether standard output is for JSON alone."""
+        """Whether stdout is only for JSON."""
         return self.json == "-"
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows a live line; what else is printed is kept out of JSON."""
+        """Yield a function that shows a live line; other output is kept out of the JSON."""
         folder = Path(self.json or "-").parent
         if self.json is not None and Path(self.json).is_dir():
-            raise ConfigError(f"--json {self.json} is a folder; name a file")
+            raise ConfigError(f"--json {self.json} is a folder; give a file")
         if not folder.is_dir():
-            raise ConfigError(f"--json {self.json}: there is no folder {folder}; make it first")
+            raise ConfigError(f"--json {self.json}: folder {folder} does not exist; create it")
         with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
             yield show
 
     def say(self, *lines: str) -> None:
-        """Print lines, where standard output is not for JSON alone."""
+        """Print lines, unless stdout is only for JSON."""
         if not self.shows_json:
             for line in lines:
                 print(line, flush=True)
 
     def write_json(self, content: dict[str, Any]) -> None:
-        """Print `content` as JSON, or write it to the file, as far as the flag asks for it."""
+        """Print `content` as JSON, or write it to the file, according to the flag."""
         if self.shows_json:
             print(json.dumps(content, indent=2), flush=True)
         elif self.json is not None:
@@ -70,7 +70,7 @@ class JsonOptions:
 
 @contextlib.contextmanager
 def standard_error() -> Iterator[None]:
-    """Let what recipes and JAX print while they run go there, C++ included."""
+    """Redirect stdout to stderr, including output of C++ code."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -84,7 +84,7 @@ def standard_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a live line on a terminal, with the time; nothing elsewhere."""
+    """Yield a function that shows a live line with the elapsed time if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -95,7 +95,7 @@ def _live() -> Iterator[Callable[[str], None]]:
     status = console.status("", spinner="dots", refresh_per_second=2)
 
     def show(text: str) -> None:
-        status.start()  # not before: while it lives, what is printed goes through it
+        status.start()  # not earlier: while it is active, output goes through it
         status.update(f"{text} · {time.monotonic() - started:.0f} s")
 
     try:

@@ -1,4 +1,4 @@
-"""`replicax plan`: will a recipe's step fit, and how fast is it, on hardware you do not have?"""
+"""`replicax plan`: predict a recipe's memory and speed on hardware you do not have."""
 
 import dataclasses
 import json
@@ -30,9 +30,9 @@ from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096
-"""Host devices that stand in for a target's where a kernel is lowered with devices alone."""
+"""Limit on simulated devices that replace a target's, for kernels lowered only with devices."""
 REMAT = "remat"
-"""The field of a recipe that says what its backward pass computes again."""
+"""The recipe field that selects what the backward pass recomputes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def plan(arguments: list[str]) -> int:
 
 
 def _target(options: PlanOptions) -> Target:
-    """Return the target that is planned for; without touching accelerators, unless it is them."""
+    """Return the planning target, without initializing accelerators unless they are the target."""
     if options.target.strip().lower() != ATTACHED:
         jax.config.update("jax_platforms", "cpu")
     target = parse_target(options.target)
@@ -105,7 +105,7 @@ def _target(options: PlanOptions) -> Target:
     if most is not None and target.devices > most:
         raise ConfigError(
             f"--mode {options.mode} with --target {options.target}, which has {target.devices} "
-            f"devices; it runs on {most}: leave the mode out"
+            f"devices; the mode runs on at most {most}: leave it out"
         )
     if target.chip.platform == "cuda" and target.devices <= MOST_HOST_DEVICES:
         make_host_devices(max(target.devices, options.least_devices))
@@ -117,7 +117,7 @@ def _target(options: PlanOptions) -> Target:
 def _changes(
     recipe: Any, options: PlanOptions, mesh: jax.sharding.Mesh
 ) -> dict[str, rx.DataParallel]:
-    """The recipe with other values of its field `remat`, if it has one."""
+    """Return the recipe's steps with other values of its field `remat`, if it has one."""
     changed = [
         dataclasses.replace(recipe, remat=value)
         for value in get_args(get_type_hints(type(recipe)).get(REMAT))
@@ -129,7 +129,7 @@ def _changes(
 
 
 def _transformer(recipe: Any) -> Transformer | None:
-    """The recipe's sizes, where they are a transformer's."""
+    """Return the recipe's sizes if it is a transformer."""
     names = ("context", "heads", "width")
     if not all(isinstance(getattr(recipe, name, None), int) for name in names):
         return None
@@ -137,7 +137,7 @@ def _transformer(recipe: Any) -> Transformer | None:
 
 
 def _noise_scale(text: str | None) -> float | None:
-    """Rows that `--noise-scale` gives, or the run that it names has measured."""
+    """Return the rows given by `--noise-scale`, or measured by the run that it names."""
     if text is None:
         return None
     try:
@@ -152,5 +152,5 @@ def _noise_scale(text: str | None) -> float | None:
 
 def _above_0(flag: str, value: float) -> float:
     if not 0 < value < math.inf:
-        raise ConfigError(f"{flag} {value:g}; it is a number above 0: give one")
+        raise ConfigError(f"{flag} {value:g}; it must be above 0: change it")
     return value

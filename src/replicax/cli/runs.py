@@ -1,4 +1,4 @@
-"""`replicax runs`: what is in runs/, and how far each run has come."""
+"""`replicax runs`: list the runs in runs/ and their progress."""
 
 import contextlib
 import dataclasses
@@ -28,11 +28,11 @@ _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Re
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """Lists the runs in a folder, the one saved last at the end.
+    """Lists the runs in a folder, the most recently saved last.
 
     Step and epoch are those of the newest checkpoint. done: the run reached its end; stopped: it
-    did not; running: a process is writing to it; ?: its length is not known, because it was made by
-    your own program. Checkpoints are not verified here; loading one verifies it.
+    did not; running: a process is writing to it; ?: its length is unknown, because it was created
+    by your own program. Checkpoints are not verified here; loading one verifies it.
     """
 
     folder: Annotated[Path, BY_PLACE, shown_as("[FOLDER]", "runs")] = RUNS
@@ -44,8 +44,8 @@ def runs(arguments: list[str]) -> int:
     folder = parse("runs", RunsOptions, arguments).folder
     if not folder.is_dir():
         if folder == RUNS:
-            raise ConfigError("there is no folder runs here; replicax train makes it: train one")
-        raise ConfigError(f"{folder} is no folder; give one that holds runs")
+            raise ConfigError("no folder runs here; replicax train creates it: train a recipe")
+        raise ConfigError(f"{folder} is not a folder; give a folder of runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     found = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
     rows, faults = [], []
@@ -55,7 +55,7 @@ def runs(arguments: list[str]) -> int:
         except ConfigError:
             faults.append(f"{path.name}  its {CONFIG} cannot be read")
         except CheckpointError as error:
-            text = f"{path.name}  its newest checkpoint is harmed: {error}"
+            text = f"{path.name}  its newest checkpoint is damaged: {error}"
             faults.append(shortened(text, WIDTH))
     table = _table([cells for _, cells in sorted(rows, key=lambda row: row[0])]) if rows else []
     for line in (*table, *faults):
@@ -68,7 +68,7 @@ def runs(arguments: list[str]) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of 80 columns; long names and many metrics go on below."""
+    """Format rows as lines of 80 columns; long names and many metrics are wrapped."""
     require("rich", "cli")
     from rich.console import Console
     from rich.table import Table
@@ -85,7 +85,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(path: Path) -> tuple[float, tuple[str, ...]]:
-    """When the run was saved, and its line of the table."""
+    """Return when the run was saved, and its line of the table."""
     config, records, manifest = read_config(path / CONFIG), _records(path / RECORDS), None
     evaluated = [record.metrics for record in records if record.kind == "eval"]
     step, epoch, saved_at = 0, 0, 0.0
@@ -95,7 +95,7 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
         manifest = _store(path).read_placed(*places[-1])
         step, epoch, saved_at = manifest.position.step, manifest.position.epoch, manifest.saved_at
     steps = epochs = rows = None
-    if config.get("recipe"):  # else nothing is known of what else is there
+    if config.get("recipe"):  # otherwise the other entries are unknown
         steps, rows = _number(config, "options", "steps"), _number(config, "data", "rows")
         epochs = _number(config, "fields", "epochs") if steps is None else None
     state = "?"
@@ -122,7 +122,7 @@ def _store(path: Path) -> Store:
 
 
 def _records(path: Path) -> list[Record]:
-    """The last records, without what is none: a kill cuts one off."""
+    """Return the last records, skipping invalid lines: a killed process truncates one."""
     found: list[Record] = []
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.path.getsize(path) - _MOST_RECORD_BYTES))

@@ -1,4 +1,4 @@
-"""`replicax sample`: a text, continued by a run's model."""
+"""`replicax sample`: continue a text with a run's model."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from replicax.train.load import Loaded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(RunOptions):
-    """Continues a text with the model of a run of gpt2, and prints both."""
+    """Continues a text with the model of a gpt2 run, and prints both."""
 
     text: Annotated[str, BY_PLACE, shown_as("TEXT")]
     """The text to continue."""
@@ -33,8 +33,8 @@ def sample(arguments: list[str]) -> int:
     recipe = loaded.recipe
     if not hasattr(recipe, "continued"):
         raise ConfigError(
-            f"recipe {recipe_name(type(recipe))} continues no text; sample takes a run of gpt2, or "
-            "of a recipe with a method continued"
+            f"recipe {recipe_name(type(recipe))} cannot continue text; sample takes a gpt2 run, or "
+            "one of a recipe with a method continued"
         )
     _check_tokenizer(loaded)
     model = loaded.dp.model(loaded.state, copy=False)
@@ -51,7 +51,7 @@ def sample(arguments: list[str]) -> int:
 
 
 def _check_tokenizer(loaded: Loaded) -> None:
-    """Raise `ConfigError` where a tokenizer that was trained on the text is now another."""
+    """Raise `ConfigError` if a tokenizer trained on the run's text has changed."""
     recipe: Any = loaded.recipe
     if getattr(recipe, "tokenizer", None) != "bpe":
         return
@@ -60,6 +60,6 @@ def _check_tokenizer(loaded: Loaded) -> None:
     if any(told.get(name) != now[name] for name in ("rows", "leaves")):
         raise ConfigError(
             f"the text has changed since the run ({told.get('rows')} rows then, {now['rows']} "
-            "now), and with it the bpe tokenizer that is trained on it; restore the text, or train "
+            "now), and with it the bpe tokenizer trained on it; restore the text, or train "
             "with --tokenizer my/tokenizer.json"
         )

@@ -1,4 +1,4 @@
-"""The output of `--show-sharding`: where parameters, optimizer state and batch live."""
+"""The output of `--show-sharding`: the placement of parameters, optimizer state and batch."""
 
 import math
 import sys
@@ -16,21 +16,21 @@ from replicax.wording import size_text
 
 COLUMNS = 80
 MOST_NAMED = 3
-"""Arrays with a line of their own, of those that lie alike."""
+"""Arrays listed individually, among those with the same placement."""
 MOST_BOXES, MOST_ACROSS = 16, 8
-"""In a drawing; where there are more, the PartitionSpec has to do."""
+"""Limits of a drawing; larger ones show only the PartitionSpec."""
 
 
 Placement = tuple[tuple[str, ...], int]
-"""Key of a drawing that several arrays share: the axes of more than one device that they are split
-over, in the order of the mesh, and the layers in a stack that pipeline stages split, or 0."""
+"""Key of a drawing shared by several arrays: the mesh axes of size above 1 that shard them, in mesh
+order, and the number of layers in a stack that pipeline stages shard, or 0."""
 
 
 def print_sharding(state: TrainState, rows: int) -> None:
-    """Print where a state and a batch lie: for each placement the largest arrays, and a drawing.
+    """Print the sharding of a state and a batch: the largest arrays per placement, and a drawing.
 
-    An array has its path, dtype, shape, PartitionSpec and bytes on a device. Of the optimizer's
-    arrays those are shown that lie otherwise than their parameter.
+    Each array is shown with its path, dtype, shape, PartitionSpec and bytes per device. Optimizer
+    arrays are shown only if they are sharded differently from their parameter.
     """
     mesh = state.step.sharding.mesh
     shown: dict[Placement, list[tuple[str, Any]]] = {}
@@ -38,7 +38,7 @@ def print_sharding(state: TrainState, rows: int) -> None:
         shown.setdefault(_placement(leaf.sharding, leaf.shape), []).append((path, leaf))
     of_batch = by_rows(mesh)
     shown.setdefault(_placement(of_batch, (rows,)), [])
-    print("shards a box is a part, with the devices that hold it", flush=True)
+    print("shards a box is a shard, with the devices that hold it", flush=True)
     for placement, arrays in shown.items():
         for path, leaf in arrays[:MOST_NAMED]:
             text = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
@@ -46,14 +46,14 @@ def print_sharding(state: TrainState, rows: int) -> None:
             print(path, text, sep="  " if len(path) + 2 + len(text) <= COLUMNS else f"\n{' ' * 7}")
         if rest := arrays[MOST_NAMED:]:
             size = size_text(_bytes_per_device(leaf for _, leaf in rest))
-            print(f"and {len(rest)} more that lie alike, {size}/device")
+            print(f"and {len(rest)} more with the same placement, {size}/device")
         if placement == _placement(of_batch, (rows,)):
             print(f"batch  {rows} rows  {_spec(of_batch)}")
         _draw(mesh, placement)
 
 
 def _arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
-    """The parameters by path, the largest first, and the optimizer's arrays that lie otherwise."""
+    """Yield the parameters, largest first, and optimizer arrays that are sharded differently."""
     params, optimizer = _by_path(state.params), _by_path(state.opt_state)
     for path in sorted(params, key=lambda path: -params[path].size):
         param = params[path]
@@ -83,9 +83,9 @@ def _spec(sharding: NamedSharding) -> str:
 
 
 def _draw(mesh: Mesh, placement: Placement) -> None:
-    """Print boxes: pipeline stages beside each other, else the last of two axes; others below.
+    """Print boxes: pipeline stages, or else the last of two axes, side by side; others below.
 
-    Where there are too many, those of the stages alone, or none.
+    If there are too many, print only those of the stages, or none.
     """
     axes, layers = placement
     others = [axis for axis in axes if axis != STAGE]

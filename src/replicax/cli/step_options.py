@@ -1,4 +1,4 @@
-"""A recipe's step: its options, declared once for every command, its devices and its data."""
+"""Options of a recipe's step, shared by all commands, its devices, and its data."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 
 _WIDTH = 80
-# A docstring of one line each: tyro would keep its line breaks in --help.
+# Each docstring is one line: tyro would keep its line breaks in --help.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How the step of a recipe is computed, in whichever mode, and on which mesh."""
+    """How the step of a recipe is computed, in any mode, and its mesh."""
 
     layout: Annotated[str, one_of(LAYOUTS)] = "replicated"
     """How the parameters and the optimizer state are sharded."""
@@ -51,27 +51,27 @@ class StepOptions:
 
     @property
     def _axes(self) -> str:
-        """The flags that make axes of the mesh, as they were given."""
+        """The given flags that define mesh axes."""
         sizes = (self.model_parallel, self.stages, self.fsdp_size or 1)
         flags = zip(("--model-parallel", "--stages", "--fsdp-size"), sizes, strict=True)
         return " ".join(f"{flag} {size}" for flag, size in flags if size > 1)
 
     @property
     def least_devices(self) -> int:
-        """Devices that the smallest mesh has: one copy of the state."""
+        """Number of devices of the smallest mesh: one copy of the state."""
         for flag, size in (("--model-parallel", self.model_parallel), ("--stages", self.stages)):
             if size < 1:
-                raise ConfigError(f"{flag} {size}; it is at least 1: raise it")
+                raise ConfigError(f"{flag} {size}; it must be at least 1: raise it")
         copy = self.fsdp_size
         if copy is not None and (copy < 2 or not LAYOUTS[self.layout].splits_optimizer):
             raise ConfigError(
-                f"--fsdp-size {copy} with --layout {self.layout}; zero1 and fsdp split a copy over "
+                f"--fsdp-size {copy} with --layout {self.layout}; zero1 and fsdp shard a copy over "
                 "at least 2 replicas: use one of them, or leave the flag out"
             )
         return self.model_parallel * self.stages * (copy or 1)
 
     def mesh(self, devices: int | None) -> jax.sharding.Mesh | None:
-        """Return the mesh of `devices`, by default of all; None where a mode may choose them."""
+        """Return the mesh of `devices`, by default of all; None if the mode may choose them."""
         least = self.least_devices
         if devices is None and least == 1:
             return None
@@ -86,24 +86,24 @@ class StepOptions:
         )
 
     def layout_of(self, recipe: Any) -> Layout:
-        """Return the layout, with the rules of `recipe` where there are axes that they are for."""
+        """Return the layout, with the rules of `recipe` if the mesh has axes for them."""
         if self.model_parallel * self.stages == 1:
             return rx.layout(self.layout, schedule=self.schedule)
         if not hasattr(recipe, "rules"):
             raise ConfigError(
-                f"{self._axes} with recipe {recipe_name(type(recipe))}, which has no rules for "
-                "it: give it a method rules(), or leave the flag out"
+                f"{self._axes} with recipe {recipe_name(type(recipe))}, which has no sharding "
+                "rules: give it a method rules(), or leave the flag out"
             )
         heads = getattr(recipe, "heads", None)
         if heads is not None and heads % self.model_parallel:
             raise ConfigError(
-                f"--model-parallel {self.model_parallel} with heads={heads}; each device has whole "
-                "heads, as many as the others: change one of the two"
+                f"--model-parallel {self.model_parallel} with heads={heads}; it must divide the "
+                "heads: change one of the two"
             )
         return rx.layout(self.layout, rules=recipe.rules(), schedule=self.schedule)
 
     def settings(self, recipe: Any) -> dict[str, Any]:
-        """Return these options as arguments of `DataParallel`, all but the mesh."""
+        """Return these options as arguments of `DataParallel`, except the mesh."""
         return {
             "layout": self.layout_of(recipe),
             "accumulate": 1 if self.accumulate is None else self.accumulate,
@@ -115,19 +115,19 @@ class StepOptions:
     def data_parallel(
         self, recipe: Any, mode: str, mesh: jax.sharding.Mesh | None, job: Job | None = None
     ) -> rx.DataParallel:
-        """Return the step of `recipe` on `mesh`, by default on all devices that `mode` can take."""
+        """Return the step of `recipe` on `mesh`, by default on all devices that `mode` supports."""
         arguments = {"mesh": mesh, "mode": mode, "job": job, **self.settings(recipe)}
         return rx.DataParallel(recipe.loss, recipe.optimizer(), **arguments)
 
     def fix_threads(self, *modes: str) -> None:
-        """Fix the number of XLA's threads if the bits of a mode depend on it, before JAX starts."""
+        """Fix XLA's thread count before JAX starts, if a mode's bits depend on it."""
         if any(as_mode(mode).bitwise for mode in modes):
             fix_threads(self.micro_shards)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModeOptions:
-    """The mode, in the commands that run a step in one."""
+    """The mode, for commands that run a step in a single one."""
 
     mode: Annotated[str, one_of(MODES)] = "jit"
     """How the step is parallelized; exact gives the same bits on any number of devices."""
@@ -135,22 +135,22 @@ class ModeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceOptions:
-    """The devices, in the commands that run a step on one number of them."""
+    """The devices, for commands that run a step on a single number of them."""
 
     devices: Annotated[int | None, shown_as("INT", "all")] = None
     """Number of devices, over all processes; simulated on a CPU (verify: 8 by default)."""
 
 
 def make_host_devices(devices: int, processes: int = 1) -> None:
-    """Simulate this process's share of `--devices` on a CPU, if JAX has not looked at it yet."""
+    """Create this process's share of `--devices` as simulated CPU devices, before JAX starts."""
     if devices < 1:
-        raise ConfigError(f"--devices {devices}; a step runs on at least 1: raise it")
+        raise ConfigError(f"--devices {devices}; a step needs at least 1: raise it")
     if devices % processes:
         raise ConfigError(
-            f"--devices {devices} on {processes} processes leaves a remainder; each takes part "
-            f"with as many: use a multiple of {processes}"
+            f"--devices {devices} on {processes} processes leaves a remainder; each must have "
+            f"the same number: use a multiple of {processes}"
         )
-    with contextlib.suppress(RuntimeError):  # the backend is up: its devices are what they are
+    with contextlib.suppress(RuntimeError):  # the backend is initialized: keep its devices
         jax.config.update("jax_num_cpu_devices", devices // processes)
 
 
@@ -164,7 +164,7 @@ def check_alone(command: str, why: str) -> None:
 
 
 def data_lines(recipe: Any) -> list[str]:
-    """Which data the recipe has found, where it tells."""
+    """Return the recipe's description of its data, if any, as lines."""
     text = f"data   {recipe.data_description()}" if hasattr(recipe, "data_description") else ""
     return textwrap.wrap(
         text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
@@ -172,13 +172,13 @@ def data_lines(recipe: Any) -> list[str]:
 
 
 def print_data(recipe: Any) -> None:
-    """Print them."""
+    """Print the lines of `data_lines`."""
     for line in data_lines(recipe):
         print(line, flush=True)
 
 
 def first_rows(source: Any, rows: int) -> Any:
-    """The first rows of a source, as host arrays; the first batches where it has whole ones."""
+    """Return the first rows of a source, or of its first batches, as host arrays."""
     opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
     parts, count = list[Any](), 0
     for data, index in opened.epoch(0):
@@ -188,7 +188,7 @@ def first_rows(source: Any, rows: int) -> Any:
             break
     else:
         raise ConfigError(
-            f"the source has {count} rows and {rows} are needed: give it more, or use fewer "
+            f"the source has {count} rows but {rows} are needed: give it more, or use fewer "
             "--devices"
         )
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)

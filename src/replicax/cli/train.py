@@ -1,4 +1,4 @@
-"""`replicax train`: a recipe, trained, evaluated and recorded."""
+"""`replicax train`: train, evaluate and record a recipe."""
 
 import dataclasses
 import math
@@ -36,9 +36,9 @@ from replicax.train.summary import Fit
 from replicax.wording import size_text
 
 OF_THIS_START = ("accept_changes", "config")
-"""Options that are none of the run's."""
+"""Options that do not belong to the run."""
 NOISE_EVERY = 10
-"""Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
+"""Steps between two samples of the gradient noise. Small batches need hundreds of samples."""
 
 LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "wandb": rx.WandB}
 """The loggers that `--log-to` can name."""
@@ -53,13 +53,13 @@ class StartOptions:
     steps: Annotated[int | None, shown_as("N", "the epochs")] = None
     """Updates, instead of epochs."""
     seed: int = 0
-    """Seed of the initial model, the order of the data, and all else that is random."""
+    """Seed of the initial model, the data order, and all other randomness."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
     """Name of the run and its folder in runs/; an existing run resumes from its checkpoint."""
     config: Annotated[Path | None, shown_as("FILE", "none")] = None
     """The config.json of a run to start from, except for its name; other flags override it."""
     accept_changes: bool = False
-    """Continue a run although its configuration has changed; each change is printed."""
+    """Resume a run although its configuration has changed; each change is printed."""
     show_sharding: bool = False
     """Draw how the parameters and the batch are sharded, before training."""
 
@@ -87,13 +87,13 @@ class EvalOptions:
     """End the run once N evaluations in a row (3 by default) did not improve the metric."""
 
     def evaluation(self, source: Any) -> rx.Evaluation | None:
-        """Return when the run is evaluated on `source`, which is None where there is nothing."""
+        """Return when to evaluate the run on `source`; None without a source."""
         if source is None:
             fields = dataclasses.fields(EvalOptions)
             given = [each.name for each in fields if getattr(self, each.name) != each.default]
             if given:
                 raise ConfigError(
-                    f"--{given[0].replace('_', '-')} and a recipe without evaluation data; leave "
+                    f"--{given[0].replace('_', '-')} with a recipe without evaluation data; leave "
                     "the flag out, or give the recipe an eval_source"
                 )
             return None
@@ -130,16 +130,16 @@ class SaveOptions:
     save_every: Annotated[int | None, shown_as("N", "none")] = None
     """Steps between two checkpoints, instead of minutes."""
     save_minutes: float = 10.0
-    """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be continued."""
+    """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be resumed."""
     keep: int = 3
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int | None, shown_as("N", "none")] = None
     """Also keep the checkpoints at multiples of N steps."""
 
     def saving(self) -> rx.Saving:
-        """Return when a checkpoint is taken, and which are kept."""
+        """Return when to save checkpoints, and which to keep."""
         if not 0 <= self.save_minutes < math.inf:
-            raise ConfigError(f"--save-minutes {self.save_minutes:g}; it is at least 0: change it")
+            raise ConfigError(f"--save-minutes {self.save_minutes:g}; use at least 0: change it")
         minutes = self.save_minutes or None
         return rx.Saving(
             every=self.save_every, minutes=minutes, keep=self.keep, keep_every=self.keep_every
@@ -176,7 +176,7 @@ class TrainOptions:
         return {name: value for group in vars(self).values() for name, value in vars(group).items()}
 
     def hooks(self) -> list[rx.Hook]:
-        """Return what observes the run, as far as flags ask for it."""
+        """Return the hooks that the flags request."""
         record, hooks = self.record, list[rx.Hook]()
         if record.gradient_norm:
             hooks.append(rx.GradientNorm())
@@ -189,8 +189,8 @@ class TrainOptions:
         if self.eval.keep_best is not None:
             if not self.save.saving().wanted:
                 raise ConfigError(
-                    f"--keep-best {self.eval.keep_best} and --save-minutes 0, which saves nothing; "
-                    "leave one of them out"
+                    f"--keep-best {self.eval.keep_best} with --save-minutes 0, which saves "
+                    "nothing; leave one of them out"
                 )
             hooks.append(rx.KeepBest(self.eval.keep_best))
         if self.eval.early_stopping is not None:
@@ -275,11 +275,11 @@ def _run(
 def in_micro_batches(
     dp: rx.DataParallel, model: Any, source: Any, rows: int, job: Job
 ) -> rx.DataParallel:
-    """Return `dp` with as few micro-batches as the memory of its devices takes, by formula.
+    """Return `dp` with the fewest micro-batches that fit in device memory, by formula.
 
-    One is left as it is: where the batch fits at once, or in no number of them; where the devices
-    do not tell their memory; where looking at a row of the source would use it up. All processes
-    take what the first one finds, which prints it.
+    The result has one micro-batch if the batch fits at once, or in no number of micro-batches; if
+    the devices do not report their memory; or if reading a row of the source would consume it. All
+    processes use the number found by process 0, which prints it.
     """
 
     def fewest() -> int:
@@ -290,14 +290,14 @@ def in_micro_batches(
             step = in_fit(dp, model, target)
             row = first_rows(source, 1)
             at_once, fitting = at_once_and_fitting(step, model, row, rows, target)
-        except Exception:  # the training to come says it where it belongs
+        except Exception:  # training will raise it in context
             return 1
         if fitting is None:
             return 1
         count, room = fitting.accumulate, target.chip.usable_bytes
-        assert room is not None, "or nothing would have been sought"
+        assert room is not None, "checked by at_once_and_fitting"
         text = (
-            f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
+            f"{count} micro-batches of {fitting.need.rows // count:,} rows per device: in one they "
             f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
         )
         print(*line("parts", text), sep="\n", flush=True)
@@ -307,28 +307,28 @@ def in_micro_batches(
 
 
 def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
-    """Hooks of every run: figures beside its metrics."""
+    """Return the hooks of every run, which add figures to its metrics."""
     tokens = getattr(recipe, "tokens_per_row", None)
     hooks: list[rx.Hook] = [rx.Throughput(tokens), rx.DeviceMemory()]
-    # A schedule is of its class's optimizer, and not of one that inherits it.
+    # A schedule belongs to the optimizer defined in the same class.
     owner = next(each for each in type(recipe).__mro__ if "optimizer" in vars(each))
     if "schedule" in vars(owner):
-        hooks.append(rx.LearningRate(jax.jit(recipe.schedule())))  # op by op it takes a second
+        hooks.append(rx.LearningRate(jax.jit(recipe.schedule())))  # without jit it takes a second
     elif len(injected_rates(state)) == 1:
         hooks.append(rx.LearningRate())
     return hooks
 
 
 def _end_at_once(number: int) -> None:
-    """End the process, and with it the others, while nothing is lost by it."""
-    stop_all_now(f"{signal_name(number)} before the first step; start it again to go on")
+    """End all processes while there is nothing to save."""
+    stop_all_now(f"{signal_name(number)} before the first step; start it again to continue")
 
 
 def _early_stopping(text: str) -> rx.EarlyStopping:
-    """The hook of `accuracy`, or of `accuracy:5`."""
+    """Return the hook for `accuracy`, or for `accuracy:5`."""
     metric, colon, patience = text.partition(":")
     if not metric or (colon and not (patience.isascii() and patience.isdecimal())):
         raise ConfigError(
-            f"--early-stopping {text}; it is a metric, and evaluations to wait: accuracy:5, say"
+            f"--early-stopping {text}; it must be a metric, and evaluations to wait: accuracy:5"
         )
     return rx.EarlyStopping(metric, *([int(patience)] if colon else []))

@@ -1,4 +1,4 @@
-"""`replicax verify`: does a step on many devices compute what it computes on one?"""
+"""`replicax verify`: check that a step on many devices computes the same as on one."""
 
 import dataclasses
 import os
@@ -34,21 +34,21 @@ USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
 
-Checks that a step on many devices computes what it computes on one: that of a
-recipe, in every mode; or a hand-written one, against its single-device form.
-replicax lint reads source code for the classic errors, without running it.
+Checks that a step on many devices computes the same as on one: a recipe's step,
+in every mode, or a custom step, against its single-device form.
+replicax lint checks source code for common errors, without running it.
 
 The exit code is 1 if anything fails.
 replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
-replicax verify --step --help those of the other.
+replicax verify --step --help the flags for a custom step.
 """
 FROM_KEY = (
-    "weights that do not follow from the recipe's key: every run begins with others, and so does "
-    "every process of a job; draw them from the key that model(key) is given (nnx.Rngs(params=key))"
+    "weights do not depend only on the recipe's key: every run, and every process of a job, starts "
+    "with different ones; draw them from the key passed to model(key) (nnx.Rngs(params=key))"
 )
 NOT_EVALUATED = (
-    "the recipe has an eval_source, and its loss cannot be computed in evaluation, where key is "
-    "None: draw random numbers in training only: if key is not None"
+    "the recipe has an eval_source, but its loss cannot be computed in evaluation, where key is "
+    "None: draw random numbers only in training: if key is not None"
 )
 
 
@@ -95,17 +95,17 @@ def verify(arguments: list[str]) -> int:
         raise ConfigError("--source has moved: replicax lint FILES... reads files and folders")
     options: VerifyOptions | HandWrittenOptions
     if arguments and arguments[0].startswith("--"):
-        if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
+        if {"-h", "--help"} & set(arguments):  # after --step, it would be parsed as its value
             arguments = ["--help"]
         options = parse("verify --step", HandWrittenOptions, arguments)
         name, check = options.step, partial(_by_hand, options)
     else:
         parsed = parse_with_recipe("verify", VerifyOptions, arguments)
         options, name, check = parsed.options, parsed.name, partial(_of_recipe, parsed)
-        options.fix_threads(*MODES)  # all are compared, whichever is trained in
+        options.fix_threads(*MODES)  # all modes are compared
     check_alone(
         "verify",
-        "it reads every device's copies, so it runs in one process: run it alone, with --devices",
+        "it reads all devices' copies, so it needs a single process: run it alone, with --devices",
     )
     if options.devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
         make_host_devices(HOST_DEVICES if options.devices is None else options.devices)
@@ -160,10 +160,10 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
 def _of_recipe_alone(
     dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any, evaluated: bool
 ) -> Iterator[Check]:
-    """Rows on what only a recipe tells: whether it makes one model twice, and is evaluated."""
+    """Yield checks specific to a recipe: its model is reproducible, and it can be evaluated."""
     first, second = (sha256(dp.configuration.split_model(model)[1:]) for model in models)
     if first != second:
-        text = "the recipe's model has other weights when it is made again with the same key"
+        text = "the recipe's model has different weights when created again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)
     source = None if evaluated else recipe.eval_source()
     if source is not None:
