@@ -1,12 +1,12 @@
-"""What an audit finds, and what it costs, on eight host devices.
+"""Detection rate and cost of audits on eight CPU devices.
 
-1. Flips: one random bit of one random device before one random step, in the weights, and apart from
-   them in the optimizer's state and in the model's other arrays: `tests/support/audit_trials.py`.
+1. Flips: one random bit of one random device before one random step, separately in the weights, the
+   optimizer state and the model's other arrays: `tests/support/audit_trials.py`.
 2. Clean audits: no alarm while nothing is wrong.
-3. Cost: LeNet and GPT `nano`, an audit every 100 steps. Wall and CPU time of a step, of a step that
-   is guarded, and of an audit, in turn.
+3. Cost: LeNet and GPT `nano`, an audit every 100 steps. Interleaved wall and CPU times of a step,
+   a guarded step, and an audit.
 
-Aims: every flip that is still there at the next audit found, and its device named; no alarm in
+Goals: every flip that persists until the next audit is found and its device named; no alarm in
 100,000 clean audits; less than 1 % of the step time. Writes `results/audit.json`.
 """
 
@@ -44,11 +44,11 @@ from replicax.train.host_memory import keep_freed_memory  # noqa: E402
 CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
 PARTS = {"weights": "params", "optimizer": "opt_state", "extras": "extras"}
 EVERY = 100
-"""Steps between two audits whose cost is told."""
+"""Steps between two audits, for the reported cost."""
 
 
 def flips(subjects: list[Subject], part: str, persistent: int, seed: int) -> dict[str, Any]:
-    """Trials, until so many flips were still there at the next audit, or as many had healed."""
+    """Run trials until `persistent` flips have persisted until the next audit, or have healed."""
     having = [each for each in subjects if any(x.startswith(PARTS[part]) for x in each.leaves)]
     draw = np.random.default_rng(seed)
     outcomes: collections.Counter[str] = collections.Counter()
@@ -78,7 +78,7 @@ def flips(subjects: list[Subject], part: str, persistent: int, seed: int) -> dic
 
 
 def clean(subjects: list[Subject], audits: int) -> dict[str, Any]:
-    """Runs with an audit after every step; an alarm would end them."""
+    """Run with an audit after every step; an alarm would stop the run."""
     done: dict[str, int] = {}
     for subject in subjects:
         steps = -(-audits // len(subjects))
@@ -95,7 +95,7 @@ def clean(subjects: list[Subject], audits: int) -> dict[str, Any]:
 
 
 def lenet() -> tuple[Any, Any, Any, int]:
-    """Recipe, model, data and batch size."""
+    """Return the recipe, model, data and batch size of LeNet."""
     recipe, draw = LeNet(), np.random.default_rng(0)
     images = draw.integers(0, 256, (recipe.batch_size, 28, 28, 1)).astype(np.uint8)
     labels = draw.integers(0, 10, recipe.batch_size).astype(np.int32)
@@ -104,7 +104,7 @@ def lenet() -> tuple[Any, Any, Any, int]:
 
 
 def gpt() -> tuple[Any, Any, Any, int]:
-    """The same of GPT `nano` on bytes."""
+    """Return the same for GPT `nano` on bytes."""
     recipe, draw = GPT2(), np.random.default_rng(0)
     shape = transformer.Shape(recipe.layers, recipe.heads, recipe.width, recipe.context, 257)
     rows, context = recipe.batch_size, recipe.context
@@ -120,7 +120,7 @@ MODELS = {"lenet": lenet, "gpt2 nano": gpt}
 
 
 def cost(make: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Milliseconds of each, and what they make of an audit every 100 steps."""
+    """Measure the milliseconds of each part, and the overhead of an audit every 100 steps."""
     recipe, model, data, batch_size = make()
     plain = rx.DataParallel(recipe.loss, recipe.optimizer())
     states = {"step": plain.init(model), "guarded step": plain.init(model)}
@@ -167,7 +167,7 @@ def _spread(seconds: list[float]) -> list[float]:
 
 
 def _percent(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Of the plain step's time, by medians; the guard by the median of each round's ratio."""
+    """Return percentages of the plain step's time, by medians; for the guard, of round ratios."""
     step = statistics.median(seconds["step"])
     audit = statistics.median(seconds["audit"]) / EVERY / step
     pairs = zip(seconds["guarded step"], seconds["step"], strict=True)
@@ -181,10 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flips", type=int, default=1000, help="in the weights (1000)")
-    parser.add_argument("--audits", type=int, default=100_000, help="clean ones (100000)")
-    parser.add_argument("--rounds", type=int, default=200, help="of timing (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the flips (0)")
+    parser.add_argument("--flips", type=int, default=1000, help="flips in the weights (1000)")
+    parser.add_argument("--audits", type=int, default=100_000, help="clean audits (100000)")
+    parser.add_argument("--rounds", type=int, default=200, help="timing rounds (200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the flips (0)")
     parser.add_argument("--dry", action="store_true", help="write no file")
     options = parser.parse_args()
     keep_freed_memory()
@@ -212,7 +212,7 @@ def told(name: str, rounds: int) -> dict[str, Any]:
 
 
 def keep(options: argparse.Namespace, **parts: dict[str, Any]) -> None:
-    """Put what was measured beside what was measured before, each with its date and versions."""
+    """Save new measurements alongside earlier ones, each with its date and versions."""
     if options.dry:
         return
     path = RESULTS / "audit.json"

@@ -1,9 +1,9 @@
-"""The path of one command from the command line to its result: files, functions and lines entered.
+"""Count the files, functions and lines of Replicax that a command enters.
 
     python benchmarks/call_path.py plan lenet --target h100:8
 
-Counted are the functions of Replicax that this process calls, threads included and processes that
-it starts left out, and the lines of those functions. PYTHONPATH chooses another checkout.
+Counts the functions of Replicax that this process calls, including threads but not child processes,
+and the lines of those functions. Set PYTHONPATH to use another checkout.
 """
 
 import inspect
@@ -36,7 +36,7 @@ def main() -> None:
     import replicax
 
     root = Path(replicax.__file__).parent
-    # A body of a module or a class is not optimized, and runs where it is imported.
+    # The bodies of modules and classes are not optimized, and run on import.
     functions = [
         code
         for code in ENTERED

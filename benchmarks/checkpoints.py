@@ -1,11 +1,11 @@
-"""What a checkpoint costs, on two host devices.
+"""Cost of a checkpoint on two CPU devices.
 
-1. The stall: how long a save keeps the loop after a step, until the state is copied and the next
-   step may have it; and steps while it is written in the background.
-2. Verification: bytes a second at which a checkpoint is read back and compared with its checksums.
-3. Restoring: from the folder to a state on the devices, verification apart.
+1. Stall: the time a save blocks the loop after a step, until the state is copied and the next step
+   may use it; and the time of steps during the background write.
+2. Verification: bytes per second at which a checkpoint is read and compared with its checksums.
+3. Restore: from the folder to a state on the devices, excluding verification.
 
-Aims: a stall below 5 % of a step for each 100 MB of state, verification at 1 GB/s or more. Writes
+Goals: a stall below 5 % of a step per 100 MB of state, and verification at 1 GB/s or more. Writes
 `results/checkpoints.json`.
 """
 
@@ -39,7 +39,7 @@ from replicax.train.storage import Saving  # noqa: E402
 
 
 def gpt(**sizes: int) -> tuple[Any, Any, Any]:
-    """Recipe, model and batch of a GPT-2 on bytes."""
+    """Return the recipe, model and batch of a GPT-2 on bytes."""
     recipe, draw = dataclasses.replace(GPT2(), **sizes), np.random.default_rng(0)
     shape = transformer.Shape(recipe.layers, recipe.heads, recipe.width, recipe.context, 257)
     rows, context = recipe.batch_size, recipe.context
@@ -52,7 +52,7 @@ def gpt(**sizes: int) -> tuple[Any, Any, Any]:
 
 
 def mlp(**sizes: int) -> tuple[Any, Any, Any]:
-    """Recipe, model and batch of an MLP: a short step for its state."""
+    """Return the recipe, model and batch of an MLP, whose step is short for its state size."""
     recipe, draw = dataclasses.replace(MLP(), **sizes), np.random.default_rng(0)
     source = recipe.train_source()
     rows = draw.permutation(recipe.rows)[: recipe.batch_size]
@@ -73,7 +73,7 @@ SUBJECTS = {
 
 
 def measured(make: Any, rounds: int, folder: Path) -> dict[str, Any]:
-    """Milliseconds of steps with and without a save, and of what follows; rates of reading."""
+    """Measure steps with and without a save, the background write, and read rates."""
     recipe, model, data = make()
     plain = rx.DataParallel(recipe.loss, recipe.optimizer())
     state = plain.init(model)
@@ -113,12 +113,12 @@ def measured(make: Any, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def array_bytes(state: rx.TrainState) -> int:
-    """Bytes of the state's arrays."""
+    """Return the bytes of the state's arrays."""
     return sum(entry.nbytes for entry in array_entries(state).values())
 
 
 def costs(seconds: dict[str, list[float]], size: int) -> dict[str, Any]:
-    """The stall, in all its units."""
+    """Return the stall in all its units."""
     step = statistics.median(seconds["step"])
     stall, hundreds = statistics.median(seconds["save"]), size / 1e8
     interval = Saving().clock_seconds
@@ -133,7 +133,7 @@ def costs(seconds: dict[str, list[float]], size: int) -> dict[str, Any]:
 
 
 def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
-    """Verification and restoring of the newest checkpoint."""
+    """Measure verification and restore of the newest checkpoint."""
     _, path = store.paths()[-1]
     like, verified, restored = abstract(state), [], []
     for _ in range(max(rounds // 2, 3)):
@@ -154,7 +154,7 @@ def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="saves of each")
+    parser.add_argument("--rounds", type=int, default=15, help="saves per subject")
     args = parser.parse_args()
     keep_freed_memory()
     results = {}
@@ -165,7 +165,7 @@ def main() -> None:
             f"{name}: {found['state_bytes'] / 1e6:,.0f} MB, "
             f"step {found['milliseconds']['step'][0]:,.1f} ms, "
             f"stall {found['milliseconds']['save'][0]:,.1f} ms: "
-            f"{found['stall_percent_of_the_step_per_100_MB']:.2f}% of it per 100 MB; verified at "
+            f"{found['stall_percent_of_the_step_per_100_MB']:.2f}% per 100 MB; verified at "
             f"{found['verified_gigabytes_per_second'][0]:.2f} GB/s",
             flush=True,
         )

@@ -1,16 +1,16 @@
-"""Mode `exact`: one SHA-256 on every layout, and what it costs.
+"""Mode `exact`: one SHA-256 for every layout, and its cost.
 
 1. Bits: LeNet, the NNX CNN and GPT `nano`, 200 steps with dropout, AdamW, a clipped gradient and
-   padded last batches, on 15 layouts of devices and processes, and carried over from 8 devices to 2
+   padded last batches, on 15 layouts of devices and processes, and moved from 8 devices to 2
    half-way.
-2. Time of a step against `shard_map` on the same devices, in turn, each with `--rounds` rounds.
-3. Bytes that a step moves, against a ring all-reduce of the same sums.
-4. Seconds to the end of the first step, compilation among them, and bytes of a device beside the
-   state: what programs return, and the largest temporaries.
+2. Step time relative to `shard_map` on the same devices, interleaved, in `--rounds` rounds.
+3. Bytes sent per step, relative to a ring all-reduce of the same sums.
+4. Seconds until the end of the first step, including compilation, and bytes per device in addition
+   to the state: program outputs, and the largest temporaries.
 
-Aims: one digest; at most 1.05 times the time of `shard_map` with as many micro-batches on 4 and 8
-devices, and 1.15 on 1 and 2; no more bytes than the ring. Writes
-`results/exact.json`, part by part: `--parts bits` leaves the times as they were.
+Goals: one digest; at most 1.05 times the time of `shard_map` with the same number of micro-batches
+on 4 and 8 devices, and 1.15 on 1 and 2; no more bytes than the ring. Writes `results/exact.json`
+part by part: `--parts bits` leaves the times unchanged.
 """
 
 import argparse
@@ -42,11 +42,11 @@ LAYOUTS = [
 ]
 TIMED = (1, 2, 4, 8)
 MICRO_SHARDS = 8
-"""Of the timed steps."""
+"""Micro-shards in the timed steps."""
 
 
 def bits(name: str, steps: int) -> dict[str, Any]:
-    """The digest of the state after `steps`, for every layout."""
+    """Return the digest of the state after `steps`, for every layout."""
     rows = []
     for number, (devices, processes) in enumerate(LAYOUTS):
         most = exact_subjects.MICRO_SHARDS // devices
@@ -63,7 +63,7 @@ def bits(name: str, steps: int) -> dict[str, Any]:
 
 
 def _job(arguments: list[Any], processes: int) -> dict[str, Any]:
-    """What process 0 tells of a job."""
+    """Run a job and return process 0's result."""
     command = [sys.executable, str(JOB), *map(str, arguments)]
     if processes > 1:
         launch = [sys.executable, "-m", "replicax", "launch", "--processes", str(processes), "--"]
@@ -75,14 +75,14 @@ def _job(arguments: list[Any], processes: int) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if "RESULT" in line]
     if done.returncode or not lines:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} exits with {done.returncode}: {done.stderr[-2000:]}")
     told: dict[str, Any] = json.loads(lines[-1].partition("RESULT ")[2])
     return {**told, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def times(name: str, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of a step by device count: `exact`, and `shard_map` with the same micro-batches
-    and with whole batches."""
+    """Measure milliseconds per step by device count: `exact`, and `shard_map` with the same
+    micro-batches and with whole batches."""
     rows = []
     for devices in TIMED:
         own = MICRO_SHARDS // devices
@@ -102,7 +102,7 @@ def times(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def _steps(name: str, devices: int, mode: str, accumulate: int) -> Any:
-    """A function that does one step and waits for it."""
+    """Return a function that runs one step and waits for it."""
     dp, state, batch = _prepared(name, devices, mode, accumulate)
     held = [state]
 
@@ -128,7 +128,7 @@ def _prepared(name: str, devices: int, mode: str, accumulate: int) -> Any:
 
 
 def start(name: str, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of the first step by device count, and a device's bytes in it beside the state."""
+    """Measure the first step's seconds and bytes per device besides the state, by device count."""
     rows = []
     for devices in TIMED:
         variants = {"exact": 1, "shard_map": MICRO_SHARDS // devices}
@@ -154,7 +154,7 @@ def start(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def traffic(name: str) -> dict[str, Any]:
-    """Bytes that each of eight devices sends in a step, against a ring all-reduce of its sums."""
+    """Compare the bytes each of eight devices sends in a step with a ring all-reduce."""
     moved = {}
     for mode in ("exact", "shard_map"):
         dp, state, batch = _prepared(name, 8, mode, 1)
@@ -168,7 +168,7 @@ def traffic(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the parts that are asked for, and write them beside the others."""
+    """Run the requested parts, and save them alongside the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="bits,times,traffic,start")
     parser.add_argument("--subjects", default=",".join(NAMES))

@@ -1,9 +1,9 @@
-"""One process of a job that trains a subject in mode `exact`; process 0 prints what came out.
+"""One process of a job that trains a subject in mode `exact`; process 0 prints the result.
 
     python exact_job.py SUBJECT DEVICES ACCUMULATE STEPS [DEVICES_AFTER]
 
-With DEVICES_AFTER the second half of the steps is done on so many, from the state that the first
-half has left.
+With DEVICES_AFTER, the second half of the steps runs on that many devices, from the state after the
+first half.
 """
 
 import json
@@ -22,7 +22,7 @@ from replicax.train.host_memory import keep_freed_memory
 
 
 def main() -> None:
-    """Train, and tell the digests of the state and of its weights, and the last loss."""
+    """Train, and print the digests of the state and of its weights, and the last loss."""
     name = sys.argv[1]
     devices, accumulate, steps, *after = map(int, sys.argv[2:])
     fix_threads(exact_subjects.MICRO_SHARDS)
@@ -49,7 +49,7 @@ def _train(
     first: int,
     last: int,
 ) -> Any:
-    """The state after steps `first` to `last`, and the metrics of the last one."""
+    """Return the state after steps `first` to `last`, and the metrics of the last step."""
     dp = rx.DataParallel(
         subject.loss,
         exact_subjects.optimizer(),

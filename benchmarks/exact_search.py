@@ -1,11 +1,11 @@
-"""A search for other bits in mode `exact`: drawn models, optimizers and settings on 1 to 8 devices.
+"""Search for differing bits in mode `exact`: random models and settings on 1 to 8 devices.
 
     python exact_search.py --draws 1000 --first 0 --processes-every 10 --workers 2
 
-Each seed is a case of `tests/support/exact_draws.py`. Whole states after six steps, metrics, an
+Each seed is a case of `tests/support/exact_draws.py`. The state after six steps, metrics, an
 evaluation, and the programs must have one SHA-256 on 1, 2, 4 and 8 devices, and for every tenth
-seed also in 2 processes. Aim: none that differs and none that crashes. It goes on where it was
-stopped, and writes `results/exact_search.json`.
+seed also in 2 processes. Goal: no case differs or crashes. The search resumes where it was stopped,
+and writes `results/exact_search.json`.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from replicax.core.exact import THREADS_VARIABLE, fix_threads
 RESULT = RESULTS / "exact_search.json"
 LIMIT_SECONDS = 120
 JOB_SECONDS = 300
-"""Of two processes, with their start."""
+"""Timeout for two processes, including their start."""
 PROCESSES = 2
 WRITTEN_EVERY = CLEARED_EVERY = 10
 TOLD = "RESULT "
 
 
 def worker(micro_shards: int) -> None:
-    """Compare the cases of the seeds that come in, one a line, and tell a verdict for each."""
+    """Read seeds from stdin, one per line, and print a verdict for each."""
     fix_threads(micro_shards)
     jax.config.update("jax_num_cpu_devices", min(micro_shards, max(DEVICES)))
     for number, line in enumerate(sys.stdin):
@@ -59,7 +59,7 @@ def _verdict(seed: int) -> dict[str, Any]:
         return {"verdict": "refused on some", "why": str(error)[:240]}
     except Differs as error:
         return {"verdict": "differs", "why": str(error).partition(";")[0]}
-    except Exception as error:  # any crash is one of the outcomes that are looked for
+    except Exception as error:  # crashes are an expected outcome
         return {"verdict": "crash", "why": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
     if kind(found):
         return {"verdict": "refused", "why": found["refused"][:160]}
@@ -67,13 +67,13 @@ def _verdict(seed: int) -> dict[str, Any]:
 
 
 def _digest(found: dict[str, str]) -> str:
-    """One for what was computed; the programs are left out."""
+    """Return one digest of the computed values, excluding the programs."""
     told = {name: each for name, each in found.items() if not name.startswith("program")}
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
 
 def job(seed: int) -> None:
-    """One of the processes that train the case of a seed together; the first tells the digest."""
+    """Run one of the processes that train a seed's case together; process 0 prints the digest."""
     micro_shards = micro_shards_of(seed)
     fix_threads(micro_shards)
     together = rx.initialize(verbose=False)
@@ -85,7 +85,7 @@ def job(seed: int) -> None:
 
 
 class Worker:
-    """A process that compares, which is started anew after it was killed."""
+    """A process that compares cases, and is restarted after it was killed."""
 
     def __init__(self, micro_shards: int) -> None:
         self._micro_shards = micro_shards
@@ -93,7 +93,7 @@ class Worker:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def __call__(self, seed: int) -> dict[str, Any]:
-        """Return the verdict on the case of a seed."""
+        """Return the verdict for a seed's case."""
         if self._process is None:
             self._start()
         assert self._process is not None
@@ -111,7 +111,7 @@ class Worker:
         return {"verdict": "crash", "why": f"the process ended with {code}"}
 
     def stop(self) -> None:
-        """End the process, if there is one."""
+        """Stop the process, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -132,7 +132,7 @@ class Worker:
 
 
 def _read(process: "subprocess.Popen[str]", lines: "queue.SimpleQueue[str]") -> None:
-    """Hand on what a process tells, and nothing once it has ended."""
+    """Forward the lines a process prints, and an empty one once it has ended."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(TOLD):
@@ -146,7 +146,7 @@ def _environment() -> dict[str, str]:
 
 
 def in_processes(seed: int, alone: str) -> str:
-    """Return `same` where two processes find the digest of one, else what they found."""
+    """Return `same` if two processes find the digest of one, otherwise what they found."""
     launch = [sys.executable, "-m", "replicax", "launch", "--processes", str(PROCESSES), "--"]
     command = [*launch, sys.executable, __file__, "--job", str(seed)]
     try:
@@ -163,7 +163,7 @@ def in_processes(seed: int, alone: str) -> str:
 
 
 class Search:
-    """The search: what was found, and the workers that go on with it."""
+    """The search: its results so far, and its workers."""
 
     def __init__(self, processes_every: int) -> None:
         known = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else []
@@ -173,11 +173,11 @@ class Search:
         self._started, self._done = time.monotonic(), 0
 
     def knows(self, seed: int) -> bool:
-        """Whether there is a verdict; one that was too slow, on a busy machine say, has none."""
+        """Return whether the seed has a verdict; cases that were too slow are repeated."""
         return seed in self.cases and self.cases[seed]["verdict"] != "too slow"
 
     def run(self, seeds: list[int], workers: int) -> None:
-        """Look at the cases of `seeds`, those of as many micro-shards after one another."""
+        """Check the cases of `seeds`, grouped by number of micro-shards."""
         ordered = sorted(seeds, key=lambda seed: (seed // 100, micro_shards_of(seed), seed))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             for _ in pool.map(lambda seed: self._look(seed, len(ordered)), ordered):
@@ -208,7 +208,7 @@ class Search:
                 self.save()
 
     def save(self) -> None:
-        """Write what was found, whole or not at all."""
+        """Write the results atomically."""
         cases = [self.cases[seed] for seed in sorted(self.cases)]
         together = [case["processes"].partition(":")[0] for case in cases if "processes" in case]
         result = {

@@ -1,6 +1,6 @@
-"""What the bits and the speed of mode `exact` are shown on: three recipes' models and losses.
+"""Models and losses of three recipes, for the bits and the speed of mode `exact`.
 
-Each with dropout, AdamW, a clipped gradient, and a last batch that is padded.
+Each has dropout, AdamW, a clipped gradient, and a padded last batch.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ class Subject:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """AdamW after a clipped gradient."""
+    """Return AdamW with gradient clipping."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.01))
 
 
 def subject(name: str, rows: int = ROWS) -> Subject:
-    """`lenet`, `cnn` or `gpt2`, on its first rows."""
+    """Return `lenet`, `cnn` or `gpt2`, on its first rows."""
     recipe, loss, batch_size = {
         "lenet": (LeNet(), _lenet_loss, 96),
         "cnn": (CNN(dropout=0.25), None, 64),
@@ -49,12 +49,12 @@ def subject(name: str, rows: int = ROWS) -> Subject:
 
 
 def _nano() -> GPT2:
-    """The preset `nano` on rows of 32 tokens."""
+    """Return the preset `nano` on rows of 32 tokens."""
     return GPT2(context=32)
 
 
 def _lenet_loss(model: Any, batch: Any, key: jax.Array | None) -> Any:
-    """The recipe's, with pixels dropped."""
+    """Compute the recipe's loss with dropout on the pixels."""
     image = batch["image"]
     if key is not None:
         image = image * jax.random.bernoulli(key, 1 - DROPOUT, image.shape).astype(image.dtype)
@@ -62,7 +62,7 @@ def _lenet_loss(model: Any, batch: Any, key: jax.Array | None) -> Any:
 
 
 def _gpt2_loss(model: Any, batch: Any, key: jax.Array | None) -> Any:
-    """The recipe's, with tokens that are read dropped, and all that are predicted kept."""
+    """Compute the recipe's loss with dropout on the input tokens but not on the targets."""
     tokens = batch["tokens"].astype(jnp.int32)
     seen = tokens[:, :-1]
     if key is not None:

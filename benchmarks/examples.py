@@ -1,7 +1,7 @@
-"""How far the first losses of `examples/` are from those of plain JAX on one device.
+"""Compare the first losses of `examples/` with those of plain JAX on one device.
 
-The largest difference as a part of the loss, over modes, devices and sources: the last column of
-`docs/examples.md`, whose other figures it prints too. torch's example needs `make peers`.
+Prints the largest relative difference over modes, devices and sources, which is the last column of
+`docs/examples.md`, and the page's other figures. The torch example needs `make peers`.
 """
 
 import sys

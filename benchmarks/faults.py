@@ -1,4 +1,4 @@
-"""What becomes of a job when one of its processes goes wrong: every fault, many times.
+"""Inject every kind of fault into a process of a job, many times.
 
 Writes `results/faults.json` and the table in `docs/faults.md`. The outcomes are checked by the
 rules in `tests/support/cluster_faults.py`, which the tests share.
@@ -22,7 +22,7 @@ from support.cluster_faults import FAULTS, PATIENCE, Trial, run_trial  # noqa: E
 PAGE = ROOT / "docs" / "faults.md"
 AT_A_TIME = 2
 CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
-"""Empties the line that tells the progress, where there is one."""
+"""Clears the progress line, if stdout is a terminal."""
 
 INTRODUCTION = """\
 # When a process goes wrong
@@ -40,13 +40,13 @@ on each survivor's stderr, the time it took, and that no process is left. `--fau
 selects faults; `tests/support/cluster_faults.py` contains the rules."""
 
 SECONDS = """\
-Seconds run from the fault until all others are gone. For a process that never comes, and for those
-that are refused, they run from the start of the program; for processes that differ, from the end of
-the first to the end of the last."""
+Seconds run from the fault until all others have exited. For a process that never comes, and for
+rejected ones, they run from the start of the program; for processes that differ, from the exit of
+the first to the exit of the last."""
 
 
 def measured(fault: str, trials: int) -> list[Trial]:
-    """All trials of one fault, with a line for each that went otherwise than expected."""
+    """Run all trials of one fault, and print a line for each unexpected outcome."""
     done = []
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for number, trial in enumerate(pool.map(lambda n: run_trial(fault, n), range(trials))):
@@ -61,7 +61,7 @@ def measured(fault: str, trials: int) -> list[Trial]:
 
 
 def summed(trials: list[Trial]) -> dict[str, Any]:
-    """What the table says of a fault's trials."""
+    """Summarize a fault's trials for the table."""
     seconds = [trial.seconds for trial in trials]
     shown = max(trials, key=lambda trial: (not trial.wrong, trial.processes))
     return {
@@ -80,7 +80,7 @@ def summed(trials: list[Trial]) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The Markdown page: how it was measured, the table, and what users see."""
+    """Return the Markdown page: the method, the table, and the messages."""
     faults, of = result["faults"], result["environment"]
     patience = " and ".join(f"`{name}={value}`" for name, value in result["patience"].items())
     lines = [
@@ -90,7 +90,7 @@ def page(result: dict[str, Any]) -> str:
         f"{of['python']}, jax {of['jax']},",
         f"{AT_A_TIME} trials at a time, with {patience} (60 and 30 by default).",
         "",
-        "| What goes wrong | What is expected | As expected | Seconds, median | Worst |",
+        "| Fault | Expected outcome | As expected | Seconds, median | Worst |",
         "|---|---|---|---|---|",
     ]
     lines += [
@@ -102,9 +102,9 @@ def page(result: dict[str, Any]) -> str:
         "",
         *SECONDS.splitlines(),
         "",
-        "## What one sees",
+        "## Messages",
         "",
-        "The last line on the stderr of a process that had to stop, or was refused:",
+        "The last line on the stderr of a process that had to stop, or was rejected:",
         "",
     ]
     for name, fault in faults.items():
@@ -117,13 +117,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=20, help="of each fault (20)")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--trials", type=int, default=20, help="trials per fault (20)")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"subset of {','.join(FAULTS)}")
     parser.add_argument("--dry", action="store_true", help="write no files")
     options = parser.parse_args()
     chosen = options.faults.split(",")
     if unknown := [name for name in chosen if name not in FAULTS]:
-        parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+        parser.error(f"no such fault: {', '.join(unknown)}; use {', '.join(FAULTS)}")
     result = {
         "environment": environment(),
         "patience": PATIENCE,
@@ -135,8 +135,8 @@ def main() -> None:
         fault = summed(measured(name, options.trials))
         result["faults"][name] = fault
         print(
-            f"{CLEAR}{name:<14}{fault['as_expected']:>3} of {fault['trials']:<3} as expected, gone "
-            f"after {fault['seconds_median']:5.2f} s, worst {fault['seconds_worst']:5.2f} s "
+            f"{CLEAR}{name:<14}{fault['as_expected']:>3} of {fault['trials']:<3} as expected, "
+            f"ended after {fault['seconds_median']:5.2f} s, worst {fault['seconds_worst']:5.2f} s "
             f"({time.monotonic() - started:.0f} s)",
             flush=True,
         )

@@ -1,8 +1,8 @@
-"""A GPT's training step, the same in Replicax, JAX by hand and PyTorch, in turn in one run.
+"""The same GPT training step in Replicax, hand-written JAX and PyTorch, interleaved in one run.
 
-Parameters, tokens and AdamW are the same in all, and before anything is timed the losses of the
-first steps must agree. One fixed batch of random tokens: input is no part of it. PyTorch runs eager
-and compiled, with every core; and where there are several devices, both with a process for each.
+Parameters, tokens and AdamW are the same in all, and the losses of the first steps must agree
+before timing starts. The batch of random tokens is fixed, so input is not measured. PyTorch runs
+eager and compiled, on all cores; with several devices, both also with one process per device.
 """
 
 import argparse
@@ -35,28 +35,28 @@ BETAS = 0.9, 0.95
 OPTIMIZER = optax.adamw(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY)
 
 STEPS_COMPARED = 4
-# Largest difference of the loss, in nats: of the first step, and after three updates.
+# Largest difference in the loss, in nats: of the first step, and after three updates.
 TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (1e-2, 3e-2)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
     steps: Callable[[int], list[float]]
-    """Takes as many steps, and gives the loss of each."""
+    """Runs the given number of steps, and returns the loss of each."""
     devices: int = 1
 
 
 def main() -> None:
     args = arguments()
-    # Or JAX reserves most of a GPU's memory, and PyTorch wants some of it.
+    # Otherwise JAX reserves most of the GPU memory, and PyTorch needs some of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_num_cpu_devices", args.devices or 2)
     platform = jax.default_backend()
     devices = args.devices or (2 if platform == "cpu" else 1)
     if args.batch % devices:
-        raise SystemExit(f"--batch={args.batch} and {devices} devices; each has as many rows")
+        raise SystemExit(f"--batch={args.batch} on {devices} devices; the rows must divide evenly")
     if platform == "cpu":
-        keep_freed_memory()  # as `replicax train` does; the others have it too
+        keep_freed_memory()  # as in `replicax train`; the others use it too
     shape = transformer.Shape(args.layers, args.heads, args.width, args.context, args.vocab)
     params = transformer.init(shape, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, args.vocab, (args.batch, args.context + 1))
@@ -68,7 +68,7 @@ def main() -> None:
     if where["torch"]:
         contenders |= pytorch(shape, params, tokens, devices, where["cores"], args)
     else:
-        print(f"{args.torch_python} has no torch: PyTorch is left out; see --torch-python")
+        print(f"{args.torch_python} has no torch: skipping PyTorch; see --torch-python")
     losses = {name: each.steps(STEPS_COMPARED) for name, each in contenders.items()}
     check_agreement(losses, TOLERANCES[args.precision])
     runs = {name: functools.partial(each.steps, args.steps) for name, each in contenders.items()}
@@ -96,11 +96,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--remat", choices=get_args(transformer.Remat), default="selective")
     parser.add_argument("--devices", type=int, help="default: 2 on a CPU, 1 elsewhere")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: 9)")
-    parser.add_argument("--steps", type=int, default=3, help="of each in a round (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each per round (default: 3)")
     parser.add_argument(
         "--torch-python",
         default="python3",
-        help="an interpreter that has torch (default: python3); PyTorch is left out without one",
+        help="an interpreter with torch (default: python3); otherwise PyTorch is skipped",
     )
     return parser.parse_args()
 
@@ -116,7 +116,7 @@ def replicax(
     devices: int,
     args: argparse.Namespace,
 ) -> dict[str, Contender]:
-    """One device, and each mode on several where there are."""
+    """Return contenders on one device, and in each mode on several if available."""
 
     def loss(model: transformer.Params, batch: dict[str, jax.Array], key: Any) -> jax.Array:
         tokens = batch["tokens"]
@@ -140,7 +140,7 @@ def replicax(
 def stepping(
     dp: rx.DataParallel, state: rx.TrainState, batch: rx.Batch
 ) -> Callable[[int], list[float]]:
-    """Return a function that takes so many steps on one batch, and gives their losses."""
+    """Return a function that runs a number of steps on one batch, and returns their losses."""
 
     def steps(count: int) -> list[float]:
         nonlocal state
@@ -157,9 +157,9 @@ def stepping(
 def by_hand(
     shape: transformer.Shape, params: transformer.Params, tokens: np.ndarray, precision: str
 ) -> Contender:
-    """The textbook's step in JAX: a list of blocks, activations `[rows, tokens, width]`.
+    """Return a textbook step in JAX: a list of blocks, activations `[rows, tokens, width]`.
 
-    Attention is cuDNN's on a GPU that has it: JAX takes it only where it is asked for.
+    Attention uses cuDNN on GPUs that support it, which JAX does only on request.
     """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -225,7 +225,7 @@ def pytorch(
     cores: int,
     args: argparse.Namespace,
 ) -> dict[str, Contender]:
-    """Eager and compiled, on one device and as DistributedDataParallel where there are several."""
+    """Return eager and compiled contenders, also as DistributedDataParallel on several devices."""
     settings = {
         "shape": dataclasses.asdict(shape),
         "adamw": {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY},
@@ -247,24 +247,24 @@ def pytorch(
 
 
 def check_agreement(losses: dict[str, list[float]], tolerances: tuple[float, float]) -> None:
-    """End the run where a contender's first or last loss is not that of Replicax."""
+    """Stop if a contender's first or last loss differs from that of Replicax."""
     (reference, expected), *others = losses.items()
     for name, found in others:
         for step, tolerance in zip((0, -1), tolerances, strict=True):
             if not abs(found[step] - expected[step]) <= tolerance:
                 raise SystemExit(
                     f"{name} has losses {found}, {reference} {expected}; they differ by more than "
-                    f"{tolerance}: this is not the same model or optimizer"
+                    f"{tolerance}: the models or optimizers differ"
                 )
     first, last = expected[0], expected[-1]
     print(f"all agree: a loss of {first:.5f}, and {last:.5f} after {STEPS_COMPARED - 1} steps")
 
 
 def flops_per_token(shape: transformer.Shape) -> int:
-    """Of a training step by the usual count.
+    """Count the FLOPs per token of a training step by the usual formula.
 
-    6 for each weight of a matrix product (the tied embedding once, as the output), and attention's
-    12 * layers * context * width, halved because it is causal. What is computed again is not added.
+    6 per weight of a matrix product (the tied embedding once, as the output), plus attention's
+    12 * layers * context * width, halved because it is causal. Recomputation is not counted.
     """
     weights = 12 * shape.layers * shape.width**2 + shape.vocab_size * shape.width
     return 6 * weights + 6 * shape.layers * shape.context * shape.width
@@ -277,7 +277,7 @@ def summary(
     flops: int,
     peak: float | None,
 ) -> dict[str, dict[str, Any]]:
-    """What is saved of each: seconds a step of every round, and the speed at their median."""
+    """Summarize each contender: seconds per step of every round, and the median speed."""
     torch = [name for name in contenders if name.startswith("torch")]
     best = min(torch, key=lambda name: spread(seconds[name])[0], default=None)
     table = {}
@@ -299,9 +299,9 @@ def summary(
 
 
 def show(table: dict[str, dict[str, Any]], flops: int, tokens: int) -> None:
-    """One line each; the last column is the ratio of its time to that of PyTorch's fastest."""
-    print(f"{flops / 1e6:.1f} MFLOP a token, {tokens:,} tokens a step; medians [quartiles]")
-    print(f"{'':<30} seconds a step             tokens/s  GFLOP/s  of peak  time over best torch")
+    """Print a line for each; the last column is the time relative to the fastest PyTorch."""
+    print(f"{flops / 1e6:.1f} MFLOP per token, {tokens:,} tokens per step; medians [quartiles]")
+    print(f"{'':<30} seconds per step           tokens/s  GFLOP/s  of peak  time over best torch")
     for name, row in table.items():
         middle, low, high = spread(row["seconds_per_step"])
         used, over = row.get("model_flop_utilisation"), row.get("time_over_best_torch")

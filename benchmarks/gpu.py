@@ -1,12 +1,12 @@
-"""This machine's NVIDIA GPU, in at most eight minutes: what Replicax does on it, beside its peers.
+"""Benchmark Replicax and its peers on this machine's NVIDIA GPU, in at most eight minutes.
 
-    make gpu                            # all of it
-    make gpu ARGS="--only torch"        # the parts whose name has that
+    make gpu                            # all parts
+    make gpu ARGS="--only torch"        # parts whose name contains "torch"
     make gpu ARGS=--tiny                # sizes for a CPU, to try the parts without a GPU
 
-Each part is a process of its own with a limit, the most wanted first: one that fails or hangs is a
-line with its reason, and the rest goes on. gpu.json is written anew after each. What the figures
-mean is in the parts, `gpu_*.py`. Ends with 1 if a part failed.
+Each part is a separate process with a time limit, most important first. A part that fails or hangs
+is reported with its reason, and the others continue. gpu.json is rewritten after each part. The
+figures are explained in the parts, `gpu_*.py`. Exits with 1 if a part failed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from gpu_table import disagreements, reason, state, summary
 
 HERE = Path(__file__).resolve().parent
 LEAST_SECONDS = 15.0
-"""Nothing is begun that has less."""
+"""Parts with less time than this are not started."""
 Row = dict[str, Any]
 
 
@@ -36,9 +36,9 @@ Row = dict[str, Any]
 class Part:
     name: str
     seconds: float
-    """It is ended after so many."""
+    """Time limit."""
     command: tuple[str, ...]
-    """A script of this folder, and its options."""
+    """A script in this folder, and its options."""
 
 
 MACHINE = Part("machine", 60, ("gpu_machine.py",))
@@ -59,7 +59,7 @@ PARTS = (
     Part("gpt2, jax by hand, padded", 70, ("gpu_gpt.py", "--mode", "by hand", "--padded")),
     Part("gpt2, torch eager", 50, ("gpu_torch.py", "--how", "eager")),
 )
-"""The most wanted first: what there is no time for is at the end."""
+"""Most important first: the last ones may run out of time."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
         environment = environment_of_parts(args.tiny, folder)
         machine = run(MACHINE, options(MACHINE, args, ""), environment, end)
         if problem := unfit(machine, args.tiny):
-            sys.exit(f"nothing is measured: {problem}")
+            sys.exit(f"nothing measured: {problem}")
         result["environment"] = machine
         measure(chosen, args, environment, end, result)
     print(*summary(result), f"see {save(args.out, result)}", sep="\n")
@@ -89,31 +89,31 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="folder of gpu.json (default: "
-        "benchmarks/results, or build with --tiny or --only, which are not the whole)",
+        "benchmarks/results, or build for partial runs with --tiny or --only)",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=480.0,
         metavar="SECONDS",
-        help="for all parts together (default: 480)",
+        help="time for all parts together (default: 480)",
     )
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, on the CPU")
     parser.add_argument(
         "--only",
         default="",
         metavar="PART",
-        help=f"the parts whose name has this: {'; '.join(part.name for part in PARTS)}",
+        help=f"run parts whose name contains this: {'; '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
         "--torch-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="an interpreter that has torch (default: this one)",
+        help="an interpreter with torch (default: this one)",
     )
     args = parser.parse_args()
     if not any(args.only in part.name for part in PARTS):
-        parser.error(f"no part's name has {args.only!r} in it; --help lists them")
+        parser.error(f"no part's name contains {args.only!r}; --help lists them")
     partial = args.tiny or args.only
     args.out = args.out or (HERE.parent / "build" if partial else HERE / "results")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -121,25 +121,25 @@ def arguments() -> argparse.Namespace:
 
 
 def environment_of_parts(tiny: bool, folder: str) -> dict[str, str]:
-    """Parts keep their compilations in `folder`, so that no kernel is chosen by measuring twice."""
+    """Return the parts' environment, with a compilation cache in `folder` to tune kernels once."""
     paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "JAX_COMPILATION_CACHE_DIR": folder,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # or JAX reserves what PyTorch wants some of
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # otherwise JAX reserves PyTorch's memory
     }
     if tiny:
-        environment |= {"JAX_PLATFORMS": "cpu", "NPROC": "8"}  # threads that mode exact wants
+        environment |= {"JAX_PLATFORMS": "cpu", "NPROC": "8"}  # the threads that mode exact needs
     return environment
 
 
 def unfit(machine: Row, tiny: bool) -> str | None:
-    """Why the machine cannot be measured; None where it can."""
+    """Return why the machine cannot be measured, or None."""
     if state(machine) != "done":
         return reason(machine)
     if machine["platform"] not in ("gpu", "cuda") and not tiny:
-        return f"JAX finds no GPU here but {machine['device']}; --tiny tries the parts on a CPU"
+        return f"JAX finds no GPU here, but {machine['device']}; --tiny tries the parts on a CPU"
     return None
 
 
@@ -150,7 +150,7 @@ def measure(
     end: float,
     result: Row,
 ) -> None:
-    """One part after the other, each saved and told of as soon as it has ended."""
+    """Run one part after the other, and save and report each as soon as it ends."""
     for part in parts:
         more = options(part, args, result["environment"]["device"])
         row = run(part, more, environment, end)
@@ -161,7 +161,7 @@ def measure(
 
 
 def options(part: Part, args: argparse.Namespace, device: str) -> list[str]:
-    """Options of a part that follow from this run and the machine."""
+    """Return the options of a part that depend on this run and the machine."""
     told = {
         "gpu_machine.py": ["--torch-python", args.torch_python],
         "gpu_torch.py": ["--torch-python", args.torch_python, "--device", device],
@@ -171,7 +171,7 @@ def options(part: Part, args: argparse.Namespace, device: str) -> list[str]:
 
 
 def run(part: Part, more: list[str], environment: dict[str, str], end: float) -> Row:
-    """The answer of the part, and how many seconds it took; or `left_out`, or `error`."""
+    """Return the part's answer and its duration in seconds; or `left_out`, or `error`."""
     started = time.monotonic()
     limit = min(part.seconds, end - started)
     if limit < LEAST_SECONDS:
@@ -182,9 +182,9 @@ def run(part: Part, more: list[str], environment: dict[str, str], end: float) ->
 
 
 def answer_of(command: list[str], environment: dict[str, str], limit: float) -> Row:
-    """The last line that a process prints, which is ended with all that it started.
+    """Return the last line that a process prints, and kill the process and its children.
 
-    Into files: a process that outlives it would keep a pipe open.
+    Output goes to files, because a surviving child would keep a pipe open.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
@@ -202,7 +202,7 @@ def answer_of(command: list[str], environment: dict[str, str], limit: float) -> 
     try:
         row = json.loads(printed[-1])
     except (IndexError, ValueError):
-        row = {"error": f"ended with {code}: {said[-1] if said else 'said nothing'}"}
+        row = {"error": f"exited with {code}: {said[-1] if said else 'no output'}"}
     return {**row, "said": said[-30:]} if "error" in row else row
 
 
@@ -212,7 +212,7 @@ def text_of(file: Any) -> str:
 
 
 def save(folder: Path, result: Row) -> Path:
-    """Write gpu.json whole, or not at all."""
+    """Write gpu.json atomically."""
     path, new = folder / "gpu.json", folder / "gpu.json.new"
     new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     shutil.move(new, path)

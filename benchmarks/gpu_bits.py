@@ -1,7 +1,7 @@
-"""Mode `exact`: two processes and two numbers of micro-batches must come to the same bits.
+"""Mode `exact`: two processes and two numbers of micro-batches must produce the same bits.
 
 GPT-2 `nano` in bfloat16, ten steps, without autotuning (see docs/exact.md); each process compiles
-for itself.
+separately.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROWS, STEPS = 32, 10
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare what two processes found."""
+    """Compare the digests of two processes."""
     if args.digests:
         return digests(args.tiny)
     found = [in_a_process(args.tiny) for _ in range(2)]
@@ -37,12 +37,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     summary["different digests"] = len(different)
     if len(different) > 1:
-        summary["error"] = f"{len(different)} digests, and mode exact promises one"
+        summary["error"] = f"{len(different)} digests, but mode exact guarantees one"
     return summary
 
 
 def in_a_process(tiny: bool) -> dict[str, str]:
-    """The digests of a process of its own, which reads no compilation of another."""
+    """Return the digests of a separate process, without a shared compilation cache."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags.strip()}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -50,12 +50,12 @@ def in_a_process(tiny: bool) -> dict[str, str]:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
     if done.returncode or not found:
-        raise RuntimeError(found.get("error", f"a process ended with {done.returncode}"))
+        raise RuntimeError(found.get("error", f"a process exited with {done.returncode}"))
     return found
 
 
 def digests(tiny: bool) -> dict[str, str]:
-    """The start of a SHA-256 of the trained parameters, for each number of micro-batches."""
+    """Return the start of the SHA-256 of the trained parameters, per number of micro-batches."""
     recipe = gpt2(**({**TINY, "layers": 1} if tiny else {}))
     found = {}
     for accumulate in (1, 4):
@@ -78,5 +78,5 @@ def digests(tiny: bool) -> dict[str, str]:
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.add_argument("--digests", action="store_true", help="of this process alone")
+    parser.add_argument("--digests", action="store_true", help="of this process only")
     answer(measure, parser)

@@ -1,7 +1,7 @@
-"""Rates of the machine itself, in the shapes of GPT-2 124M, to hold its step against.
+"""Hardware rates for the shapes of GPT-2 124M, as a reference for its step.
 
-Products in bfloat16 with the published vocabulary and with one padded to a multiple of 128, a copy
-of memory, cuDNN's attention, and the sum of an embedding's gradient in bfloat16 and in float32.
+Products in bfloat16 with the published vocabulary and one padded to a multiple of 128, a memory
+copy, cuDNN's attention, and the sum of an embedding's gradient in bfloat16 and float32.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PRODUCTS = {
     "logits of 50304": (TOKENS, WIDTH, 50304),
     "8192 x 8192 x 8192": (8192, 8192, 8192),
 }
-"""Rows of the left matrix, what is summed over, and columns of the right one."""
+"""Rows of the left matrix, the inner dimension, and columns of the right matrix."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def products(small: int) -> dict[str, float]:
-    """TFLOP/s of each product."""
+    """Measure the TFLOP/s of each product."""
     found = {}
     for name, (rows, inner, columns) in PRODUCTS.items():
         left, right = normal(rows // small, inner // small), normal(inner // small, columns)
@@ -44,17 +44,17 @@ def products(small: int) -> dict[str, float]:
 
 
 def copy(small: int) -> dict[str, float]:
-    """Copy a gigabyte, read and written."""
+    """Measure the bandwidth of reading and writing a gigabyte."""
     array = jnp.ones(2**29 // small, jnp.bfloat16)
     taken = seconds(lambda array: array + 1, array)
     return {"copy, read and written, TB/s": round(2 * array.nbytes / taken / 1e12, 3)}
 
 
 def attention(small: int) -> dict[str, float]:
-    """Causal, so that half of the products count: 2 forward, and 5 more backward."""
+    """Measure causal attention, counting half of the products: 2 forward and 5 backward."""
     rows, context = max(ROWS // small, 1), max(CONTEXT // small, 64)
     q = normal(rows, context, HEADS, HEAD_DIM)
-    product = rows * HEADS * context**2 * HEAD_DIM  # 2 FLOPs each, of which the mask leaves half
+    product = rows * HEADS * context**2 * HEAD_DIM  # 2 FLOPs each, half of them unmasked
     on_gpu = jax.default_backend() == "gpu"
     kernel = "cuDNN" if on_gpu else "no cuDNN"
     attend = functools.partial(
@@ -72,8 +72,8 @@ def attention(small: int) -> dict[str, float]:
 
 
 def scatter_add(small: int) -> dict[str, float]:
-    """Milliseconds of the sum of all tokens' gradients into their rows of the embedding."""
-    drawn = jax.random.pareto(jax.random.key(1), 1.0, (TOKENS // small,))  # as frequent as words
+    """Measure the milliseconds to add all tokens' gradients to their rows of the embedding."""
+    drawn = jax.random.pareto(jax.random.key(1), 1.0, (TOKENS // small,))  # distributed like words
     tokens, gradient = drawn.astype(jnp.int32) % 50257, normal(TOKENS // small, WIDTH)
     found = {}
     for dtype in (jnp.bfloat16, jnp.float32):
@@ -91,12 +91,12 @@ def normal(*shape: int) -> jax.Array:
 
 
 def rate(flops: float, taken: float) -> float:
-    """In TFLOP/s."""
+    """Return the rate in TFLOP/s."""
     return round(flops / taken / 1e12, 3)
 
 
 def seconds(function: Callable[..., Any], *arrays: jax.Array) -> float:
-    """Seconds a run in the fastest of three rounds, each of a tenth of a second."""
+    """Return the seconds per run in the fastest of three rounds of 0.1 s each."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(*arrays))
 

@@ -1,8 +1,8 @@
-"""One contender of GPT-2's step in bfloat16 on the first device: speed, memory and kernels.
+"""One contender for GPT-2's step in bfloat16 on the first device: speed, memory and kernels.
 
-Replicax in one of its modes, or plain JAX written by hand (`by_hand` of gpt.py). The loss is the
-recipe's, parameters, tokens and AdamW are those of gpt.py, so that the first losses must agree with
-those of the other contenders. What is planned is read from the program that runs.
+Runs Replicax in one of its modes, or plain hand-written JAX (`by_hand` in gpt.py). The loss is the
+recipe's; parameters, tokens and AdamW are those of gpt.py, so the first losses must agree with
+those of the other contenders. The plan is read from the program that runs.
 """
 
 import argparse
@@ -35,12 +35,12 @@ TINY = {"layers": 2, "heads": 2, "width": 64, "context": 64}
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The network and the batch that all contenders have."""
+    """The network and batch shared by all contenders."""
 
     recipe: GPT2
     batch: dict[str, np.ndarray]
     vocabulary: int
-    """Rows of the embedding; of the tokens there are as many as the recipe has."""
+    """Rows of the embedding, which may exceed the number of tokens."""
 
     @property
     def shape(self) -> transformer.Shape:
@@ -49,7 +49,7 @@ class Subject:
 
 
 def subject(args: argparse.Namespace) -> Subject:
-    """GPT-2 124M and 32 rows, or a tiny network and 8; `--padded` to a multiple of 128 tokens."""
+    """Return GPT-2 124M and 32 rows, or a tiny network and 8; `--padded` to 128s of tokens."""
     recipe = gpt2(**(TINY if args.tiny else GPT2.presets["124m"]))
     vocabulary = recipe.vocab_size or 257
     padded = -(-vocabulary // 128) * 128 if args.padded else vocabulary
@@ -57,7 +57,7 @@ def subject(args: argparse.Namespace) -> Subject:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses, then times; what is planned of Replicax's step beside them."""
+    """Measure losses, then times, and plan Replicax's step."""
     given = subject(args)
     if args.mode == BY_HAND:
         params = transformer.init(given.shape, jax.random.key(0))
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(given: Subject, losses: list[float]) -> dict[str, Any]:
-    """Losses and tolerances, by which the same model and optimizer are recognized."""
+    """Return losses and tolerances, to check that contenders share model and optimizer."""
     return {
         "vocabulary": given.vocabulary,
         "losses": [round(loss, 5) for loss in losses],
@@ -87,7 +87,7 @@ def compared(given: Subject, losses: list[float]) -> dict[str, Any]:
 
 
 def figures(given: Subject, seconds: list[float], chip: Chip | None) -> dict[str, Any]:
-    """Speed at the median round. Padding is no model FLOP."""
+    """Return the speed in the median round. Padding is not counted as model FLOPs."""
     rows, context = len(given.batch["tokens"]), given.recipe.context
     middle = statistics.median(seconds)
     flops = rows * context * model_flops_per_token(given.recipe)
@@ -106,13 +106,13 @@ def figures(given: Subject, seconds: list[float], chip: Chip | None) -> dict[str
 class Plan:
     figures: dict[str, Any]
     kernels: dict[str, float]
-    """Milliseconds a step of each, at the chip's peaks; none where they are not known."""
+    """Milliseconds per step of each at the chip's peaks; empty if they are unknown."""
 
 
 def replicax(
     given: Subject, mode: str, chip: Chip | None
 ) -> tuple[Callable[[int], list[float]], Plan]:
-    """A function that takes steps and gives their losses, and what the program should take."""
+    """Return a function that runs steps and returns their losses, and the program's plan."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     dp = rx.DataParallel(given.recipe.loss, OPTIMIZER, mesh=mesh, mode=mode, precision=PRECISION)
     state = dp.init(given.recipe.model(jax.random.key(0)))
@@ -125,7 +125,7 @@ def replicax(
 
 
 def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) -> Plan:
-    """Memory and kernels of a program. Its compilation may have been kept by an earlier part."""
+    """Plan the memory and kernels of a program, whose compilation may have been cached."""
     text, memory = compiled.as_text() or "", read_memory(compiled)
     schedule = read_schedule(text)
     kernels = {}
@@ -147,6 +147,6 @@ def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) ->
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--mode", choices=[*MODES, BY_HAND], default="single")
-    parser.add_argument("--padded", action="store_true", help="the vocabulary, to 128s (by hand)")
-    parser.add_argument("--profile", action="store_true", help="the kernels that take longest")
+    parser.add_argument("--padded", action="store_true", help="pad the vocabulary (by hand)")
+    parser.add_argument("--profile", action="store_true", help="report the slowest kernels")
     answer(measure, parser)

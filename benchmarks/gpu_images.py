@@ -1,4 +1,4 @@
-"""Milliseconds a step of LeNet and of the CNN with BatchNorm, small batches and large ones."""
+"""Milliseconds per step of LeNet and the CNN with BatchNorm, for small and large batches."""
 
 import argparse
 import statistics
@@ -22,7 +22,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         recipes["CNN"] = CNN()
     except MissingDependencyError as missing:
-        found["CNN"] = f"left out: {missing}"
+        found["CNN"] = f"skipped: {missing}"
     for name, recipe in recipes.items():
         for rows in (16,) if args.tiny else (256, 4096):
             for precision in ("float32", "bfloat16"):
@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_seconds(recipe: Any, rows: int, precision: str, count: int) -> float:
-    """The median of rounds of `count` steps."""
+    """Return the median over rounds of `count` steps."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     optimizer = optax.sgd(0.01, momentum=0.9)
     dp = rx.DataParallel(recipe.loss, optimizer, mesh=mesh, mode="single", precision=precision)

@@ -1,4 +1,4 @@
-"""The first device and the versions of all that matters on it: the head of what gpu.py saves."""
+"""The first device and the relevant versions: the environment that gpu.py saves."""
 
 import argparse
 import datetime
@@ -53,7 +53,7 @@ def version(package: str) -> str | None:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
+    """Return the version of NVIDIA's driver, or None."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -64,5 +64,5 @@ def driver() -> str | None:
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.add_argument("--torch-python", required=True, help="an interpreter that may have torch")
+    parser.add_argument("--torch-python", required=True, help="an interpreter, possibly with torch")
     answer(measure, parser)

@@ -1,4 +1,4 @@
-"""Cost of a step over the same step written by hand in JAX, as overhead.py, on one device."""
+"""Overhead of a step over the same hand-written JAX step, as in overhead.py, on one device."""
 
 import argparse
 from typing import Any
@@ -8,7 +8,7 @@ from overhead import lenet, tiny
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians; of what overhead.py measures, what needs no Flax."""
+    """Return the medians of the parts of overhead.py that do not need Flax."""
     network, line = lenet(1, 3 if args.tiny else 60), tiny(2 if args.tiny else 15)
     found: dict[str, Any] = {}
     for name, values in network["milliseconds_per_step"].items():

@@ -1,7 +1,7 @@
-"""Every mode on one device beside mode `single`: the parameters after three steps in float32.
+"""Compare every mode on one device with mode `single`: parameters after three float32 steps.
 
-51 rows padded to 64, products in full float32 (not TF32), gradient descent with momentum. The
-figure is the largest difference over the largest value, of the worst array.
+51 rows padded to 64, products in full float32 (not TF32), SGD with momentum. The figure is the
+largest difference divided by the largest value, for the worst array.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from replicax.recipes.lenet import LeNet
 
 ROWS, BATCH, STEPS = 51, 64, 3
 BOUND = 1e-4
-"""Sums in another order differ by 1e-6 (tests/core/test_parity.py), a convolution's by another
-algorithm by 1e-5. One row of 51 that is lost or counted twice moves the parameters by 1e-2."""
+"""Another summation order changes results by 1e-6 (tests/core/test_parity.py), another convolution
+algorithm by 1e-5, and one of 51 rows lost or counted twice by 1e-2."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The worst difference of each mode and model."""
+    """Measure the worst difference for each mode and model."""
     jax.config.update("jax_default_matmul_precision", "highest")
     random = np.random.default_rng(0)
     images = {
@@ -42,12 +42,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             found[f"{name}, {mode}"] = worst(trained(recipe, data, mode), expected)
     far = [name for name, difference in found.items() if not difference <= BOUND]
     if far:
-        found["error"] = f"further than {BOUND:.0e} from mode single: {'; '.join(far)}"
+        found["error"] = f"more than {BOUND:.0e} from mode single: {'; '.join(far)}"
     return found
 
 
 def trained(recipe: Any, data: dict[str, np.ndarray], mode: str) -> list[np.ndarray]:
-    """The parameters, and last the loss of the last step."""
+    """Train, and return the parameters followed by the last step's loss."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     dp = rx.DataParallel(recipe.loss, optax.sgd(0.05, momentum=0.9), mesh=mesh, mode=mode)
     state = dp.init(recipe.model(jax.random.key(0)))
@@ -58,7 +58,7 @@ def trained(recipe: Any, data: dict[str, np.ndarray], mode: str) -> list[np.ndar
 
 
 def worst(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """NaN where one is not finite."""
+    """Return the worst relative difference; NaN if a value is not finite."""
     differences = [
         np.abs(a - b).max() / (np.abs(b).max() or 1.0) for a, b in zip(found, expected, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""Shared by the parts of `gpu.py`: how they answer, how they take time, and the chip they are on.
+"""Helpers for the parts of `gpu.py`: output, timing, and the chip.
 
-A part is a script of its own: it prints one line of JSON, its figures by name, each name with its
-unit. Or `left_out` with the reason, where the machine lacks what it needs; or `error`.
+A part is a separate script that prints one line of JSON with figures by name, including the unit;
+or `left_out` with the reason, if the machine lacks a requirement; or `error`.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from replicax.wording import first_line
 
 
 class LeftOutError(Exception):
-    """The machine lacks what the part needs; says what that is."""
+    """Raised with the reason if the machine lacks a requirement of the part."""
 
 
 def answer(
     measure: Callable[[argparse.Namespace], dict[str, Any]], parser: argparse.ArgumentParser
 ) -> None:
-    """Print what `measure` finds with the options of the command line; exit with 1 if it fails."""
+    """Print the result of `measure` with the command-line options; exit with 1 if it fails."""
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     args = parser.parse_args()
     try:
@@ -40,12 +40,12 @@ def answer(
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the first line of a module's docstring."""
+    """Return a parser described by the first line of a module's docstring."""
     return argparse.ArgumentParser(description=(description or "").splitlines()[0])
 
 
 def seconds_a_step(steps: Callable[[int], Any], count: int, rounds: int = 7) -> list[float]:
-    """Seconds a step in each round of so many. `steps(count)` comes back when they are done."""
+    """Return the seconds per step in each round. `steps(count)` must block until it is done."""
     steps(2)
     found = []
     for _ in range(rounds):
@@ -56,13 +56,13 @@ def seconds_a_step(steps: Callable[[int], Any], count: int, rounds: int = 7) -> 
 
 
 def chip(tiny: bool) -> Chip | None:
-    """The chip of the first device; a tiny run reckons with an H200, so that all is tried."""
+    """Return the chip of the first device; tiny runs assume an H200, to exercise all code."""
     found = chip_of_kind(jax.devices()[0].device_kind)
     return CHIPS["h200"] if tiny else found
 
 
 def peak_memory_gb() -> float | None:
-    """The most that has been in use on the first device; None where it does not tell."""
+    """Return the peak memory of the first device; None if it does not report it."""
     stats = jax.devices()[0].memory_stats() or {}
     found = stats.get("peak_bytes_in_use")
     return None if found is None else round(found / 1e9, 3)

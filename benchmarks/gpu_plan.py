@@ -1,4 +1,4 @@
-"""The planner's forecast of GPT-2's step on the same GPU described, made without looking at it."""
+"""The planner's forecast of GPT-2's step for a description of the same GPU, without using it."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ from replicax.plan.compiler import DESCRIBED
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The step of `rx.fit`, with the recipe's own optimizer; see `gpu_plans.planned`."""
+    """Plan the step of `rx.fit`, with the recipe's optimizer; see `gpu_plans.planned`."""
     jax.config.update("jax_platforms", "cpu")
     chip = chip_of_kind(args.device)
     name = "h200" if args.tiny else chip.name if chip else args.device

@@ -1,11 +1,11 @@
-"""GPT-2 on described NVIDIA GPUs, compiled and planned: no GPU is needed, and nothing runs.
+"""Compile and plan GPT-2 for NVIDIA GPUs by description: no GPU is needed, and nothing runs.
 
     make compilers
     PYTHONPATH=.venv/compilers python benchmarks/gpu_plans.py NAME [--only 124m]
 
-Adds the rows under NAME to `results/gpu_plans.json`, in place of those that have that name already:
-one for the state before a change, one for it after. Times are the planner's: each kernel at the
-chip's peaks, so no step is faster by much (see docs/plan.md for what is left out).
+Saves the rows under NAME in `results/gpu_plans.json`, replacing those of the same name, such as
+`before` and `after` a change. Times are the planner's, with each kernel at the chip's peaks, so
+real steps are not much faster (docs/plan.md lists what the plan omits).
 """
 
 import argparse
@@ -38,13 +38,13 @@ CASES = (
     ("774m", "h100:1", 8, "single"),
     ("1.5b", "h200:1", 8, "single"),
 )
-"""Preset, target, rows a device, mode."""
+"""Preset, target, rows per device, mode."""
 
 
 def planned(
     preset: str, aim: str, rows: int, mode: str, changes: dict[str, Any], accumulate: int = 1
 ) -> dict[str, Any]:
-    """Return one row of the table; `rows` of a device are in `accumulate` micro-batches."""
+    """Return a row of the table, for `rows` per device in `accumulate` micro-batches."""
     recipe = gpt2(**{**GPT2.presets[preset], **changes})
     target = parse_target(aim)
     model = abstract_model(recipe.model, jax.random.key(0))
@@ -85,7 +85,7 @@ def planned(
 
 
 def gpt2(**fields: Any) -> GPT2:
-    """Return the recipe of these fields, with made-up rows for its text."""
+    """Return the recipe with these fields and synthetic text."""
     recipe = GPT2(**fields)
     size = types.SimpleNamespace(vocab_size=257)
     train = {"length": np.zeros(1000)}
@@ -94,7 +94,7 @@ def gpt2(**fields: Any) -> GPT2:
 
 
 def made_up_batch(recipe: GPT2, rows: int) -> dict[str, np.ndarray]:
-    """Return a batch of full rows, their tokens as frequent as words are."""
+    """Return a batch of full rows, with tokens distributed like words."""
     tokens = np.random.default_rng(0).zipf(1.2, (rows, recipe.context + 1))
     return {
         "tokens": (tokens % (recipe.vocab_size or 257)).astype(np.uint16),
@@ -104,16 +104,16 @@ def made_up_batch(recipe: GPT2, rows: int) -> dict[str, np.ndarray]:
 
 
 def model_flops_per_token(recipe: GPT2) -> int:
-    """FLOPs of a step, nothing computed twice, and of attention the half that is not masked."""
+    """Return a step's FLOPs per token, without recomputation and masked attention."""
     weights = 12 * recipe.layers * recipe.width**2 + (recipe.vocab_size or 257) * recipe.width
     return 6 * (weights + recipe.layers * recipe.context * recipe.width)
 
 
 def main() -> None:
-    """Plan the cases, print a line for each and save them."""
+    """Plan the cases, print a line for each, and save them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="what the rows are of: before, unrolled, after")
-    parser.add_argument("--only", default="", help="cases whose preset, target or mode has this")
+    parser.add_argument("name", help="name for the rows: before, unrolled, after")
+    parser.add_argument("--only", default="", help="preset, target or mode must contain this")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     args = parser.parse_args()
     changes = dict(each.split("=", 1) for each in args.set)

@@ -1,4 +1,4 @@
-"""The kernels of a step that take longest: how long, measured by JAX's profiler and planned."""
+"""The slowest kernels of a step: times measured by JAX's profiler, and planned times."""
 
 import tempfile
 from collections import Counter
@@ -13,16 +13,16 @@ STEPS = 3
 
 
 def longest_kernels(steps: Callable[[int], Any], planned: Mapping[str, float]) -> dict[str, Any]:
-    """`kernels`: name, milliseconds a step, planned ones; or in `profile` why there are none.
+    """Return `kernels`: name, measured and planned milliseconds per step; or a reason in `profile`.
 
-    The profiler's names are nobody's promise: whatever they have become, the other figures stay.
+    The profiler's names are not stable, so a failure here does not affect the other figures.
     """
     try:
         took = profiled(steps)
     except Exception as error:
         return {"profile": f"not read: {type(error).__name__}: {error}"}
     if not took:
-        return {"profile": "nothing in it that looks like a kernel"}
+        return {"profile": "no kernels found"}
     rows = [
         [name, round(ms, 4), round(planned[name], 4) if name in planned else None]
         for name, ms in took.most_common(LONGEST)
@@ -37,7 +37,7 @@ def longest_kernels(steps: Callable[[int], Any], planned: Mapping[str, float]) -
 
 
 def profiled(steps: Callable[[int], Any]) -> Counter[str]:
-    """Milliseconds a step of each kernel, by its instruction's name where the profiler has that."""
+    """Return milliseconds per step of each kernel, by instruction name if the profiler has it."""
     took: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -50,7 +50,7 @@ def profiled(steps: Callable[[int], Any]) -> Counter[str]:
 
 
 def kernel_events(data: Any) -> Iterator[tuple[str, float]]:
-    """Name and nanoseconds of each: on a GPU what is on its streams, elsewhere what XLA marked."""
+    """Yield name and nanoseconds of each kernel: events on a GPU's streams, or marked by XLA."""
     planes = list(data.planes)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in gpus or planes:

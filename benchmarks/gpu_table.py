@@ -1,4 +1,4 @@
-"""The table that `gpu.py` ends with, 80 columns wide: GPT-2's contenders, then the other parts."""
+"""The final table of `gpu.py`, 80 columns wide: GPT-2's contenders, then the other parts."""
 
 import textwrap
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ Row = Mapping[str, Any]
 
 
 def state(row: Row) -> str:
-    """`done`, `left out` or `failed`."""
+    """Return `done`, `left out` or `failed`."""
     return "failed" if "error" in row else "left out" if "left_out" in row else "done"
 
 
 def reason(row: Row) -> str:
-    """Why a part has no figures, on one line."""
+    """Return the reason why a part has no figures, as one line."""
     return " ".join(str(row.get("error") or row.get("left_out")).split())
 
 
 def summary(result: Mapping[str, Any]) -> list[str]:
-    """All lines of the table."""
+    """Return all lines of the table."""
     parts: dict[str, Row] = result["parts"]
     timed = contenders(parts)
     lines = ["", *head(result["environment"])]
@@ -38,12 +38,12 @@ def summary(result: Mapping[str, Any]) -> list[str]:
 
 
 def contenders(parts: Mapping[str, Row]) -> dict[str, Row]:
-    """The parts that took GPT-2's step."""
+    """Return the parts that timed GPT-2's step."""
     return {name: row for name, row in parts.items() if "tokens_per_second" in row}
 
 
 def disagreements(parts: Mapping[str, Row]) -> list[str]:
-    """Contenders whose losses are not those of the first one with the same vocabulary."""
+    """List contenders whose losses differ from the first one with the same vocabulary."""
     found = []
     first: dict[int, tuple[str, Row]] = {}
     for name, row in contenders(parts).items():
@@ -52,7 +52,7 @@ def disagreements(parts: Mapping[str, Row]) -> list[str]:
             difference = abs(row["losses"][step] - expected["losses"][step])
             if not difference <= tolerance:
                 found.append(
-                    f"{name}: a loss {difference:.1e} from that of {reference}: another model"
+                    f"{name}: loss differs by {difference:.1e} from {reference}: another model"
                 )
                 break
     return found
@@ -64,14 +64,14 @@ def agreed(timed: Mapping[str, Row]) -> list[str]:
 
 
 def head(machine: Row) -> list[str]:
-    """The device, the versions, the date."""
+    """Return the device, the versions and the date."""
     names = ("jax", "jaxlib", "torch", "driver", "python")
     versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
     return wrapped(" · ".join([machine["device"], *versions, machine["date"]]))
 
 
 def steps(timed: Mapping[str, Row]) -> list[str]:
-    """A line each: what is measured, and beside it what the text of the program comes to."""
+    """Return a line for each contender: measurements, and the plan from the program's text."""
     first = next(iter(timed.values()))
     size = f"{first['rows']} rows of {first['context']:,} tokens"
     lines = ["", f"GPT-2, {size}, bfloat16 (plan: the program at the chip's peaks)"]
@@ -88,7 +88,7 @@ def steps(timed: Mapping[str, Row]) -> list[str]:
 
 
 def kernels(name: str, row: Row) -> list[str]:
-    """The longest of a contender that was profiled; gpu.json has more of them."""
+    """List the slowest kernels of a profiled contender; gpu.json has more."""
     if "profile" not in row:
         return []
     lines = ["", f"kernels of {name}: {row['profile']}"]
@@ -102,7 +102,7 @@ def kernels(name: str, row: Row) -> list[str]:
 
 
 def figures(name: str, row: Row) -> list[str]:
-    """A line for each, as the part named it."""
+    """Return a line for each figure, as named by the part."""
     lines = ["", name]
     for key, value in row.items():
         if key != "seconds":
@@ -116,7 +116,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def number(value: Any) -> str:
-    """Four digits; what is no number as it is."""
+    """Format floats with four digits, and anything else unchanged."""
     if value is None:
         return "-"
     return f"{value:,.4g}" if isinstance(value, float) else str(value)

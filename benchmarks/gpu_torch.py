@@ -1,4 +1,4 @@
-"""GPT-2's step in PyTorch, beside those of `gpu_gpt.py`: the same parameters, tokens and AdamW."""
+"""GPT-2's step in PyTorch, with the same parameters, tokens and AdamW as `gpu_gpt.py`."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from replicax.recipes.gpt2_weights import published
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """JAX makes the parameters, and has nothing on the GPU meanwhile."""
+    """Measure PyTorch; JAX creates the parameters on the CPU."""
     jax.config.update("jax_platforms", "cpu")
     if torch_version(args.torch_python) is None:
         raise LeftOutError(f"{args.torch_python} has no torch: see --torch-python")
@@ -54,7 +54,7 @@ def write(folder: Path, given: Subject, platform: str) -> None:
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--how", choices=["eager", "compile"], default="compile")
-    parser.add_argument("--padded", action="store_true", help="the vocabulary, to 128s")
-    parser.add_argument("--device", default="", help="its device_kind, for the MFU")
-    parser.add_argument("--torch-python", required=True, help="an interpreter that may have torch")
+    parser.add_argument("--padded", action="store_true", help="pad the vocabulary")
+    parser.add_argument("--device", default="", help="the GPU's device_kind, for the MFU")
+    parser.add_argument("--torch-python", required=True, help="an interpreter, possibly with torch")
     answer(measure, parser)

@@ -1,6 +1,6 @@
-"""What `import replicax` costs beside `import jax, optax`, in turn, in processes of their own.
+"""Time of `import replicax` over `import jax, optax`, interleaved, in separate processes.
 
-Aim: at most 0.1 s more. Writes `results/import.json`.
+Goal: at most 0.1 s more. Writes `results/import.json`.
 """
 
 import argparse

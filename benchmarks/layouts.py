@@ -1,10 +1,10 @@
-"""Bytes of GPT-2 350M on 8 devices, layout by layout, read from the compiled step; no time.
+"""Bytes of GPT-2 350M on 8 devices in each layout, read from the compiled step; no timing.
 
     python benchmarks/layouts.py
 
-Each layout is compiled for 8 host devices. `whole` are the bytes of parameters and gradients that
-are whole at once, at most, where a layout splits them: outputs of all-gathers, and what is
-reduce-scattered, from when they are written to when they are last read.
+Each layout is compiled for 8 CPU devices. `whole` is the peak of parameter and gradient bytes that
+are unsplit at the same time if a layout splits them: all-gather outputs and reduce-scatter inputs,
+from when they are written until they are last read.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SENT = {
     "reduce-scatter": lambda n, size: (n - 1) * size,
     "all-to-all": lambda n, size: (n - 1) / n * size,
 }
-"""Bytes that each of `n` devices sends in a ring, by the bytes of the result."""
+"""Bytes that each of `n` devices sends in a ring, as a function of the result's bytes."""
 
 
 def lowered_step(
@@ -55,7 +55,7 @@ def lowered_step(
     clips: bool = True,
     **settings: Any,
 ) -> tuple[Any, rx.TrainState]:
-    """Return the lowered step, and the shapes of its state with their shardings."""
+    """Return the lowered step, and its abstract state with shardings."""
     fields = dict(GPT2.presets[preset])
     if layers is not None:
         fields["layers"] = layers
@@ -75,7 +75,7 @@ def lowered_step(
 
 
 def bytes_on_a_device(tree: Any) -> int:
-    """Return the bytes of the largest share of `tree` that a device holds."""
+    """Return the bytes of the largest shard of `tree` on a device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -83,7 +83,7 @@ def bytes_on_a_device(tree: Any) -> int:
 
 
 def whole_at_once(use: MemoryUse) -> int:
-    """Return the bytes of gathered and of not yet scattered arrays that are alive at once."""
+    """Return the peak bytes of live arrays that are gathered or not yet scattered."""
     every = {each.name: each for some in use.computations.values() for each in some}
     touched = set()
     for each in every.values():
@@ -126,8 +126,8 @@ def measured(preset: str, rows: int, layers: int | None) -> dict[str, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", default="350m")
-    parser.add_argument("--rows", type=int, default=8, help="of the global batch")
-    parser.add_argument("--layers", type=int, help="another number of layers")
+    parser.add_argument("--rows", type=int, default=8, help="rows per global batch")
+    parser.add_argument("--layers", type=int, help="number of layers; the preset's by default")
     asked = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     found = measured(asked.preset, asked.rows, asked.layers)

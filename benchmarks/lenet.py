@@ -1,8 +1,8 @@
-"""A whole epoch of LeNet on Fashion-MNIST, two CPU devices, batch 256: Replicax beside its peers.
+"""An epoch of LeNet on Fashion-MNIST, two CPU devices, batch 256: Replicax and its peers.
 
-Against a pmap loop written by hand, and PyTorch eager, compiled, and as two DDP processes, one
-epoch of each in turn. Input is part of it: batches are shuffled and cut from uint8 images on the
-host. Aims: at least 2.5 times as fast as pmap by hand, and no slower than PyTorch's best.
+Compared with a hand-written pmap loop, and PyTorch eager, compiled, and as two DDP processes, with
+interleaved epochs. Input is included: batches are shuffled and sliced from uint8 images on the
+host. Goals: at least 2.5 times as fast as the pmap loop, and no slower than PyTorch's best.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from replicax.train.host_memory import keep_freed_memory
 
 
 def replicax(mode: str, data: dict[str, Any]) -> Any:
-    """One epoch through `feed` and `step`, as a user writes it; 96 rows more than the others."""
+    """Return an epoch with `feed` and `step`, as users write it; 96 rows more than the others."""
     recipe = LeNet()
     optimizer = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
     mesh = rx.make_mesh(devices=jax.devices()[:DEVICES])
@@ -56,11 +56,11 @@ def main() -> None:
     parser.add_argument(
         "--torch-python",
         default="python3",
-        help="an interpreter that has torch (default: python3); PyTorch is left out without one",
+        help="an interpreter with torch (default: python3); otherwise PyTorch is skipped",
     )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    keep_freed_memory()  # as `replicax train` does; the loop by hand has it too
+    keep_freed_memory()  # as in `replicax train`; the hand-written loop uses it too
     data = fashion_mnist()
     images, labels = data.train["image"], data.train["label"]
     print(f"data: {data.name}, {data.source}, {len(labels):,} rows")
@@ -71,7 +71,7 @@ def main() -> None:
         for how in ("eager", "compile", "ddp"):
             epochs[f"torch {how}"] = pytorch(images, labels, args.torch_python, how)
     else:
-        print(f"{args.torch_python} has no torch: PyTorch is left out; see --torch-python")
+        print(f"{args.torch_python} has no torch: skipping PyTorch; see --torch-python")
     seconds: dict[str, list[float]] = {name: [] for name in epochs}
     loss: dict[str, float] = {}
     for number in range(1, args.rounds + 1):

@@ -1,6 +1,6 @@
 """LeNet's test accuracy after ten epochs of Fashion-MNIST, in every mode and on 1, 2, 8 devices.
 
-Aims: at least 0.90 everywhere, and the modes within 0.005 of each other.
+Goals: at least 0.90 in all runs, and a spread of at most 0.005 between modes.
 """
 
 import argparse
@@ -20,7 +20,7 @@ RUNS = [
 
 
 def train(mode: str, devices: int, epochs: int) -> dict[str, Any]:
-    """The last evaluation of one run of the command line."""
+    """Run `replicax train`, and return its last evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "replicax", "train", "lenet", "--run", "accuracy"]
         command += ["--mode", mode, "--devices", str(devices), "--epochs", str(epochs)]
@@ -39,7 +39,7 @@ def train(mode: str, devices: int, epochs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10, help="of each run (default: 10)")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs per run (default: 10)")
     epochs = parser.parse_args().epochs
     print("mode       devices  accuracy    loss  rows evaluated")
     runs = []

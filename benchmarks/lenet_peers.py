@@ -1,7 +1,7 @@
-"""LeNet without Replicax: a pmap loop written by hand, and PyTorch three ways.
+"""LeNet without Replicax: a hand-written pmap loop, and three variants of PyTorch.
 
-Each takes uint8 images `[rows, 28, 28, 1]` and labels `[rows]`, and gives `(seconds, loss)` of one
-epoch over full batches, shuffled on the host; the rows that do not fill a batch are left out.
+Each takes uint8 images `[rows, 28, 28, 1]` and labels `[rows]`, and returns `(seconds, loss)` of an
+epoch over full batches, shuffled on the host; an incomplete last batch is dropped.
 """
 
 import functools
@@ -28,7 +28,7 @@ Epoch = Callable[[int], tuple[float, float]]
 
 
 def channels_first_logits(params: Any, images: jax.Array) -> jax.Array:
-    """Logits of float images `[rows, 1, 28, 28]`, by XLA's convolutions and windows."""
+    """Return logits of float images `[rows, 1, 28, 28]`, with XLA's convolutions and windows."""
     x = images
     for kernel, bias in (params[0:2], params[2:4]):
         x = lax.conv_general_dilated(
@@ -41,7 +41,7 @@ def channels_first_logits(params: Any, images: jax.Array) -> jax.Array:
 
 
 def channels_first_params(key: jax.Array) -> list[jax.Array]:
-    """`[kernel, bias, ...]` of the two convolutions `[out, in, kh, kw]` and the dense layers."""
+    """Return `[kernel, bias, ...]` of two convolutions `[out, in, kh, kw]` and the dense layers."""
     he_conv = jax.nn.initializers.he_normal(in_axis=1, out_axis=0)
     he_dense = jax.nn.initializers.he_normal()
     params = []
@@ -58,7 +58,7 @@ def channels_first_params(key: jax.Array) -> list[jax.Array]:
 
 @functools.partial(jax.pmap, axis_name="replica", static_broadcasted_argnums=4)
 def pmap_step(params: Any, momentum: Any, images: Any, labels: Any, rate: float) -> Any:
-    """One step of gradient descent on each device, the gradient averaged over all."""
+    """Take an SGD step on each device, with the gradient averaged over all."""
 
     def mean_loss(params: Any) -> jax.Array:
         logits = channels_first_logits(params, images)
@@ -72,7 +72,7 @@ def pmap_step(params: Any, momentum: Any, images: Any, labels: Any, rate: float)
 
 
 def pmap_by_hand(images: np.ndarray, labels: np.ndarray) -> Epoch:
-    """Stacked parameters, and batches cut for the devices step by step."""
+    """Return an epoch with stacked parameters and batches that are split in each step."""
 
     def stack(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), tree)
@@ -93,7 +93,7 @@ def pmap_by_hand(images: np.ndarray, labels: np.ndarray) -> Epoch:
             x = jnp.array(images[rows]).transpose(0, 3, 1, 2).astype(jnp.float32) / 255
             y = jnp.array(labels[rows])
             *state, loss = pmap_step(*state, cut(x), cut(y), LEARNING_RATE)
-            # On CPU devices a loop that never waits stops for good at the 33rd step in flight.
+            # On CPU devices, a loop that never waits deadlocks at the 33rd step in flight.
             losses.append(float(loss[0]))
         jax.block_until_ready(state)
         return time.perf_counter() - started, float(np.mean(losses))
@@ -103,7 +103,7 @@ def pmap_by_hand(images: np.ndarray, labels: np.ndarray) -> Epoch:
 
 
 def pytorch(images: np.ndarray, labels: np.ndarray, python: str, how: str) -> Epoch:
-    """`how`: eager or compile (one process, two threads), or ddp (two processes, one each)."""
+    """Return an epoch: eager or compile (one process, two threads), or ddp (two, one thread)."""
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/images.npy", images)
         np.save(f"{folder}/labels.npy", labels)

@@ -1,7 +1,7 @@
-"""Epochs of LeNet in PyTorch, for lenet_peers.py: the answer to a seed is the epoch's mean loss.
+"""Epochs of LeNet in PyTorch, for lenet_peers.py: answers a seed with the epoch's mean loss.
 
-FOLDER holds images.npy and labels.npy, of uint8 and integers. Rows are shuffled on the host, and
-become floats in the step.
+FOLDER contains images.npy (uint8) and labels.npy (integers). Rows are shuffled on the host, and
+converted to floats in the step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def lenet() -> nn.Module:
 
 
 def prepare(args: argparse.Namespace, processes: int, rank: int) -> Run:
-    """Every process draws the same order and takes its own rows."""
+    """Prepare a process; all draw the same order, and each uses its own rows."""
     images = np.load(args.folder / "images.npy")
     labels = np.load(args.folder / "labels.npy").astype(np.int64)
     torch.manual_seed(0)

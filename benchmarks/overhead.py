@@ -1,12 +1,12 @@
-"""What `DataParallel.step` costs over the tightest step written by hand in JAX.
+"""Overhead of `DataParallel.step` over a minimal hand-written JAX step.
 
-1. LeNet at batch 256: the same model, optimizer and devices; by hand there is no mask, no key, no
-   weight, and the mean is a mean.
-2. The MLP in Flax Linen: by hand its own loss and `network.apply`, with the same Adam. It has its
-   small default size, or with `--preset seed`, for a GPU, 379 million parameters.
-3. A model of two parameters, where the host's own work is all there is.
+1. LeNet at batch 256: the same model, optimizer and devices; the hand-written step has no mask,
+   key or weights, and a plain mean.
+2. The MLP in Flax Linen: the hand-written step uses its own loss, `network.apply` and the same
+   Adam. The size is the small default, or with `--preset seed`, for a GPU, 379 million parameters.
+3. A model of two parameters, which measures the host's work alone.
 
-Aims: a median ratio of at most 1.02 for LeNet and 1.01 for the MLP, and at most 100 microseconds
+Goals: a median ratio of at most 1.02 for LeNet and 1.01 for the MLP, and at most 100 microseconds
 over plain `jax.jit`.
 """
 
@@ -32,7 +32,7 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
 
 def hand_written(mean_loss: Any, mesh: jax.sharding.Mesh, optimizer: Any = OPTIMIZER) -> Any:
-    """`jit` of the mean loss's gradient and the update, the state donated."""
+    """Return a `jit` of the mean loss's gradient and the update, with donated state."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -51,7 +51,7 @@ def hand_written(mean_loss: Any, mesh: jax.sharding.Mesh, optimizer: Any = OPTIM
 
 
 def hand_written_shard_map(mean_loss: Any, mesh: jax.sharding.Mesh) -> Any:
-    """`shard_map` of the same on one replica's rows, with one pmean."""
+    """Return a `shard_map` of the same on one replica's rows, with one pmean."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     @functools.partial(
@@ -71,7 +71,7 @@ def hand_written_shard_map(mean_loss: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def steps_of(dp: rx.DataParallel, model: Any, batch: Any, count: int) -> Any:
-    """A function that takes `count` steps with Replicax."""
+    """Return a function that runs `count` steps with Replicax."""
     state = dp.init(model)
 
     def run() -> None:
@@ -91,7 +91,7 @@ def steps_by_hand(
     count: int,
     optimizer: Any = OPTIMIZER,
 ) -> Any:
-    """A function that takes `count` steps by hand."""
+    """Return a function that runs `count` hand-written steps."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = jax.device_put(jax.tree.map(jnp.copy, model), everywhere)
     opt_state = jax.device_put(optimizer.init(params), everywhere)
@@ -106,7 +106,7 @@ def steps_by_hand(
 
 
 def lenet(devices: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a step in each mode and by hand, and their ratios."""
+    """Measure milliseconds per step in each mode and by hand, and their ratios."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     recipe = LeNet()
     random = np.random.default_rng(0)
@@ -141,8 +141,8 @@ def lenet(devices: int, rounds: int) -> dict[str, Any]:
 
 
 def mlp(devices: int, rounds: int, preset: str | None) -> dict[str, Any]:
-    """The same of the MLP in mode `jit`."""
-    from replicax.recipes.mlp import MLP, Network  # here: gpu.py takes the rest without Flax
+    """Measure the same for the MLP in mode `jit`."""
+    from replicax.recipes.mlp import MLP, Network  # gpu.py uses the rest without Flax
 
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     recipe = MLP(**MLP.presets[preset] if preset else {})
@@ -156,7 +156,7 @@ def mlp(devices: int, rounds: int, preset: str | None) -> dict[str, Any]:
     dp = rx.DataParallel(recipe.loss, optimizer, mesh=mesh)
     (batch,) = dp.feed(recipe.train_source(), recipe.batch_size)
     step = hand_written(mean_loss, mesh, optimizer)
-    # Below 32: by hand, nothing else keeps several CPU devices from stopping for good at the 33rd.
+    # Below 32: without a wait, several CPU devices deadlock at the 33rd step in flight.
     steps = STEPS_IN_A_ROUND if preset else 4 * STEPS_IN_A_ROUND
     runs = {
         "replicax jit": steps_of(dp, model, batch, steps),
@@ -166,7 +166,7 @@ def mlp(devices: int, rounds: int, preset: str | None) -> dict[str, Any]:
 
 
 def compared(seconds: dict[str, list[float]], steps: int, modes: list[str]) -> dict[str, Any]:
-    """Milliseconds a step of each run, and the ratio of Replicax to what is written by hand."""
+    """Return milliseconds per step of each run, and the ratio of Replicax to by hand."""
     each = {name: spread([value / steps * 1e3 for value in seconds[name]]) for name in seconds}
     ratio = {
         mode: spread(ratios(seconds[f"replicax {mode}"], seconds[f"by hand {mode}"]))
@@ -179,7 +179,7 @@ def compared(seconds: dict[str, list[float]], steps: int, modes: list[str]) -> d
 
 
 def tiny(rounds: int) -> dict[str, Any]:
-    """Microseconds a step of a line's fit on one device."""
+    """Measure microseconds per step of linear regression on one device."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     data = {"x": np.ones(8, np.float32), "y": np.ones(8, np.float32)}
     model = {"weight": jnp.float32(0.5), "bias": jnp.float32(0.0)}
@@ -230,10 +230,10 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: 100)")
-    parser.add_argument("--preset", choices=list(MLP.presets), help="of the MLP; small by default")
+    parser.add_argument("--preset", choices=list(MLP.presets), help="MLP size; small by default")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
-    # Or page faults on either side, by luck of the allocator, hide what is to be seen.
+    # Otherwise page faults on either side, depending on the allocator, hide the difference.
     keep_freed_memory()
     result = {"environment": environment(), "batch": BATCH, "rounds": args.rounds}
     result["mlp"] = args.preset or "default"

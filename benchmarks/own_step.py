@@ -1,9 +1,9 @@
-"""What a GAN by one `step` costs beside the same step written by hand for one device.
+"""Overhead of a GAN with a custom `step` over the same step written by hand for one device.
 
-`examples/wgan_gp.py`, as it is and larger: two networks, two optimizers, six gradients a step. By
-hand its primitive is `jax.value_and_grad` of a mean, once without and once with a counter of steps
-in the state: on a CPU that int32 alone may cost a program of 0.1 ms as much again. Aim: a median
-ratio of at most 1.15.
+`examples/wgan_gp.py`, in its own size and larger: two networks, two optimizers, six gradients per
+step. By hand, the primitive is `jax.value_and_grad` of a mean, with and without a step counter in
+the state: on a CPU, that int32 alone may double the time of a 0.1 ms program. Goal: a median ratio
+of at most 1.15.
 """
 
 import argparse
@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import wgan_gp
 
 SIZES = {"16 wide, 32 rows": (16, 32, 400), "256 wide, 256 rows": (256, 256, 40)}
-"""Width of the networks, rows of a batch, and steps in a round."""
+"""Width of the networks, rows per batch, and steps per round."""
 
 
 def by_hand(loss: Any) -> Any:
-    """The primitive for one device, in plain JAX."""
+    """Return the primitive for one device, in plain JAX."""
 
     def mean(model: Any, batch: Any, key: Any) -> Any:
         returned = loss(model, batch, key)
@@ -44,7 +44,7 @@ def by_hand(loss: Any) -> Any:
 
 
 def steps(step: Any, state: Any, batch: Any, count: int) -> Callable[[], None]:
-    """A function that takes `count` steps."""
+    """Return a function that runs `count` steps."""
 
     def run() -> None:
         nonlocal state
@@ -56,7 +56,7 @@ def steps(step: Any, state: Any, batch: Any, count: int) -> Callable[[], None]:
 
 
 def measure(width: int, rows: int, count: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a step by hand and in two modes, and their ratios."""
+    """Measure milliseconds per step by hand and in two modes, and their ratios."""
     wgan_gp.WIDTH, wgan_gp.ROWS = width, rows
     data = wgan_gp.rows()
 

@@ -1,15 +1,15 @@
-"""The bubble of pipeline stages, measured: two stages on two host devices, both schedules.
+"""Measured pipeline bubble: two stages on two CPU devices, both schedules.
 
-A micro-batch has the same rows whatever their number M, so a step of S stages should take
-`T(M) = (M + S - 1) t + c`: t a micro-batch in one stage, there and back, and c what a step takes
-besides. A line through the times of a round gives both. Measured is the share `1 - M t / T(M)` of a
-step, and the same without c; computed is `(S - 1) / (M + S - 1)`.
+A micro-batch has the same rows for any number of micro-batches M, so a step of S stages should take
+`T(M) = (M + S - 1) t + c`: t for a micro-batch in one stage, forward and backward, and c for the
+rest of the step. A line fit to the times of a round gives both. The measured bubble is
+`1 - M t / T(M)`, also without c; the computed one is `(S - 1) / (M + S - 1)`.
 
-`lost` needs no line: the share of both devices' time that the same step on one device does not
-take. It is the bubble with all that stages cost besides: c, sending, computing again.
+`lost` needs no fit: the share of both devices' time that the same step on one device does not need.
+It includes the bubble and all other costs of stages: c, communication, recomputation.
 
-The layers are many and small: XLA computes each in one thread. The core of a stage that is idle
-would help the other with larger ones, and no bubble be seen.
+The layers are many and small, so XLA computes each in one thread. With larger layers, the idle
+stage's core would help the other stage and hide the bubble.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from replicax.core.pipeline import SCHEDULES, bubble
 STAGES = 2
 MICRO_BATCHES = (1, 2, 4, 8)
 ROWS, WIDTH, LAYERS = 32, 64, 128
-"""Rows of a micro-batch, width of a layer, layers of both stages."""
+"""Rows per micro-batch, width of a layer, layers in both stages."""
 STEPS = 16
-"""In a round, of the largest batch; more of smaller ones."""
+"""Steps per round for the largest batch; smaller batches take more."""
 ONE = "one device"
 
 
@@ -48,7 +48,7 @@ def loss(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def step_of(schedule: str, micro_batches: int) -> tuple[Callable[[], None], int]:
-    """A function that takes some steps, and how many."""
+    """Return a function that runs some steps, and their number."""
     random = np.random.default_rng(0)
     layers = random.normal(size=(LAYERS, WIDTH, WIDTH)) / (LAYERS * WIDTH)
     rows = ROWS * micro_batches
@@ -74,18 +74,18 @@ def step_of(schedule: str, micro_batches: int) -> tuple[Callable[[], None], int]
 
 
 def line(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slope and intercept over M of the times `[rounds, M]`, round by round."""
+    """Fit the times `[rounds, M]` over M; return slope and intercept per round."""
     slope, intercept = np.polyfit(MICRO_BATCHES, seconds.T, 1)
     return slope, intercept
 
 
 def quartiles(values: np.ndarray) -> tuple[float, float, float]:
-    """Median and quartiles."""
+    """Return the median and quartiles."""
     return spread(values.tolist())
 
 
 def figures(seconds: np.ndarray, alone: np.ndarray) -> dict[str, Any]:
-    """Bubbles of a schedule; `seconds`, and those on one device, are `[rounds, M]`."""
+    """Return a schedule's bubbles; `seconds` and `alone` (one device) are `[rounds, M]`."""
     t, intercept = line(seconds)
     c = intercept - (STAGES - 1) * t
     rows = []

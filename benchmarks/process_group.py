@@ -1,7 +1,7 @@
-"""Several processes of one script with a core each, started once and warm, run when told to.
+"""Several warm processes of one script, with one core each, that run on request.
 
-Both ends of it: a benchmark makes a `Group`, whose script calls `serve`. An order is a line with
-one number for every process, the answer a line of JSON of process 0.
+A benchmark creates a `Group`, whose script calls `serve`. A request is a line with one number to
+every process, and the answer is a line of JSON from process 0.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 
 class Group:
-    """A script of this folder as `processes` processes, the first on the first of `cores`."""
+    """A script in this folder as `processes` processes, each pinned to one of `cores`."""
 
     def __init__(
         self, script: str, arguments: Sequence[str], processes: int, cores: Sequence[int]
@@ -47,14 +47,14 @@ class Group:
         ]
 
     def tell(self, number: int) -> None:
-        """Have every process run `number`."""
+        """Send `number` to every process."""
         for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # why it has ended, `answer` tells
+            with contextlib.suppress(BrokenPipeError):  # `answer` reports why it ended
                 process.stdin.write(f"{number}\n")
                 process.stdin.flush()
 
     def answer(self) -> Any:
-        """Process 0's next answer; the first is what the script says of itself, once it is warm."""
+        """Return process 0's next answer; the first one describes the script, once it is warm."""
         line = self._processes[0].stdout.readline()
         if not line:
             self._errors.seek(0)
@@ -63,7 +63,7 @@ class Group:
         return json.loads(line)
 
     def close(self) -> None:
-        """End all of them."""
+        """Stop all processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -71,7 +71,7 @@ class Group:
 
 
 def place(number: int, processes: int) -> dict[str, str]:
-    """What tells Replicax and JAX of a job; PyTorch takes it from the arguments."""
+    """Return the job variables for Replicax and JAX; PyTorch uses the arguments instead."""
     return {
         variables.PROCESS_ID: str(number),
         variables.PROCESSES: str(processes),
@@ -81,9 +81,9 @@ def place(number: int, processes: int) -> dict[str, str]:
 
 
 def serve(prepare: Callable[[], tuple[dict[str, Any], Callable[[int], Any]]]) -> None:
-    """Answer with the first that `prepare` gives, then each number on stdin with the second."""
+    """Print the first result of `prepare`, then answer each number on stdin with the second."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep library output out of the answers
     about, run = prepare()
     print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
@@ -91,7 +91,7 @@ def serve(prepare: Callable[[], tuple[dict[str, Any], Callable[[int], Any]]]) ->
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

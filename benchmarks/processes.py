@@ -1,9 +1,9 @@
-"""Weak scaling from one process to two with a core each: Replicax beside PyTorch DDP over Gloo.
+"""Weak scaling from one process to two, with one core each: Replicax and PyTorch DDP over Gloo.
 
-A GPT (the recipe's `nano`) and LeNet, the same parameters, rows and optimizer in all, whose first
-losses must agree. One fixed batch: input is no part of it. All are started once and warm, and take
-turns in rounds: each round runs everything, in an order of its own. `apart` is two processes at
-once that know nothing of each other: what cores with shared memory allow at most.
+A GPT (the recipe's `nano`) and LeNet, with the same parameters, rows and optimizer in all, whose
+first losses must agree. The batch is fixed, so input is not measured. All processes are started
+once and warmed up; each round runs all of them in random order. `apart` is two independent
+processes at the same time, an upper bound for cores with shared memory.
 """
 
 import argparse
@@ -36,13 +36,13 @@ HOW = {
 }
 STEPS_COMPARED = 4
 TOLERANCE = 1e-3
-"""Largest difference of a loss, in nats, in the first steps."""
+"""Largest difference in a loss, in nats, in the first steps."""
 
 APART = 0
-"""In the place of a count: two processes of one each."""
+"""Used as a count: two independent processes."""
 
 Key = tuple[str, int]
-"""How, and on how many processes."""
+"""Contender and number of processes."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
                 show(name, rows, models[name])
     where["other_processes_used_cores"] = neighbours.cores()
     if (where["other_processes_used_cores"] or 0) > 0.1:
-        print(f"other processes used {where['other_processes_used_cores']:.1f} cores meanwhile")
+        print(f"other processes used {where['other_processes_used_cores']:.1f} cores")
     settings = {name: value for name, value in vars(args).items() if name != "python"}
     print(f"see {save('processes', {'environment': where, 'settings': settings, **models})}")
 
@@ -68,17 +68,17 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["gpt", "lenet"])
-    parser.add_argument("--gpt-rows", type=int, default=16, help="a process (default: 16)")
-    parser.add_argument("--lenet-rows", type=int, default=128, help="a process (default: 128)")
+    parser.add_argument("--gpt-rows", type=int, default=16, help="per process (default: 16)")
+    parser.add_argument("--lenet-rows", type=int, default=128, help="per process (default: 128)")
     parser.add_argument("--rounds", type=int, default=11, help="default: 11")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each run (default: 0.5)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per run (default: 0.5)")
     args = parser.parse_args()
     args.python = sys.executable
     return args
 
 
 def write_inputs(folder: Path, rows: dict[str, int]) -> None:
-    """The batches, what PyTorch starts from, and its settings."""
+    """Write the batches, and PyTorch's initial parameters and settings."""
     drawn = np.random.default_rng(0)
     tokens = (max(COUNTS) * rows["gpt"], SHAPE.context + 1)
     images = (max(COUNTS) * rows["lenet"], 28, 28, 1)
@@ -102,7 +102,7 @@ def write_inputs(folder: Path, rows: dict[str, int]) -> None:
 
 
 def for_torch(params: Any) -> dict[str, np.ndarray]:
-    """LeNet's parameters by the names of the layers in `lenet_torch.lenet`."""
+    """Return LeNet's parameters under the layer names of `lenet_torch.lenet`."""
     layers = dict(zip(("conv1", "conv2", "dense1", "dense2"), (0, 3, 7, 9), strict=True))
     arrays = {}
     for name, place in layers.items():
@@ -115,7 +115,7 @@ def for_torch(params: Any) -> dict[str, np.ndarray]:
 def measure(
     name: str, rows: int, folder: Path, cores: list[int], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Every contender on every count, in rounds."""
+    """Measure every contender on every count, in rounds."""
     with contextlib.ExitStack() as stack:
         groups: dict[Key, Group] = {}
         others: dict[str, Group] = {}
@@ -126,7 +126,7 @@ def measure(
                 groups[how, count] = group
             others[how] = Group(script, [str(folder), name, form, str(rows)], 1, cores[1:])
             stack.callback(others[how].close)
-        print(f"{name}: {len(groups) + len(others)} jobs start and compile", flush=True)
+        print(f"{name}: {len(groups) + len(others)} jobs starting and compiling", flush=True)
         told = {key: group.answer() for key, group in groups.items()}
         for group in others.values():
             group.answer()
@@ -155,13 +155,13 @@ def run(group: Group, steps: int) -> dict[str, Any]:
 
 
 def check_agreement(losses: dict[Key, list[float]]) -> None:
-    """End the run where a contender's losses are not those of Replicax on as many processes."""
+    """Stop if a contender's losses differ from Replicax's on the same number of processes."""
     for (how, count), found in losses.items():
         expected = losses["replicax jit", count]
         if not np.allclose(found, expected, rtol=0, atol=TOLERANCE):
             raise SystemExit(
                 f"{how} on {count} has losses {found}, replicax jit {expected}; they differ by "
-                f"more than {TOLERANCE}: this is not the same model, batch or optimizer"
+                f"more than {TOLERANCE}: the model, batch or optimizer differs"
             )
     print(f"all agree on the first losses: {expected[0]:.4f} ... {expected[-1]:.4f}")
 
@@ -173,7 +173,7 @@ def summary(
     told: dict[Key, dict[str, Any]],
     steps: dict[Key, int],
 ) -> dict[str, Any]:
-    """What is saved of one contender; of each spread the median and the quartiles."""
+    """Summarize one contender; each spread is the median and the quartiles."""
     one, apart, two = (seconds[how, count] for count in (1, APART, 2))
     return {
         "seconds_per_step": {
@@ -191,8 +191,8 @@ def summary(
 
 
 def show(name: str, rows: int, table: dict[str, Any]) -> None:
-    """One line each."""
-    print(f"{name}, {rows} rows a process; medians, and [quartiles] or ± half of what they span")
+    """Print one line per contender."""
+    print(f"{name}, {rows} rows per process; medians, and [quartiles] or ± half their distance")
     print(f"{'':<19}{'ms, 1 process':>15}{'2 processes':>16}{'efficiency':>21}  apart  bytes/step")
     for how, row in table.items():
         times = "".join(

@@ -1,6 +1,6 @@
 """Training steps of Replicax in one of several processes, for processes.py.
 
-The answer to a number of steps is the seconds that each took, and their losses.
+Answers a number of steps with the seconds per step and their losses.
 """
 
 import sys
@@ -35,13 +35,13 @@ def lenet_loss(model: lenet.Params, batch: dict[str, jax.Array], key: Any) -> ja
 
 
 def start(name: str) -> Any:
-    """The initial parameters."""
+    """Return the initial parameters."""
     key = jax.random.key(0)
     return transformer.init(SHAPE, key) if name == "gpt" else lenet.LeNet().model(key)
 
 
 def prepare(folder: Path, name: str, mode: str, rows: int) -> Any:
-    """Every process has the global batch, and takes its own rows."""
+    """Prepare a process, which loads the global batch and uses its own rows."""
     job = rx.initialize(verbose=False)
     keep_freed_memory()
     with np.load(folder / f"{name}-batch.npz") as file:
@@ -57,7 +57,7 @@ def prepare(folder: Path, name: str, mode: str, rows: int) -> Any:
     def steps(count: int) -> dict[str, Any]:
         nonlocal state
         losses = []
-        state, _ = jax.block_until_ready(dp.step(state, batch))  # all processes are here
+        state, _ = jax.block_until_ready(dp.step(state, batch))  # synchronizes the processes
         started = time.perf_counter()
         for _ in range(count):
             state, metrics = dp.step(state, batch)

@@ -1,6 +1,6 @@
 """Training steps of PyTorch in one of several processes, for processes.py; DDP over Gloo.
 
-The answer to a number of steps is the seconds that each took, and their losses.
+Answers a number of steps with the seconds per step and their losses.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class LeNetLoss(nn.Module):
-    """The mean cross-entropy of uint8 images `[rows, 28, 28, 1]`."""
+    """A LeNet that returns the mean cross-entropy for uint8 images `[rows, 28, 28, 1]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LeNetLoss(nn.Module):
 
 
 def make(name: str, arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> Any:
-    """The model, and the optimizer of it."""
+    """Return the model and its optimizer."""
     if name == "gpt":
         model: nn.Module = GPT(**settings["shape"])
         model.load_state_dict(published(arrays))
@@ -42,7 +42,7 @@ def make(name: str, arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> 
 
 
 def inputs(name: str, batch: dict[str, np.ndarray], own: slice) -> list[torch.Tensor]:
-    """What the model is called with."""
+    """Return the model's inputs."""
     if name == "gpt":
         tokens = torch.from_numpy(batch["tokens"][own].astype(np.int64))
         return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
@@ -55,7 +55,7 @@ def inputs(name: str, batch: dict[str, np.ndarray], own: slice) -> list[torch.Te
 def prepare(
     folder: Path, name: str, how: str, rows: int, process: int, processes: int, port: int
 ) -> Any:
-    """Every process takes its own rows of the batch."""
+    """Prepare a process, which uses its own rows of the batch."""
     torch.set_num_threads(1)
     if processes > 1:
         torch.distributed.init_process_group(
@@ -81,7 +81,7 @@ def prepare(
         return loss.detach()
 
     def steps(count: int) -> dict[str, Any]:
-        step()  # all processes are here
+        step()  # synchronizes the processes
         started = time.perf_counter()
         losses = torch.stack([step() for _ in range(count)])
         seconds = (time.perf_counter() - started) / count
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _reduced(model: nn.parallel.DistributedDataParallel) -> int:
-    """Bytes of all buckets of gradients, before the first step splits them anew."""
+    """Return the bytes of all gradient buckets, before the first step rebuilds them."""
     sizes = model._get_ddp_logging_data().get("bucket_sizes", "")
     return sum(int(size) for size in str(sizes).split(",") if size.strip())
 

@@ -1,10 +1,10 @@
-"""The forecast of a data-parallel step against published scaling figures.
+"""Compare the forecast of a data-parallel step with published scaling figures.
 
-Every row of `tests/support/published_rows.py`: the efficiency at the larger scale, against that of
-the smallest scale published, from public parameters alone. Nothing is measured here and nothing is
-fitted.
+For every row of `tests/support/published_rows.py`, forecasts the efficiency at the larger scale,
+relative to the smallest published scale, from public parameters only. Nothing is measured or
+fitted here.
 
-Aim: a mean error of at most 10 points. Writes `results/published.json`; see `docs/forecast.md`.
+Goal: a mean error of at most 10 points. Writes `results/published.json`; see `docs/forecast.md`.
 """
 
 import sys
@@ -19,7 +19,7 @@ from support.published_rows import ROWS, Row, mean_error
 
 
 def told(row: Row) -> dict[str, Any]:
-    """What is saved of a row; efficiencies in percent, errors in points."""
+    """Return a row's JSON; efficiencies in percent, errors in points."""
     step = row.step(row.devices)
     return {
         "name": row.name,
@@ -37,7 +37,7 @@ def told(row: Row) -> dict[str, Any]:
 
 
 def means() -> dict[str, float]:
-    """Mean errors in points, the sign left out."""
+    """Return the mean absolute errors in points."""
     chosen = [row for row in ROWS if row.chosen]
     groups = {
         "chosen_beforehand_all_parameters_public": [row for row in chosen if row.complete],
@@ -55,7 +55,7 @@ def main() -> None:
         mark = "" if row.complete else " *"
         numbers = f"{row.published:>11.1%}{row.forecast:>11.1%}{row.error:>+9.1f}"
         print(f"{row.name + mark:46}{numbers}")
-    print("* parameters of this run are not public, others stand in\n")
+    print("* some parameters of this run are not public and were substituted\n")
     for name, points in means().items():
         print(f"mean error, {name.replace('_', ' ')}: {points}")
     rows = [told(row) for row in ROWS]

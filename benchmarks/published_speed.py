@@ -1,12 +1,11 @@
-"""Published training speeds of GPT-2 124M beside the planner's bound: none may lie above it.
+"""Published training speeds of GPT-2 124M and the planner's bound, which none may exceed.
 
     make compilers
     PYTHONPATH=.venv/compilers python benchmarks/published_speed.py
 
-Each is planned with the rows a device and the micro-batches that were published. Of models that
-Replicax has no recipe for, the bound is arithmetic alone: 100% of the chip's peak. Writes
-`results/published_speed.json`; see docs/forecast.md. Ends with 1 where a published speed is above
-its bound.
+Each is planned with the published rows per device and micro-batches. For models without a recipe in
+Replicax, the bound is 100% of the chip's peak. Writes `results/published_speed.json`; see
+docs/forecast.md. Exits with 1 if a published speed exceeds its bound.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ class Row:
     name: str
     target: str
     rows: int
-    """Rows of a device in a step, in `accumulate` micro-batches."""
+    """Rows per device and step, in `accumulate` micro-batches."""
     accumulate: int
     tokens_per_second: float
-    """Published, of all devices."""
+    """Published speed of all devices together."""
     source: str
 
 
@@ -83,12 +82,12 @@ OTHER_MODELS = {
     "MaxText, Llama 3.1 70B, v6e-256": 50.33,
     "MaxText, Llama 2 70B, v5p": 65.4,
 }
-"""Percent of the chips' peak, nothing recomputed counted: stanford-crfm/levanter
+"""Percent of the chips' peak, excluding recomputation: stanford-crfm/levanter
 docs/Levanter-1.0-Release.md, AI-Hypercomputer/maxtext README.md and getting_started pages."""
 
 
 def told(row: Row) -> dict[str, Any]:
-    """A row with its bound, as it is saved."""
+    """Return a row with its bound, as JSON."""
     bound = planned("124m", row.target, row.rows, "shard_map", {}, row.accumulate)
     devices = int(row.target.partition(":")[2])
     best = row.rows * devices * CONTEXT / bound["ms"] * 1e3

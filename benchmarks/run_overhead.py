@@ -1,16 +1,16 @@
-"""The cost of a run over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
+"""Overhead of a run with `rx.fit` or `rx.Run` over a bare loop of `DataParallel.step`.
 
 LeNet at batch 256 and the MLP at its small default size, on one and two devices.
 
 1. `bare`: batches of a feed and `dp.step`, nothing else.
-2. `guarded`: the same loop of the step that skips a bad update, which is the one that a run takes.
-3. `run`: the same rows through `rx.Run` with its folder, records, curves, progress and checkpoints
-   by the clock, which is what `rx.fit` does without arguments.
-4. `run with figures`: with those that `replicax train` records too.
+2. `guarded`: the same loop with the step that skips bad updates, which runs use.
+3. `run`: the same rows through `rx.Run` with its folder, records, curves, progress and timed
+   checkpoints, which is the default of `rx.fit`.
+4. `run with figures`: also with the figures that `replicax train` records.
 
-All go on in turn, some steps each, in one process, and wait for their last step.
+All are interleaved in one process, with several steps each, and wait for their last step.
 
-Aim: a median ratio of at most 1.02.
+Goal: a median ratio of at most 1.02.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from replicax.train.guarded import guarded
 from replicax.train.host_memory import keep_freed_memory
 
 SUBJECTS = {"lenet": (LeNet(), 10), "mlp": (MLP(), 100)}
-"""Recipe, and steps in a round."""
+"""Recipe, and steps per round."""
 AIM = 1.02
 
 
 def forever(dp: rx.DataParallel, source: Any, batch_size: int) -> Iterator[Any]:
-    """Batches of one epoch after the other, each in an order of its own as in a run."""
+    """Yield batches forever, in a new order every epoch as in a run."""
     opened = as_source(source, batch_size, dp.job, shuffle=True, seed=0)
     epoch = 0
     while True:
@@ -46,7 +46,7 @@ def forever(dp: rx.DataParallel, source: Any, batch_size: int) -> Iterator[Any]:
 
 
 def bare(dp: rx.DataParallel, recipe: Any, count: int) -> Callable[[], None]:
-    """A function that does `count` steps by itself."""
+    """Return a function that runs `count` steps in a bare loop."""
     state = dp.init(recipe.model(jax.random.key(0)))
     batches = forever(dp, recipe.train_source(), recipe.batch_size)
 
@@ -60,7 +60,7 @@ def bare(dp: rx.DataParallel, recipe: Any, count: int) -> Callable[[], None]:
 
 
 def steps_of(run: rx.Run, count: int) -> Callable[[], None]:
-    """A function that does `count` steps of `run`."""
+    """Return a function that runs `count` steps of `run`."""
     batches = iter(run)
 
     def go() -> None:
@@ -72,7 +72,7 @@ def steps_of(run: rx.Run, count: int) -> Callable[[], None]:
 
 
 def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any]:
-    """Milliseconds a step of each, and the ratios of the runs to the bare loop."""
+    """Measure milliseconds per step of each, and the ratios of the runs to the bare loop."""
     dp = rx.DataParallel(
         recipe.loss, recipe.optimizer(), mesh=rx.make_mesh(devices=jax.devices()[:devices])
     )

@@ -1,4 +1,4 @@
-"""Interleaved timing, and where results are saved."""
+"""Interleaved timing, and saving of results."""
 
 import json
 import random
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 def interleaved(
     runs: Mapping[str, Callable[[], None]], rounds: int, warmups: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round. Every round runs them all, in an order of its own."""
+    """Return the seconds of each run in each round. Every round runs all in random order."""
     names = list(runs)
     for _ in range(warmups):
         for name in names:

@@ -1,7 +1,7 @@
-"""PyTorch in processes of its own, started once and warm, that run when they are told to.
+"""PyTorch in separate warm processes that run on request.
 
-Both ends of it: a benchmark makes a `Peer`, whose script calls `serve`. An order is a line with one
-number, the answer a line of JSON.
+A benchmark creates a `Peer`, whose script calls `serve`. A request is a line with one number, and
+the answer is a line of JSON.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 Run = Callable[[int], Any]
-"""What a process does with a number; the answer of the first process counts."""
+"""A process's handler for a number; the answer of the first process is used."""
 Prepare = Callable[[int], Run]
 """`prepare(rank)` builds the model and warms up."""
 
-# What `replicax.train.host_memory.keep_freed_memory` does for JAX, as glibc's variables.
+# The glibc variables for the settings of `replicax.train.host_memory.keep_freed_memory`.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -29,7 +29,7 @@ KEEP_FREED_MEMORY = {
 
 
 def torch_version(python: str) -> str | None:
-    """Version of torch that `python` has; None where it has none."""
+    """Return the version of torch that `python` has, or None."""
     command = [python, "-c", "import torch; print(torch.__version__)"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -38,7 +38,7 @@ def torch_version(python: str) -> str | None:
 
 
 class Peer:
-    """A script of this folder, run by `python`, an interpreter that has torch; it ends with us."""
+    """A script in this folder, run by `python`, which has torch; exits with the parent."""
 
     def __init__(self, python: str, script: str, arguments: Sequence[str]) -> None:
         self._name = f"{script} {arguments[-1]}"
@@ -54,8 +54,8 @@ class Peer:
         self._answer()
 
     def __call__(self, number: int) -> Any:
-        """Its answer to a number."""
-        with contextlib.suppress(BrokenPipeError):  # why it has ended, `_answer` tells
+        """Return the process's answer to a number."""
+        with contextlib.suppress(BrokenPipeError):  # `_answer` reports why it ended
             self._process.stdin.write(f"{number}\n")
             self._process.stdin.flush()
         return self._answer()
@@ -71,15 +71,15 @@ class Peer:
 
 
 def serve(prepare: Prepare, processes: int, threads: int, backend: str = "gloo") -> None:
-    """Answer the numbers on stdin until it ends.
+    """Answer the numbers on stdin until it is closed.
 
-    Several `processes` are a process group of torch.distributed, and all run every number.
-    `threads` are those of each process.
+    Several `processes` form a torch.distributed process group, and all run every number. Each uses
+    `threads` threads.
     """
     import torch.multiprocessing as mp
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is no answer
+    os.dup2(2, 1)  # keep torch's output out of the answers
     context = mp.get_context("spawn")
     group = f"tcp://127.0.0.1:{_free_port()}"
     queues = [context.SimpleQueue() for _ in range(1, processes)]
@@ -104,7 +104,7 @@ def _follow(
     numbers: Any,
 ) -> None:
     run = _ready(prepare, rank, processes, threads, backend, group)
-    while True:  # it is a daemon, and ends with the first process
+    while True:  # a daemon, which exits with the first process
         run(numbers.get())
 
 

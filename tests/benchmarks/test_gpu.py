@@ -35,11 +35,11 @@ def test_the_last_line_is_the_answer(gpu: ModuleType) -> None:
 
 def test_a_part_that_crashes_tells_why(gpu: ModuleType) -> None:
     row = answer(gpu, "raise ValueError('no kernel')")
-    assert row["error"] == "ended with 1: ValueError: no kernel"
+    assert row["error"] == "exited with 1: ValueError: no kernel"
 
 
 def test_a_part_that_says_nothing_has_failed(gpu: ModuleType) -> None:
-    assert answer(gpu, "")["error"] == "ended with 0: said nothing"
+    assert answer(gpu, "")["error"] == "exited with 0: no output"
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(
