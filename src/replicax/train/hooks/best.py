@@ -1,4 +1,4 @@
-"""Hooks that watch a metric of the evaluations: `EarlyStopping` and `KeepBest`."""
+"""Hooks that track an evaluation metric: `EarlyStopping` and `KeepBest`."""
 
 import json
 import math
@@ -14,15 +14,15 @@ from replicax.train.places import in_folder, read_bytes, write_whole
 from replicax.train.records import Record
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
-"""Names of metrics end in one of these."""
+"""Suffixes of the names of metrics to minimize."""
 _MODES = {"min": "lowest", "max": "highest"}
 
 
 class _Watching(Hook):
-    """A hook that watches a metric of the evaluations, and knows the best of them so far."""
+    """A hook that tracks the best value of an evaluation metric so far."""
 
     _best: float | None = None
-    _step = _since = 0  # step of the best, and how many evaluations came after it
+    _step = _since = 0  # step of the best value, and number of evaluations since
 
     def __init__(self, metric: str, mode: str | None) -> None:
         if mode is None:
@@ -47,11 +47,11 @@ class _Watching(Hook):
 
     @property
     def _title(self) -> str:
-        """`the lowest loss`."""
+        """A description such as `the lowest loss`."""
         return f"the {_MODES[self._mode]} {self._metric}"
 
     def _gains(self, record: Record, least: float = 0.0) -> bool:
-        """Whether the evaluation of `record` is the best so far, by `least` or more."""
+        """Return whether the evaluation of `record` is the best so far, by at least `least`."""
         choose(f"{type(self).__name__} with metric", self._metric, record.metrics)
         value, gain = record.metrics[self._metric], math.inf
         if self._best is not None:
@@ -64,24 +64,24 @@ class _Watching(Hook):
 
 
 class EarlyStopping(_Watching):
-    """Ends the run once an evaluated metric has not improved for a while.
+    """Stops the run when an evaluation metric has stopped improving.
 
-    What it knows is in the checkpoints. A run that it has stopped and that is started again stops
-    at once; with more patience it goes on.
+    Its state is saved in checkpoints. A run that it stopped stops again immediately when resumed,
+    and continues if `patience` is increased.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
         ...        hooks=[rx.EarlyStopping("accuracy", patience=5)])
 
     Args:
-        metric: of the evaluations, as their records name it.
-        patience: evaluations in a row without an improvement.
-        mode: whether the best is the `min` or the `max`; by default `min` of a loss, an error, a
-            perplexity and bits per byte, and else `max`.
-        least: what counts as an improvement.
+        metric: name of the metric in the evaluation records.
+        patience: number of consecutive evaluations without improvement before stopping.
+        mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
+            otherwise `max`.
+        least: minimum change that counts as an improvement.
 
     Raises:
-        ConfigError: a number below 1, or below 0, or another mode.
+        ConfigError: `patience` below 1, `least` below 0, or an unknown mode.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EarlyStopping(_Watching):
         if self._since >= self._patience:
             best = "was never finite"
             if self._best is not None:
-                best = f"is {self._best:.6g}, of step {self._step:,}"
+                best = f"is {self._best:.6g}, at step {self._step:,}"
             run.stop(f"{self._title} {best}, {self._since} evaluations ago")
 
     def evaluation(self, run: Running, record: Record) -> None:
@@ -113,21 +113,21 @@ class KeepBest(_Watching):
     """Keeps the checkpoint of the best evaluation so far, and names it in `best.json`.
 
     `{"metric": "accuracy", "value": 0.91, "step": 120}` is written once the checkpoint of that step
-    is in its place; until then the file names the best one before, which stays as long. So what it
-    names is there, whenever the run is killed. `rx.load(run_dir, step="best")` reads it.
+    is committed; until then the file names the previous best, which is kept. The named checkpoint
+    therefore always exists, even if the run is killed. `rx.load(run_dir, step="best")` loads it.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
         ...        run_dir="runs/x", hooks=[rx.KeepBest("accuracy")])
 
     Args:
-        metric: of the evaluations, as their records name it.
-        mode: whether the best is the `min` or the `max`; by default `min` of a loss, an error, a
-            perplexity and bits per byte, and else `max`.
-        file: in the run's folder. Of several `KeepBest` each has its own.
+        metric: name of the metric in the evaluation records.
+        mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
+            otherwise `max`.
+        file: name in the run's folder, unique among several `KeepBest`.
 
     Raises:
-        ConfigError: another mode; in a run, no folder.
+        ConfigError: an unknown mode; in a run, no folder.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class KeepBest(_Watching):
     ) -> None:
         super().__init__(metric, mode)
         self._file = file
-        self._named: dict[str, Any] = {}  # the contents of the file, as far as this process knows
+        self._named: dict[str, Any] = {}  # the file's contents, as known to this process
 
     @property
     def pinned(self) -> Collection[int]:
@@ -157,8 +157,8 @@ class KeepBest(_Watching):
         self._name(run)
         if run.folder is not None and self._found not in ({}, self._named):
             run.say(
-                f"ALARM  {self._title} was that of step {self._step:,}, whose checkpoint could not "
-                f"be saved; {self._file} does not name it"
+                f"ALARM  {self._title} was at step {self._step:,}, but its checkpoint could not be "
+                f"saved; {self._file} does not name it"
             )
         super().end(run)
 
@@ -175,7 +175,7 @@ class KeepBest(_Watching):
         return {"metric": self._metric, "value": self._best, "step": self._step}
 
     def _name(self, run: Running) -> None:
-        """Write the file, where there is a better checkpoint in its place than it names."""
+        """Update the file if a better checkpoint than the one it names has been committed."""
         best = self._found
         if run.folder is None or best in ({}, self._named):
             return
@@ -184,15 +184,15 @@ class KeepBest(_Watching):
         path = run.folder / self._file
         if _read(path) != self._named:
             raise ConfigError(
-                f"{path} was written by another KeepBest than {self.name}; each needs a file of "
-                f"its own: KeepBest({best['metric']!r}, file='best-{best['metric']}.json')"
+                f"{path} was written by a KeepBest other than {self.name}; each needs a separate "
+                f"file: KeepBest({best['metric']!r}, file='best-{best['metric']}.json')"
             )
         write_whole(path, f"{json.dumps(best)}\n".encode())
         self._named = best
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The contents of the file; empty where it is not there, or something else."""
+    """Return the contents of the file; empty if it is missing or invalid."""
     try:
         found = json.loads(read_bytes(path))
         return {name: found[name] for name in ("metric", "value", "step")}

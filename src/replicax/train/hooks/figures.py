@@ -1,4 +1,4 @@
-"""Hooks that add a figure or a metric to the train records."""
+"""Hooks that add figures or metrics to the train records."""
 
 import math
 from collections.abc import Callable
@@ -23,10 +23,10 @@ GRADIENT_NORM, LEARNING_RATE = "gradient_norm", "learning_rate"
 
 
 class DeviceMemory(Hook):
-    """Adds the figure `device_memory_bytes`: the peak of the fullest device of this process.
+    """Adds the figure `device_memory_bytes`: the highest peak memory of this process's devices.
 
-    It is what the allocator of GPUs and TPUs reports since the process began. CPU devices report
-    none, and their records have no such figure.
+    It is the peak since the process began, as reported by the allocator of GPUs and TPUs. CPU
+    devices do not report it, so their records omit the figure.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.DeviceMemory()])
@@ -41,18 +41,18 @@ class DeviceMemory(Hook):
 class Throughput(Hook):
     """Adds the figures `tokens_per_second` and `peak_flops_fraction` to each train record.
 
-    The second is the FLOPs of matrix products and convolutions over what all devices of the mesh
-    could do in that time by their data sheet, in the step's precision. Both follow from the
-    record's `rows_per_second`, of which evaluations and checkpoints are no part.
+    The second is the FLOPs of matrix products and convolutions, divided by the data-sheet peak of
+    all devices of the mesh over that time, in the step's precision. Both are derived from the
+    record's `rows_per_second`, which excludes evaluations and checkpoints.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10,
         ...        hooks=[rx.Throughput(tokens_per_row=1024)])
 
     Args:
-        tokens_per_row: without it there is no such figure.
-        flops_per_row: of a step; counted in its program by default, recomputation included. Where
-            nobody knows the devices' peak, as of a CPU, there is no such figure.
+        tokens_per_row: without it, `tokens_per_second` is omitted.
+        flops_per_row: FLOPs of a step per row; by default counted in its program, including
+            recomputation. If the devices' peak is unknown, as on CPUs, the fraction is omitted.
 
     Raises:
         ConfigError: a number below 0.
@@ -64,8 +64,8 @@ class Throughput(Hook):
         check_at_least("Throughput with tokens_per_row", tokens_per_row, 0)
         check_at_least("Throughput with flops_per_row", flops_per_row, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
-        self._flops: float | None = None  # FLOPs of a row, once they are known
-        self._peak: float | None = None  # FLOP/s of all devices, where they are known
+        self._flops: float | None = None  # FLOPs per row, once known
+        self._peak: float | None = None  # FLOP/s of all devices, if known
 
     def start(self, run: Running) -> None:
         devices = run.dp.mesh.devices
@@ -82,7 +82,7 @@ class Throughput(Hook):
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         figures, rate = {}, record.rows_per_second
-        if math.isnan(rate):  # of the first step, whose time is not known
+        if math.isnan(rate):  # the first step is not timed
             return {}
         if self._tokens is not None:
             figures["tokens_per_second"] = rate * self._tokens
@@ -94,14 +94,14 @@ class Throughput(Hook):
 class GradientNorm(Hook):
     """Adds the metric `gradient_norm`: the L2 norm of the gradient of the global mean loss.
 
-    It is that of the gradient the optimizer is given, of all parameters that train, before it is
-    clipped. It is computed in the step, which is then another program than one without.
+    It covers all trainable parameters and is computed from the gradient passed to the optimizer,
+    before clipping. It is computed inside the step, so the compiled program changes.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.GradientNorm()])
 
     Raises:
-        ConfigError: in a run, a step of one's own, or a metric of that name.
+        ConfigError: in a run, a custom step, or a metric of that name.
     """
 
     @property
@@ -111,8 +111,8 @@ class GradientNorm(Hook):
     def start(self, run: Running) -> None:
         if run.dp.configuration.step is not None:
             raise ConfigError(
-                "GradientNorm and a step of one's own, which may have several gradients: leave the "
-                "hook out, and return optax.tree.norm(gradient) among the step's metrics"
+                "GradientNorm with a custom step, which may have several gradients: remove the "
+                "hook, and return optax.tree.norm(gradient) as one of the step's metrics"
             )
 
 
@@ -122,11 +122,11 @@ def with_gradient_norm(apply: Apply) -> Apply:
     def told_apply(state: TrainState, total: StepSums, *rest: PyTree) -> tuple[TrainState, Metrics]:
         if GRADIENT_NORM in total.weighted:
             raise ConfigError(
-                f"GradientNorm and a metric {GRADIENT_NORM} of the loss; a name has one meaning: "
-                "leave the hook out, or rename the metric"
+                f"GradientNorm and the loss both define the metric {GRADIENT_NORM}: remove the "
+                "hook, or rename the metric"
             )
         after, told = apply(state, total, *rest)
-        # 0 where nothing has any weight.
+        # 0 if the total weight is 0.
         divisor = jnp.where(total.weight > 0, total.weight, 1)
         means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
         squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
@@ -137,7 +137,7 @@ def with_gradient_norm(apply: Apply) -> Apply:
 
 
 class LearningRate(Hook):
-    """Adds the figure `learning_rate` to each train record: that of the update of its step.
+    """Adds the figure `learning_rate` to each train record: the rate used in its step.
 
     Examples:
         >>> schedule = optax.cosine_decay_schedule(3e-4, 20)
@@ -146,23 +146,23 @@ class LearningRate(Hook):
         ...                 hooks=[rx.LearningRate(schedule)])
 
     Args:
-        schedule: the optimizer's own, called with the number of updates before, as optax does; or a
-            number. By default the rate is read from the state of `optax.inject_hyperparams`.
+        schedule: the optimizer's schedule, called with the number of previous updates, as in optax;
+            or a number. By default the rate is read from the state of `optax.inject_hyperparams`.
 
     Raises:
-        ConfigError: in a run, nothing was given and there is no such state.
+        ConfigError: in a run, no schedule was given and there is no such state.
     """
 
     def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
         self._schedule = schedule
-        self._rate: Any = None  # of the newest step that has finished
+        self._rate: Any = None  # of the last finished step
 
     def start(self, run: Running) -> None:
         if self._schedule is None:
             _injected(run)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
-        if self._schedule is None:  # a copy, as the next step may take the state's memory
+        if self._schedule is None:  # a copy, as the next step may reuse the state's memory
             step.attached[LEARNING_RATE] = jnp.copy(_injected(run).addressable_data(0))
 
     def step(self, run: Running, step: Dispatched) -> None:
@@ -173,11 +173,11 @@ class LearningRate(Hook):
         if rate is None:
             rate = self._rate
         elif callable(rate):
-            # Those that were skipped left the optimizer's count as it was.
+            # Skipped steps do not advance the optimizer's count.
             skipped = sum(r.kind == "skip" and r.step < record.step for r in run.records)
-            try:  # the host, where it does not wait behind the steps that were dispatched
+            try:  # on the host, so that it does not wait for the dispatched steps
                 host = jax.local_devices(backend="cpu")[0]
-            except RuntimeError:  # the user's platforms leave it out
+            except RuntimeError:  # excluded by the user's jax_platforms
                 host = None
             with jax.default_device(host):
                 rate = rate(record.step - 1 - skipped)
@@ -185,7 +185,7 @@ class LearningRate(Hook):
 
 
 def injected_rates(state: TrainState) -> list[jax.Array]:
-    """Return the learning rates in `state`: those of `optax.inject_hyperparams`."""
+    """Return the learning rates that `optax.inject_hyperparams` keeps in `state`."""
 
     def is_injected(node: Any) -> bool:
         return LEARNING_RATE in getattr(node, "hyperparams", ())
@@ -198,8 +198,8 @@ def _injected(run: Running) -> jax.Array:
     found = injected_rates(run.state)
     if len(found) != 1:
         raise ConfigError(
-            f"LearningRate() and {len(found)} learning rates in the optimizer's state, where there "
-            "is to be 1: give LearningRate(schedule), or make the optimizer by "
+            f"LearningRate() with {len(found)} learning rates in the optimizer's state; exactly 1 "
+            "is required: use LearningRate(schedule), or create the optimizer with "
             "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""`Logger`: a hook that hands the records of a run to a thread of its own; `CSV` is one."""
+"""`Logger`, a hook that processes a run's records in a background thread, and `CSV`."""
 
 import csv
 import dataclasses
@@ -16,36 +16,36 @@ from replicax.train.records import Record
 from replicax.wording import first_line
 
 MOST_WAITING = 1000
-"""Records that wait to be sent; more are dropped."""
+"""Maximum number of queued records; further ones are dropped."""
 END_SECONDS = 10.0
-"""For what still waits when the run ends."""
+"""Timeout for sending queued records when the run ends."""
 SLOW_SECONDS = 30.0
-"""Without an answer, after which it is said that there is none."""
+"""Time without a response after which an alarm is printed."""
 FILE = "records.csv"
 _FIRST = ("kind", "step", "epoch", "rows", "seconds")
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a start of a run begins, or goes on from after it went back."""
+    """The point from which a run starts, resumes, or continues after going back."""
 
     folder: Path | None
     """The run's folder."""
     config: dict[str, Any]
     """The contents of `config.json`."""
     step: int
-    """Updates done in the whole run."""
+    """Steps done in the whole run."""
     records: tuple[Record, ...]
     """Records of the whole run."""
 
 
 class Logger(Hook):
-    """A hook that sends records elsewhere: override `write`, and `open` and `close` where needed.
+    """A hook that sends records elsewhere: override `write`, and `open` and `close` if needed.
 
-    They are called by a thread of the logger's own, in process 0 alone, and cost no step. What they
-    raise is said once and does no harm: the record is dropped and counted, and the next one is
-    tried. Where more than 1,000 wait, the next are dropped too. At the end what still waits is
-    sent, for 10 seconds at most.
+    They are called in a background thread of process 0 and do not delay steps. If they raise, the
+    first error is printed, the record is dropped and counted, and the next one is tried. When more
+    than 1,000 records are queued, further ones are dropped as well. At the end of the run, queued
+    records are sent for at most 10 seconds.
 
     Examples:
         >>> class Post(rx.Logger):
@@ -55,26 +55,26 @@ class Logger(Hook):
     """
 
     package = ""
-    """A package that it needs, imported as the run begins."""
+    """A required package, imported when the run begins."""
 
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
     _given = _sent = 0  # records
-    _asked_at: float | None = None  # when the thread began with what it does
+    _asked_at: float | None = None  # when the thread began its current call
     _fault: str | None = None  # the first fault
     _told = False
 
     def open(self, start: Start) -> None:
-        """Make ready; called again before each record until it succeeds."""
+        """Prepare for writing; retried before each record until it succeeds."""
 
     def write(self, record: Record) -> None:
         """Send a record."""
 
     def go_back(self, start: Start) -> None:
-        """Forget what came after `start`, where that can be done."""
+        """Discard records after `start`, if possible."""
 
     def close(self, error: BaseException | None) -> None:
-        """Let go of what was opened; the run may have failed with `error`."""
+        """Release resources; `error` is the exception the run failed with, if any."""
 
     def start(self, run: Running) -> None:
         if not run.is_main:
@@ -94,10 +94,10 @@ class Logger(Hook):
         if self._queue.qsize() < MOST_WAITING:
             self._queue.put(("write", record))
         else:
-            self._fault = self._fault or f"{MOST_WAITING:,} records wait"
+            self._fault = self._fault or f"{MOST_WAITING:,} records queued"
         asked_at = self._asked_at
         if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS:
-            self._fault = self._fault or f"no answer in {SLOW_SECONDS:.0f} s"
+            self._fault = self._fault or f"no response in {SLOW_SECONDS:.0f} s"
         self._tell(run)
 
     def rewound(self, run: Running) -> None:
@@ -111,7 +111,7 @@ class Logger(Hook):
         self._queue.put(None)
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
-            self._fault = self._fault or f"no answer in {END_SECONDS:.0f} s at the end"
+            self._fault = self._fault or f"no response in {END_SECONDS:.0f} s at the end"
         self._thread = None
         self._tell(run)
         if self._sent < self._given:
@@ -119,7 +119,7 @@ class Logger(Hook):
             run.say(f"{self.name}: {lost:,} of {self._given:,} records were dropped")
 
     def _work(self, start: Start) -> None:
-        """Do what comes, in order, in the logger's thread."""
+        """Process queued tasks in order, in the logger's thread."""
         opened = self._try("open", start)
         while (task := self._queue.get()) is not None:
             point, argument = task
@@ -132,7 +132,7 @@ class Logger(Hook):
         self._asked_at = time.monotonic()
         try:
             getattr(self, point)(argument)
-        except Exception as error:  # of whatever it talks to
+        except Exception as error:  # any error of the service it talks to
             self._fault = self._fault or first_line(error)
             return False
         finally:
@@ -143,12 +143,12 @@ class Logger(Hook):
         if self._fault is not None and not self._told:
             self._told = True
             run.say(
-                f"ALARM  {self.name}: {self._fault}; records are dropped, and the run is as it was"
+                f"ALARM  {self.name}: {self._fault}; records are dropped, the run is unaffected"
             )
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record, by names such as `train/loss` and `eval/rows_per_second`."""
+    """Return a record's numbers by names such as `train/loss` and `eval/rows_per_second`."""
     numbers = {**record.metrics, **(record.figures or {}), "epoch": float(record.epoch)}
     if record.seconds > 0:
         numbers["rows_per_second"] = record.rows_per_second
@@ -160,10 +160,10 @@ def _start(run: Running) -> Start:
 
 
 class CSV(Logger):
-    """Writes all records of a run into a CSV file, a row each; metrics and figures are columns.
+    """Writes a run's records to a CSV file, one per row; metrics and figures are columns.
 
-    The file is always that of the whole run: it is written anew where the run goes on from a
-    checkpoint or goes back, and where a record brings a new column.
+    The file always covers the whole run: it is rewritten when the run resumes from a checkpoint or
+    goes back, and when a record adds a column.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[rx.CSV()])
@@ -199,7 +199,7 @@ class CSV(Logger):
         self._rows.append(row)
         if not row.keys() <= set(self._columns):
             return self._write_all()
-        columns, self._columns = self._columns, []  # where this fails, all is written next time
+        columns, self._columns = self._columns, []  # if this fails, all rows are written next time
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, columns).writerow(row)
         self._columns = columns

@@ -1,4 +1,4 @@
-"""`Profile`: what JAX's profiler sees of some steps."""
+"""`Profile`: profile a range of steps with JAX's profiler."""
 
 import re
 from pathlib import Path
@@ -16,18 +16,18 @@ FOLDER = "profile"
 
 
 class Profile(Hook):
-    """Records the steps `first` to `last` with JAX's profiler, in process 0.
+    """Profiles steps `first` to `last` with JAX's profiler, in process 0.
 
-    TensorBoard with the plugin `tensorboard-plugin-profile`, and XProf, open what it writes. Where
-    a start of the run begins between the two, it records the rest of them.
+    View the result in XProf, or in TensorBoard with the plugin `tensorboard-plugin-profile`. A run
+    that resumes between the two steps profiles the remaining ones.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, steps=1000, run_dir="runs/x",
         ...        hooks=[rx.Profile(100, 110)])
 
     Args:
-        first: step, counted from 1, which compiles.
-        last: step, recorded too.
+        first: first profiled step. Steps are counted from 1; step 1 includes compilation.
+        last: last profiled step, inclusive.
         folder: `profile` in the run's folder by default.
 
     Raises:
@@ -37,26 +37,26 @@ class Profile(Hook):
     def __init__(self, first: int, last: int, folder: str | Path | None = None) -> None:
         if not 1 <= first <= last:
             raise ConfigError(
-                f"a profile of the steps {first} to {last}; the first is at least 1, and the last "
-                "is not before it: correct them"
+                f"a profile of steps {first} to {last}; the first must be at least 1 and the last "
+                "at least the first: correct them"
             )
         self._first, self._last = first, last
         self._folder = folder
         self._into: str | None = None
-        self._began: int | None = None  # the first step that is being recorded, while it is
+        self._began: int | None = None  # the first profiled step, while profiling
         self._done = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the profile of `100:110`, or of `100` alone.
+        """Return the profile for `100:110`, or for the single step `100`.
 
         Raises:
-            ConfigError: the text is neither.
+            ConfigError: the text has neither form.
         """
         found = re.fullmatch(r"(\d{1,18})(?::(\d{1,18}))?", text)
         if found is None:
             raise ConfigError(
-                f"a profile of the steps {text!r}; they are a first and a last one: 100:110, say"
+                f"a profile of steps {text!r}; give the first and last step, such as 100:110"
             )
         return cls(int(found[1]), int(found[2] or found[1]))
 
@@ -65,7 +65,7 @@ class Profile(Hook):
             return
         name = f"Profile({self._first}, {self._last})"
         folder = on_disk(run.folder, self._folder, FOLDER, name)
-        folder.mkdir(parents=True, exist_ok=True)  # JAX says so only once all is recorded
+        folder.mkdir(parents=True, exist_ok=True)  # JAX would fail only at the end of the profile
         self._into, self._done = str(folder), False
 
     def before_step(self, run: Running, batch: Batch) -> None:
@@ -73,7 +73,7 @@ class Profile(Hook):
         if self._into is None or self._done or self._began is not None:
             return
         if self._first <= step <= self._last:
-            jax.block_until_ready(run.state)  # what came before is not part of it
+            jax.block_until_ready(run.state)  # exclude earlier steps
             jax.profiler.start_trace(self._into)
             self._began = step
 

@@ -17,17 +17,16 @@ from replicax.train.records import Record
 
 STEP = "step"
 INIT_SECONDS = 20
-"""For an answer; after that the next record tries again."""
+"""Timeout of `wandb.init`; the next record tries again."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-_MOST_PARAMS = 100  # in one request
-_LONGEST = 6000  # characters of a parameter
+_MOST_PARAMS = 100  # per request
+_LONGEST = 6000  # characters per parameter
 
 
 class TensorBoard(Logger):
     """Writes event files for TensorBoard: metrics and figures by step, and the configuration.
 
-    What a killed start did after its last checkpoint is left out by TensorBoard once the run goes
-    on from there.
+    When a run resumes, TensorBoard hides the steps that a killed process did after the checkpoint.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
@@ -80,8 +79,8 @@ class TensorBoard(Logger):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
 
-        # A file that could not be written ends there, and another one begins. The name starts with
-        # the second; two starts within one must not be one file.
+        # After a failed write, continue in a new file. File names begin with the time in seconds,
+        # so the suffix separates two starts within one second.
         writer, self._writer = self._writer, None
         if writer is None:
             writer = EventsWriter(str(self._path / "events"), f".{time.time_ns()}")
@@ -91,16 +90,16 @@ class TensorBoard(Logger):
 
 
 class _Resuming(Logger):
-    """A logger whose id of the run is in the checkpoints: started again, it is the same run there.
+    """A logger that saves the tracker's run ID in checkpoints, to continue the same tracked run.
 
-    What a killed start did after its last checkpoint is then there twice, with the same numbers.
+    Steps that a killed process did after its last checkpoint then appear twice, with equal values.
     """
 
     _id: str | None = None
 
     def end(self, run: Running) -> None:
         super().end(run)
-        self._id = None  # of this run; there may be another
+        self._id = None  # the hook may be used for another run
 
     def save_state(self) -> Any:
         return self._id
@@ -112,20 +111,20 @@ class _Resuming(Logger):
 class WandB(_Resuming):
     """Sends metrics and figures by step, and the configuration, to Weights & Biases.
 
-    A run that is started again goes on as the same run there, whose id is in the checkpoints. What
-    a killed start did after its last checkpoint is then there twice, with the same numbers.
+    A resumed run continues the same W&B run, whose ID is saved in checkpoints. Steps that a killed
+    process did after its last checkpoint then appear twice, with equal values.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
         ...        hooks=[rx.WandB("digits", tags=["first"])])
 
     Args:
-        project: the project.
-        init: what else `wandb.init` takes, `mode="offline"` say.
+        project: name of the project.
+        init: further arguments of `wandb.init`, such as `mode="offline"`.
 
     Raises:
         MissingDependencyError: in a run, wandb is not installed.
-        ConfigError: in a run whose folder is in an object store, no `dir`.
+        ConfigError: the run's folder is in an object store and no `dir` is given.
     """
 
     package = "wandb"
@@ -143,10 +142,10 @@ class WandB(_Resuming):
     def open(self, start: Start) -> None:
         wandb = require("wandb", "loggers")
         given = {"dir": start.folder, "config": start.config, "resume": "allow"}
-        # By default 90 s, which the process would wait as it ends where nobody answers.
+        # The default is 90 s, which would delay the end of the process if there is no response.
         settings = wandb.Settings(init_timeout=INIT_SECONDS)
         self._run = wandb.init(**{**given, "settings": settings, **self._init, "id": self._id})
-        # Its own steps cannot go back, as a run that goes on from a checkpoint does.
+        # W&B's built-in steps cannot decrease, but a run that resumes from a checkpoint goes back.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
@@ -160,16 +159,16 @@ class WandB(_Resuming):
 class MLflow(_Resuming):
     """Sends metrics and figures by step, and the configuration as parameters, to MLflow.
 
-    A run that is started again goes on as the same run there, whose id is in the checkpoints. What
-    a killed start did after its last checkpoint is then there twice, with the same numbers.
+    A resumed run continues the same MLflow run, whose ID is saved in checkpoints. Steps that a
+    killed process did after its last checkpoint then appear twice, with equal values.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
         ...        hooks=[rx.MLflow("http://host:5000", experiment="digits")])
 
     Args:
-        uri: of the tracking server or store; files in `mlflow` in the run's folder by default.
-        experiment: its name; it is made where there is none.
+        uri: URI of the tracking server or store; by default files in `mlflow` in the run's folder.
+        experiment: name of the experiment, created if it does not exist.
 
     Raises:
         MissingDependencyError: in a run, mlflow is not installed.
@@ -192,7 +191,7 @@ class MLflow(_Resuming):
     def open(self, start: Start) -> None:
         mlflow = require("mlflow", "loggers")
         if self._uri is None:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it wants a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or it requires a database
         client = mlflow.MlflowClient(tracking_uri=self._where)
         if self._id is None:
             found = client.get_experiment_by_name(self._experiment)
@@ -225,7 +224,7 @@ def _name(name: str) -> str:
 
 
 def _params(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves of a configuration, by names such as `recipe.width`."""
+    """Yield the leaves of a configuration with names such as `recipe.width`."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _params(value, f"{prefix}{name}.")
