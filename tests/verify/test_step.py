@@ -274,7 +274,7 @@ def test_a_file_of_both_is_run_once(folder: Path) -> None:
     ("spec", "words"),
     [
         ("my_steps.py", "write FILE.py:name"),
-        ("nowhere.py:many", "nowhere.py is no file"),
+        ("nowhere.py:many", "nowhere.py"),
         ("my_steps.py:mony", "has no 'mony' (did you mean 'many'?)"),
     ],
 )

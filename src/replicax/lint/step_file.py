@@ -74,7 +74,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
             left[part] = f"{_WANTED[part]} ({', '.join(names)})"
     lines = [f"{each} = ...  # {said}" for each, said in left.items()]
     if lines:
-        lines.append(f'raise NotImplementedError("fill in {", ".join(left)}, then remove this line")')
+        lines.append(f'raise NotImplementedError("fill in {", ".join(left)}; remove this line")')
     source = ast.get_source_segment(text, function, padded=True) or ""
     count = len(parts["state"])
     rows = ", ".join(name for part, names in parts.items() for name in names if part != "state")
