@@ -196,7 +196,7 @@ def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_p
     folder = tmp_path / "run"
     with crashing(4):
         fit(dp, folder, config={"fields": {"rate": 1}})
-    with pytest.raises(ConfigError, match=r"fields.rate 1 -> 2, data.seed 0 -> 5; give it") as no:
+    with pytest.raises(ConfigError, match=r"fields.rate 1 -> 2, data.seed 0 -> 5; ") as no:
         fit(dp, folder, config={"fields": {"rate": 2}}, seed=5)
     assert str(no.value).isprintable()
     found = fit(dp, folder, config={"fields": {"rate": 2}}, accept_changes=True)

@@ -1,4 +1,4 @@
-"""`Audit`: the hook that compares the bits of the replicas while a run goes on."""
+"""`Audit`: a hook that compares the replicas bitwise during a run."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from replicax.train.hook import Hook, Running
 from replicax.wording import listed, named, size_text
 
 RESTORES = 3
-"""Times in a row that a run goes back to the same step before it gives up."""
+"""Maximum number of consecutive restores of the same step."""
 _TABLE = "audit"  # the name under which fingerprints are attached to a step
 
 
 class Snapshot:
-    """A copy of `state` in host memory: of each array the parts that this process holds, once.
+    """A copy of `state` in host memory: the distinct shards of each array that this process holds.
 
-    Waits until `state` is computed. In a job every process makes one.
+    Waits until `state` is computed. In a multi-process job, every process makes one.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -38,9 +38,9 @@ class Snapshot:
         return sum(part.nbytes for parts in self._parts for part in parts.values())
 
     def restore(self) -> TrainState:
-        """Return a new state with the same bits, every copy of each array made from the one here.
+        """Return a new state with the same bits, with all replicas created from this snapshot.
 
-        They are copied: a device may take a host array for its own memory, and a step writes there.
+        Host arrays are copied: a device may use one as its buffer, which a step overwrites.
         """
 
         def placed(like: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
@@ -56,28 +56,28 @@ class Snapshot:
 
 
 def _parts(array: jax.Array) -> dict[str, np.ndarray]:
-    """Where in `array` -> what is there; the copies are the host's own."""
+    """Return index -> host copy of the shard at that index of `array`."""
     once: dict[str, Any] = {str(shard.index): shard.data for shard in array.addressable_shards}
     return {index: np.array(data, copy=True) for index, data in once.items()}
 
 
 class Audit(Hook):
-    """Compares the bits of all that the devices hold copies of, every so many steps.
+    """Compares all replicated state bitwise across devices, every `every` steps.
 
-    Where it may have to go back it keeps the state of the last clean audit in host memory, and then
-    the devices are waited for at each audit. See docs/audit.md.
+    If it may have to go back, it keeps the state of the last clean audit in host memory and waits
+    for the devices at each audit. See docs/audit.md.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.Audit(every=100)])
 
     Args:
         every: steps between two audits.
-        on_divergence: what to do where a device holds other bits: `stop`, or `restore` the state of
-            the last clean audit, and go on from there.
+        on_divergence: action if a device holds different bits: `stop`, or `restore` the state of
+            the last clean audit and continue from there.
 
     Raises:
-        ConfigError: numbers below 1, no such way; when the run starts: nothing to compare, or a
-            source that cannot go back.
+        ConfigError: `every` below 1 or an unknown action; when the run starts: nothing to compare,
+            or a source that cannot go back.
         ReplicasDifferError: in the run: the replicas are no longer equal.
         DivergedError: in the run: the state is no longer finite, and no device is at fault.
     """
@@ -93,15 +93,15 @@ class Audit(Hook):
         self._restoring = choose("on_divergence", on_divergence, ways)
         self._every = every
         self.clean = 0
-        """Audits that found all replicas equal, in this start."""
+        """Number of audits that found all replicas equal, since the run started or resumed."""
         self.restores = 0
-        """Times that the run went back to the state of a clean audit, in this start."""
+        """Number of restores of a clean audit's state, since the run started or resumed."""
 
     def start(self, run: Running) -> None:
         """Audit the state that the run starts from."""
         self._fingerprint = Fingerprint(run.state)
         self._check(run)
-        two = replica_count(run.dp.mesh) == 2  # of which a replay tells the right one
+        two = replica_count(run.dp.mesh) == 2  # a replay shows which one is right
         self._keeps = self._restoring or (two and run.source.can_repeat)
         self._done: list[Dispatched] = []
         self._good = self._snapshot = None
@@ -116,7 +116,7 @@ class Audit(Hook):
         self._say_what_is_audited(run, two)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
-        """Have the devices compute the fingerprints of the state, where it is to be audited."""
+        """Dispatch the fingerprints of the state if this step is to be audited."""
         if step.place.step % self._every == 0:
             step.attached[_TABLE] = self._fingerprint.take(run.state)
             if self._keeps:
@@ -134,14 +134,14 @@ class Audit(Hook):
             table = self._fingerprint.take(run.state)
             if self._is_over(run, table, run.place, done):
                 return
-        # A device may be to blame. If none is, the step was skipped by all alike, which
-        # `replicax.train.dispatched` follows.
+        # A device may be at fault. If not, all devices skipped the step, which
+        # `replicax.train.dispatched` tracks.
         if any(bool(step.not_finite) for step in done):
             table = self._fingerprint.take(run.state)
             if differences := self._fingerprint.differences(table):
                 self._diverged(run, differences, run.place, done)
                 return
-        if self._keeps and self._good == run.place:  # also where a record was due since
+        if self._keeps and self._good == run.place:  # also if a record was due since
             run.note_good()
 
     def summary(self) -> list[str]:
@@ -152,18 +152,18 @@ class Audit(Hook):
     def _check(self, run: Running) -> None:
         if run.dp.mesh.devices.size == 1:
             raise ConfigError(
-                "an audit on 1 device; an audit compares the copies of several, and there "
-                "is nothing to compare with one device: leave it out, or use more devices"
+                "an audit on 1 device; an audit compares copies across devices, so there "
+                "is nothing to compare with one device: remove it, or use more devices"
             )
         if self._restoring and not run.source.can_repeat:
             raise ConfigError(
                 "on_divergence='restore' with an iterator of batches, which cannot go back to an "
-                "earlier one; give a list, a loader that can be iterated again, or arrays"
+                "earlier one; use a list, a loader that can be iterated again, or arrays"
             )
         if not any(leaf.startswith("params") for leaf in self._fingerprint.compared):
             raise ConfigError(
-                "an audit with a layout that has each parameter on one device alone; "
-                "an audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
+                "an audit with a layout that stores each parameter on one device only; an audit "
+                "compares copies: remove it, or use layout='replicated' or 'zero1'"
             )
 
     def _say_what_is_audited(self, run: Running, two: bool) -> None:
@@ -175,27 +175,27 @@ class Audit(Hook):
         )
         if of.alone_bytes:
             alone = size_text(of.alone_bytes)
-            run.say(f"       {alone} more are on no other device: nothing to compare with")
+            run.say(f"       {alone} more are on one device only and cannot be compared")
         if self._snapshot is not None:
             kept = size_text(self._snapshot.nbytes)
             run.say(f"       the last good state is kept: {kept} of host memory")
         elif two:
-            run.say("       of 2 replicas, which one is wrong cannot be told: the source")
-            run.say("       is an iterator, and steps cannot be replayed")
+            run.say("       with 2 replicas, it cannot tell which one is wrong: the")
+            run.say("       source is an iterator, so steps cannot be replayed")
 
     def _is_over(
         self, run: Running, table: jax.Array, place: RunPosition, done: Sequence[Dispatched]
     ) -> bool:
-        """Read the fingerprints of the state at `place`; whether the run goes back by that."""
+        """Read the fingerprints of the state at `place`; return whether the run goes back."""
         if differences := self._fingerprint.differences(table):
             self._diverged(run, differences, place, done)
             return True
-        # An optimizer's state may be finite no longer, by itself.
+        # The optimizer state alone may have become non-finite.
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
             why = (
                 f"not finite at step {place.step}: {named(leaves)}, and all replicas hold the same "
-                "bits: no device is at fault, and training cannot go on from it: lower the "
+                "bits, so no device is at fault, but training cannot continue: lower the "
                 "learning rate, or clip the gradient"
             )
             self._fail(run, DivergedError(why))
@@ -215,17 +215,17 @@ class Audit(Hook):
         at: RunPosition,
         done: Sequence[Dispatched],
     ) -> None:
-        """Name the devices; stop, or go back. `done` has finished since the last look."""
+        """Name the faulty devices; stop or go back. `done` are the steps since the last check."""
         wrong, how = _outvoted(differences), ""
         if not wrong:
             wrong, how = self._replayed(run, differences, done)
         text = self._text(run, differences, wrong, at, how)
-        advice = f"start again without {_names(run, wrong)}" if wrong else "test these devices"
+        advice = f"restart without {_names(run, wrong)}" if wrong else "test these devices"
         good = self._good
         assert good is not None
         if not self._restoring or self._snapshot is None:
-            back = f"go back to step {good.step} and on from there"
-            told = f"{text}: {advice}, or have on_divergence='restore' {back}"
+            back = f"go back to step {good.step} and continue"
+            told = f"{text}: {advice}, or let on_divergence='restore' {back}"
             self._fail(run, ReplicasDifferError(told))
         self._in_a_row += 1
         if self._in_a_row > RESTORES:
@@ -238,33 +238,33 @@ class Audit(Hook):
     def _replayed(
         self, run: Running, differences: list[UnequalCopies], done: Sequence[Dispatched]
     ) -> tuple[list[int], str]:
-        """Places of the devices that a replay from the last good state contradicts, and its words.
+        """Return the devices that a replay from the last good state contradicts, and a description.
 
-        What one replica computed from wrong weights is in the gradient that all were given. So none
-        may be where the replay is, but the right one is the nearest: it has not the fault itself.
+        A gradient that one replica computed from wrong weights was reduced into all replicas. So
+        none may match the replay, but the right one is nearest, as it lacks the fault itself.
         """
         if self._snapshot is None or self._good is None:
-            return [], "no state to replay from is kept"
+            return [], "no state was kept to replay from"
         step = run.place.step
-        # As long as no step has been finite again, all of the state has stood still.
+        # Until the next finite step, the whole state is unchanged.
         for each in reversed([*done, *run.dp.job.in_flight.remaining]):
             if not bool(each.not_finite):
                 break
             step = each.place.step - 1
         count = max(step - self._good.step, 0)
         steps = f"{count} steps" if count > 1 else "the step"
-        source = f"a replay of {steps} since" if count else "the last good state"
+        source = f"a replay of {steps} since then" if count else "the last good state"
         replay = self._snapshot.restore()
         for batch in itertools.islice(batches_after(run, self._good), count):
             replay, _ = run.dp.step(replay, batch)
         if self._fingerprint.differences(self._fingerprint.take(replay)):
-            return [], f"{source} makes them differ again"
+            return [], f"they differ again in {source}"
         votes, exact = votes_of(replay, self._fingerprint, differences, run.state)
         best = max(votes.values())
         wrong = sorted(place for place, count in votes.items() if count < best)
         if not wrong:
-            return [], f"{source} is as near to each"
-        verb = "gives the bits of" if exact else "comes nearest to"
+            return [], f"{source} is equally close to each"
+        verb = "reproduces the bits of" if exact else "is closest to"
         return wrong, f"{source} {verb} {_names(run, sorted({*votes} - {*wrong}))}"
 
     def _text(
@@ -286,10 +286,10 @@ class Audit(Hook):
             return f"{_names(run, wrong)} {verb} wrong bits in {what} {when}"
         places = {place for each in differences for place in sum(each.groups, ())}
         names = _names(run, sorted(places))
-        return f"{names} hold different bits in {what} {when}; who is right is open"
+        return f"{names} hold different bits in {what} {when}; which is right is unknown"
 
     def _fail(self, run: Running, error: Exception) -> NoReturn:
-        run.dp.job.barrier("what an audit has found")
+        run.dp.job.barrier("the result of an audit")
         raise error
 
 
@@ -298,7 +298,7 @@ def _outvoted(differences: list[UnequalCopies]) -> list[int]:
 
 
 def _names(run: Running, places: Sequence[int]) -> str:
-    """`devices 4 and 5 of process 1`."""
+    """Return a text such as `devices 4 and 5 of process 1`."""
     of: dict[int, list[str]] = {}
     for device in (run.dp.mesh.devices.flat[place] for place in places):
         of.setdefault(device.process_index, []).append(str(device.id))
@@ -308,7 +308,7 @@ def _names(run: Running, places: Sequence[int]) -> str:
 
 
 def batches_after(run: Running, place: RunPosition) -> Iterator[Batch]:
-    """The batches of `run` from `place` on, once more, without an end."""
+    """Yield the batches of `run` again, from `place` on, endlessly."""
     yield from run.dp.feed(run.source, epoch=place.epoch, first=place.batch)
     for epoch in itertools.count(place.epoch + 1):
         yield from run.dp.feed(run.source, epoch=epoch)
@@ -320,9 +320,9 @@ def votes_of(
     differences: Sequence[UnequalCopies],
     state: TrainState,
 ) -> tuple[dict[int, int], bool]:
-    """Elements in which each device is nearest to `replay`, and whether the best equals it.
+    """Return per device the number of elements nearest to `replay`, and whether the best equal it.
 
-    Only those count in which devices differ from each other.
+    Only elements in which devices differ from each other are counted.
     """
     votes = {place: 0 for each in differences for place in sum(each.groups, ())}
     exact = True
@@ -339,7 +339,7 @@ def votes_of(
 
 
 def _distance(held: np.ndarray, again: np.ndarray) -> Any:
-    """How far each element is from what it should be: 0 for the same bits alone."""
+    """Return each element's distance from its expected value; 0 only for identical bits."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(held.astype(np.complex128) - again.astype(np.complex128))
     apart = np.where(np.isnan(apart), np.inf, np.maximum(apart, np.finfo(np.float64).tiny))

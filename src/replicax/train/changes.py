@@ -1,4 +1,4 @@
-"""The configuration of a run that is continued, against the one it began with."""
+"""Compare the configuration of a resumed run with its original one."""
 
 import dataclasses
 import json
@@ -14,29 +14,29 @@ from replicax.train.records import plain_config
 from replicax.wording import shortened
 
 HARMLESS = (
-    # Where the work is done. The batches and the mathematics stay: sums are rounded in another
-    # order, and what each replica has of its own (keys, statistics) is cut elsewhere. Only bitwise
-    # modes promise bits.
+    # How the work is distributed. Batches and mathematics are unchanged, but sums are rounded in a
+    # different order, and per-replica data (keys, statistics) is split differently. Only bitwise
+    # modes guarantee the same bits.
     *("options.devices", "options.layout", "options.accumulate", "options.model_parallel"),
     *("options.stages", "options.fsdp_size", "options.schedule"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
     *("parallel.processes", "data.padding"),
-    # How far it goes, what is watched, shown and kept, and when it gives up.
+    # Length of the run, monitoring, output, checkpoints, and stopping.
     *("options.steps", "options.run", "options.log_every", "options.show_sharding"),
     *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),
     *("options.measure_noise_scale", "options.save_every", "options.save_minutes"),
     *("options.keep", "options.keep_every", "options.keep_best", "options.early_stopping"),
     *("options.eval_every", "options.eval_every_epochs", "options.eval_rows"),
     *("options.eval_at_start", "options.log_to", "options.gradient_norm", "options.profile"),
-    "preset",  # a name for values of fields, each of which is compared
-    "versions",  # an update may round differently; nothing that was asked for changes
-    "start",  # who asked, where, when, with which code: what that computes is compared
+    "preset",  # a name for field values, each of which is compared
+    "versions",  # an upgrade may round differently; the requested computation is the same
+    "start",  # who started it, where, when, and with which code; the program itself is compared
 )
-"""Dotted paths of what cannot alter a run's results beyond rounding. What lies below one of them is
-harmless too; all else matters."""
+"""Dotted paths of settings that cannot alter a run's results beyond rounding, including everything
+below them. All other settings matter."""
 LENGTHS = frozenset((("fields", "epochs"), ("epochs",), ("steps",)))
-"""How far a run goes, which is harmless where its program is the same: no schedule follows."""
+"""Lengths of a run; harmless if its program is the same, as no schedule then depends on them."""
 
 PROGRAM = {
     "loss": "the loss, or the model's code",
@@ -44,14 +44,14 @@ PROGRAM = {
     "model": "the model's arrays",
     "step": "the step's code",
 }
-"""The digests of `replicax.train.program_fingerprint`, and what another one means."""
+"""The digests of `replicax.train.program_fingerprint`, and what a change of each means."""
 _OF_ONE_START = (("start", "command"), ("start", "host"), ("start", "time"))
 _NO_TRACER = ("python", "numpy")
-"""Versions of what has no say in which operations a program is traced to."""
+"""Packages whose versions do not affect the traced program."""
 _MOST_NAMED, _MOST_LINES = 6, 20
 _COLUMNS, _LONGEST_FIELD, _LONGEST_VALUE = 80, 36, 40
 ABSENT: Final = object()
-"""In place of a value where a configuration has no such field; null is a value."""
+"""Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
 _MODES = (("options", "mode"), ("parallel", "mode"))
@@ -61,7 +61,7 @@ _DERIVED = ("parallel.", "data.")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A field that two configurations differ in."""
+    """A field in which two configurations differ."""
 
     field: str
     """Dotted path."""
@@ -69,20 +69,20 @@ class Change:
     """JSON value, or `ABSENT`."""
     new: Any
     matters: bool
-    """Whether it can alter what is computed, beyond rounding."""
+    """Whether it can alter results beyond rounding."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in `path`, the `config.json` of a run's folder."""
+    """Return the configuration in `path`, the `config.json` of a run's folder."""
     try:
         value = json.loads(read_bytes(path))
         if not isinstance(value, dict):
-            raise ValueError(f"a JSON {type(value).__name__}, where an object belongs")
+            raise ValueError(f"a JSON {type(value).__name__} instead of an object")
     except (OSError, ValueError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(
-            f"{path} is no configuration ({shortened(cause, 100)}): it is not of a run, or was "
-            "damaged; choose another"
+            f"{path} is not a configuration ({shortened(cause, 100)}): it is damaged or does not "
+            "belong to a run; choose another"
         ) from error
     return value
 
@@ -90,19 +90,19 @@ def read_config(path: Path) -> dict[str, Any]:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Return the differences between two configurations, field by field; a list is one field.
 
-    Both are compared as `config.json` has them, so a tuple equals a list; 1 is not 1.0. Where in
-    memory an object lies that was written as text does not count, nor what is of one start alone.
-    A program that one of them does not have is not compared.
+    Both are compared as written to `config.json`, so a tuple equals a list, and 1 differs from 1.0.
+    Memory addresses in objects' text, and the command, host and time of a start, are ignored. The
+    program is compared only if both have one.
     """
     was, now = _as_written(old), _as_written(new)
     before = was.get("program")
-    # Where only the first batch will tell the program, it is compared then.
+    # If the program is known only from the first batch, it is compared then.
     same_program = before is not None and now.get("program", before) == before
     same_tracer = _tracer(was) == _tracer(now)
     bitwise = all(_is_bitwise(each.get("parallel", {}).get("mode")) for each in (was, now))
 
     def matters(path: _Keys, old: Any, new: Any) -> bool:
-        if path in _MODES and (_is_bitwise(old) or _is_bitwise(new)):  # those bits are others then
+        if path in _MODES and (_is_bitwise(old) or _is_bitwise(new)):  # the bits change then
             return True
         if path in _MICRO_SHARDS and bitwise:
             return True
@@ -116,13 +116,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         Change(".".join(path), one, other, matters(path, one, other))
         for path, one, other in _differences((), was, now)
         if path not in _OF_ONE_START
-        and path[0] != "bits"  # told by the first step, and no choice of anybody's
+        and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
     ]
 
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
-    """Return what to say about the changes, a line each in 80 columns."""
+    """Return one line per change, in 80 columns; raise `ConfigError` for unaccepted ones."""
     found = _once(changes(old, new))
     matter = [change for change in found if change.matters]
     if matter and not accept:
@@ -133,8 +133,8 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
             meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
             told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
         raise ConfigError(
-            f"this run began with another configuration: {', '.join(told)}{more}; give it a folder "
-            "of its own (--run), or go on with the new one (--accept-changes, or "
+            f"this run began with another configuration: {', '.join(told)}{more}; use a new "
+            "folder (--run), or continue with the new configuration (--accept-changes, or "
             "accept_changes=True)"
         )
     ordered = sorted(found, key=lambda change: not change.matters)
@@ -145,7 +145,7 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
 
 
 def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as `config.json` has it, but for the addresses of objects written as text."""
+    """Return `config` as in `config.json`, without the memory addresses in objects' text."""
     text = json.dumps(plain_config(dict(config)))
     return dict(json.loads(re.sub(r" at 0x[0-9a-f]+", "", text)))
 
@@ -171,13 +171,13 @@ def _is_bitwise(mode: Any) -> bool:
 
 
 def _tracer(config: dict[str, Any]) -> dict[str, Any]:
-    """Versions of what has a say in which operations a program is traced to."""
+    """Return the versions of the packages that affect the traced program."""
     versions = config.get("versions", {})
     return {name: each for name, each in versions.items() if name not in _NO_TRACER}
 
 
 def _once(found: list[Change]) -> list[Change]:
-    """Without what is derived from an option or a field, and says the same again."""
+    """Return `found` without derived fields that repeat the change of an option or field."""
     asked, kept = set(), []
     for change in sorted(found, key=lambda change: change.field.startswith(_DERIVED)):
         last = change.field.rpartition(".")[2]
@@ -190,22 +190,22 @@ def _once(found: list[Change]) -> list[Change]:
 
 
 def _line(change: Change) -> str:
-    """`change fields.rows 8 -> 9`; accepted where it would have been refused."""
+    """Return a line such as `change fields.rows 8 -> 9`, marked if it had to be accepted."""
     end = " (accepted)" if change.matters else ""
     if change.field.startswith("program.") and not change.matters:
-        end = " (other versions: cannot be told)"
+        end = " (versions differ: not comparable)"
     room = _COLUMNS - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
 
 
 def _text(change: Change, width: int) -> str:
-    """Field, old and new value, each of which takes at most `width` columns."""
+    """Return field, old and new value, each of the values in at most `width` columns."""
     old, new = _shown(change.old), _shown(change.new)
-    if old == new:  # a text that reads like a number, or as absent
+    if old == new:  # a string that looks like a number or like absent
         old, new = _json(change.old) or "absent", _json(change.new) or "absent"
     pairs = zip(f"{old}\0", f"{new}\1", strict=False)
     same = next(at for at, (one, other) in enumerate(pairs) if one != other)
-    if max(len(old), len(new)) > width and same > width // 2:  # paths, say, that end differently
+    if max(len(old), len(new)) > width and same > width // 2:  # such as paths with different ends
         old, new = (f"...{text[same - width // 4 :]}" for text in (old, new))
     field = shortened(change.field, _LONGEST_FIELD)
     return f"{field} {shortened(old, width)} -> {shortened(new, width)}"

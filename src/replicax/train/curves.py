@@ -1,4 +1,4 @@
-"""Records -> a picture of the run, drawn while it goes."""
+"""Plot the records of a run while it is running."""
 
 import contextlib
 import io
@@ -17,21 +17,21 @@ from replicax.train.places import write_whole
 from replicax.train.records import Record
 
 FILE = "curves.png"
-# Okabe and Ito's colours, told apart with any kind of colour vision.
+# Okabe and Ito's colours, distinguishable with any kind of colour vision.
 TRAIN, *EVAL = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 COLUMNS = 4
 MOST_MARKERS = 20
 MOST_POINTS = 1000
 LOG_SCALE_FROM = 30.0
-"""Largest loss over smallest from which a linear axis would hide the end of a run."""
+"""Ratio of largest to smallest loss above which a linear axis would hide the end of a run."""
 RATES = 50
-"""At most so many are drawn: those of single records would make a zigzag."""
+"""Maximum number of points; the rates of single records would make a zigzag."""
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
-"""Metric -> series (`train`, `eval`, or the name of a set that was evaluated) -> steps, values."""
+"""Metric -> series (`train`, `eval`, or the name of an evaluation set) -> steps, values."""
 
 
 class Curves(Hook):
-    """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over."""
+    """Draws `curves.png` in the run's folder, in a thread during training and at the end."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds
@@ -48,8 +48,8 @@ class Curves(Hook):
         if self._drawing is not None:
             if not self._drawing.done():
                 return
-            with contextlib.suppress(MissingDependencyError):  # the end says so
-                self._drawing.result()  # raises what the thread has raised
+            with contextlib.suppress(MissingDependencyError):  # reported at the end
+                self._drawing.result()  # raises the thread's exception
         self._begun_at = time.monotonic()
         self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / FILE)
 
@@ -66,7 +66,7 @@ class Curves(Hook):
 def draw_curves(records: Sequence[Record], path: Path) -> None:
     """Draw every metric and figure over the steps, one panel each, and rows per second.
 
-    The title is the folder's name. Who looks at `path` meanwhile finds what was there before.
+    The title is the folder's name. The previous file stays at `path` until the new one is complete.
     """
     figure_module = require("matplotlib.figure", "cli")
     panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
@@ -92,9 +92,9 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
 
 
 def panels_of(records: Sequence[Record]) -> Panels:
-    """Return what each panel shows: the loss first, then other metrics and figures.
+    """Return the series of each panel: the loss first, then other metrics and figures.
 
-    `dev/loss` of an evaluation is the series `dev` beside the loss of the steps.
+    The evaluation metric `dev/loss` becomes the series `dev` next to the training loss.
     """
     found: Panels = {}
     trained = {name for r in records if r.kind == "train" for name in r.metrics}
@@ -111,7 +111,7 @@ def panels_of(records: Sequence[Record]) -> Panels:
 
 
 def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Return steps and rows per second of the train records that were timed, a few together."""
+    """Return steps and rows per second of the timed train records, averaged over groups."""
     timed = [record for record in records if record.kind == "train" and record.seconds > 0]
     return [
         (each[-1].step, sum(r.rows for r in each) / math.fsum(r.seconds for r in each))
@@ -125,7 +125,7 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
         colour = TRAIN if label == "train" else next(colours)
         if not points:
             continue
-        # One point has no line, and many markers hide theirs.
+        # A single point has no line, and many markers would hide the line.
         few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
         groups = _groups(points, MOST_POINTS)
         axis.plot(
@@ -157,5 +157,5 @@ def _mean(values: list[float]) -> float:
 
 
 def _short() -> Any:
-    """Return what writes `0`, `250k` or `1.5M`: in a small panel, longer ones would collide."""
+    """Return a formatter for `0`, `250k` or `1.5M`; longer labels collide in a small panel."""
     return require("matplotlib.ticker", "cli").EngFormatter(sep="")

@@ -1,4 +1,4 @@
-"""Steps of a run: where they are in it, and what is read of them once they have finished."""
+"""Dispatched steps: their position in the run, and their results once they finish."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from replicax.errors import DivergedError, check_at_least
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
-_NAMED = 8  # examples that a message names; the record has them all
+_NAMED = 8  # examples listed in a message; the record has all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +29,27 @@ class RunPosition:
     epoch: int
     """Counted from 0."""
     batch: int
-    """Batches of the epoch that were done."""
+    """Batches of the epoch done."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """A guarded step that was given to the devices; the tracker of steps gives it back, late."""
+    """A guarded step dispatched to the devices; the step tracker returns it once it finishes."""
 
     place: RunPosition
-    """After it."""
+    """Position after the step."""
     rows: int | None
-    """Real rows of its batch, where they are known."""
+    """Real rows of its batch, if known."""
     mask: jax.Array
     index: jax.Array
     metrics: Metrics
-    """Without the two verdicts."""
+    """Metrics without `not_finite` and `spike`."""
     not_finite: jax.Array
-    """Whether its update was skipped because something was not finite."""
+    """Whether its update was skipped because a value was not finite."""
     spike: jax.Array | None
-    """Whether it was skipped as a spike; None where spikes are not looked for."""
+    """Whether its update was skipped as a spike; None without spike detection."""
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Attachments of hooks, by a name of theirs, to be found once the step has finished."""
+    """Name -> object attached by a hook, to read when the step has finished."""
 
     @property
     def skipped(self) -> bool:
@@ -60,26 +60,26 @@ def dispatched(place: RunPosition, batch: Batch, metrics: Metrics) -> Dispatched
     """Return the step that led to `place`, and begin to copy its `metrics` to the host."""
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
-    if next(iter(not_finite.devices())).platform != "cpu":  # there it would only cost time
+    if next(iter(not_finite.devices())).platform != "cpu":  # on CPU it only costs time
         for value in metrics.values():
             value.copy_to_host_async()
     return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike)
 
 
 class Meter:
-    """Follows the steps as they finish; gives a `Record` every `log_every` of them.
+    """Tracks finished steps; returns a `Record` every `log_every` steps.
 
-    Its metrics are means over the steps since the last record, each step counted by its real rows.
-    A step that was skipped, which has a record of its own, is left out, and so is a metric that is
-    not finite: where that leaves none, the mean is NaN. Step 1 has a record of its own.
+    Its metrics are means over the steps since the last record, weighted by their real rows.
+    Skipped steps, which have separate records, and non-finite metrics are excluded; if no value
+    remains, the mean is NaN. Step 1 has a separate record.
     """
 
     _last: Dispatched | None  # the newest step, if it has no record yet
-    _sums: dict[str, list[float]]  # name -> sum over rows, and how many they were
+    _sums: dict[str, list[float]]  # name -> sum over rows, and number of rows
     _started: float | None
     _wait_seconds: float
     rows: int
-    """Rows of finished steps that no record has yet."""
+    """Rows of finished steps that are not in a record yet."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -87,14 +87,15 @@ class Meter:
 
     @property
     def is_timing(self) -> bool:
-        """Whether the clock runs: the first step, which compiles, is not to be timed."""
+        """Whether steps are being timed; the first step, which compiles, is not."""
         return self._started is not None
 
     def finished(self, step: Dispatched) -> list[Record]:
         """Return the record of a step that has finished, if one is due.
 
         Args:
-            step: the next one; the first one with no other behind it, since it starts the clock.
+            step: the next step. No step may be dispatched after the first one before this call,
+                which starts the clock.
         """
         rows, skipped = step.rows or 0, step.skipped
         self.rows += rows
@@ -115,7 +116,7 @@ class Meter:
         self._wait_seconds += seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Take what has just lasted `seconds`, an evaluation say, out of the steps' time."""
+        """Exclude the last `seconds`, such as an evaluation, from the steps' time."""
         if self._started is not None:
             self._started += seconds
 
@@ -134,19 +135,19 @@ class Meter:
         return [record]
 
     def save_state(self) -> dict[str, Any]:
-        """Return what the next record is to have of the steps up to here, as JSON has it."""
+        """Return, as JSON values, what the next record needs from the steps so far."""
         now = time.perf_counter()
         seconds = self._seconds if self._started is None else now - self._started
         sums = {name: list(each) for name, each in self._sums.items()}
         return {"rows": self.rows, "seconds": seconds, "sums": sums}
 
     def rewind(self, state: dict[str, Any], *, resumed: bool, compiled: bool) -> None:
-        """Stand where `save_state` returned `state`, and forget what came after it.
+        """Return to the point where `save_state` returned `state`, discarding later steps.
 
         Args:
-            state: empty for nothing; without `sums`, the metrics of what follows alone are known.
-            resumed: whether there were steps before it.
-            compiled: whether the next step need not be compiled.
+            state: empty for none; without `sums`, metrics include only the steps that follow.
+            resumed: whether there were earlier steps.
+            compiled: whether the next step is already compiled.
         """
         self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
@@ -155,18 +156,17 @@ class Meter:
 
 
 class BadSteps:
-    """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped.
+    """Tracks the steps of a guarded `DataParallel`; returns a `Record` for each skipped update.
 
-    At `most_in_a_row` the run ends: `optax.apply_if_finite` would go on, and apply the update.
+    At `most_in_a_row` the run ends; `optax.apply_if_finite` would instead apply the update.
     """
 
     def __init__(self, most_in_a_row: int, job: Job) -> None:
         check_at_least("a Guard with most", most_in_a_row, 1)
         self.in_a_row = 0
-        """Bad steps since the last good one, as far as they are read; set it where a run resumes.
-        """
+        """Consecutive skipped steps among those read so far; set it when a run resumes."""
         self._most, self._job = most_in_a_row, job
-        self._skipped: list[Record] = []  # of those in a row
+        self._skipped: list[Record] = []  # of the consecutive skipped steps
 
     def finished(self, step: Dispatched) -> list[Record]:
         if not step.skipped:
@@ -182,7 +182,7 @@ class BadSteps:
         return [record]
 
     def check(self) -> None:
-        """Raise `DivergedError` where too many in a row were bad, once their records are kept."""
+        """Raise `DivergedError` on too many consecutive bad steps; call once they are recorded."""
         if self.in_a_row < self._most or not self._skipped:
             return
         first, end = self._skipped[0], self._skipped[-1].step
@@ -191,35 +191,35 @@ class BadSteps:
         when, those = f"in {self.in_a_row} steps in a row, {begin} to {end}", "all were"
         if begin == end:
             on, when, those = "on", f"at step {end}", "it was"
-        # Before anybody ends, which would break what others still read.
+        # Before any process ends, which would break what the others still read.
         self._job.agree("the bad steps", {"first": begin, "last": end})
         self._job.barrier("too many bad steps")
         spikes = {SPIKE in record.metrics for record in self._skipped}
-        what = "the loss was far above those before, or it or its gradient was not finite,"
+        what = "the loss was far above recent losses, or it or its gradient was not finite,"
         if spikes == {False}:
             what = "the loss or its gradient was not finite"
         elif spikes == {True}:
-            what = "the loss was far above those before"
+            what = "the loss was far above recent losses"
         raise DivergedError(
             f"{what} {when} ({on} {_examples_text(first)}); {those} skipped: lower the learning "
             "rate, clip the gradient, or look at these examples"
         )
 
     def rewind(self, in_a_row: int) -> None:
-        """Forget the steps that are to be done again; `in_a_row` is as it was before them."""
+        """Discard the steps to be repeated; `in_a_row` is the count before them."""
         self.in_a_row = in_a_row
         self._skipped.clear()
 
 
 def _whole(array: jax.Array) -> np.ndarray:
-    """`array` on the host; where other processes hold parts of it, all of them ask at once."""
+    """Return `array` on the host; if it spans processes, all of them must call this together."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _examples_text(record: Record) -> str:
-    """`examples 17, 203, 5, ... of epoch 3`."""
+    """Return a text such as `examples 17, 203, 5, ... of epoch 3`."""
     examples = record.examples or ()
     more = ", ..." if len(examples) > _NAMED else ""
     plural = "s" if len(examples) != 1 else ""

@@ -1,4 +1,4 @@
-"""When and on what a run is evaluated."""
+"""Evaluations during a run."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from replicax.train.records import Record
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """When and on what a run is evaluated; at its end in any case.
+    """The evaluation schedule and data of a run. The final state is always evaluated.
 
     Examples:
         >>> sets = {"dev": held_out, "test": held_out}
@@ -31,17 +31,17 @@ class Evaluation:
 
     Args:
         source: as for `dp.feed`.
-        sets: name -> source, in place of one; the metrics are then `name/loss` and so on.
-        batch_size: that of the run by default.
-        every_epochs: epochs between two evaluations; None for none at their ends.
-        every_steps: steps between two.
-        at_start: whether also before the first step.
-        rows: most rows of each source, rounded up to whole batches; None for all.
-        ema: whether with the average of the parameters; see `DataParallel.evaluate`.
-        loss: another loss, or metrics, to evaluate; see there.
+        sets: name -> source, instead of `source`; metrics are then named `name/loss` and so on.
+        batch_size: the run's batch size by default.
+        every_epochs: epochs between evaluations; None to not evaluate at the end of epochs.
+        every_steps: steps between evaluations.
+        at_start: whether to evaluate before the first step as well.
+        rows: maximum rows of each source, rounded up to whole batches; None for all.
+        ema: whether to evaluate the averaged parameters; see `DataParallel.evaluate`.
+        loss: a different loss, or metrics, to evaluate; see `DataParallel.evaluate`.
 
     Raises:
-        ConfigError: numbers below 1, or both a source and sets, or neither.
+        ConfigError: numbers below 1, or both or neither of `source` and `sets`.
     """
 
     source: Any = None
@@ -58,7 +58,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         if (self.source is None) == (not self.sets):
             raise ConfigError(
-                "an evaluation takes a source, or sets={name: source}: give one of them"
+                "an evaluation takes either a source or sets={name: source}: pass one of them"
             )
         for name in ("every_epochs", "every_steps", "rows"):
             check_at_least(f"an evaluation with {name}", getattr(self, name), 1)
@@ -70,7 +70,7 @@ class Evaluator:
     def __init__(
         self, plan: Evaluation, dp: DataParallel, state: TrainState, batch_size: int | None
     ) -> None:
-        if plan.ema:  # now, and not when the first epoch is over
+        if plan.ema:  # fail now rather than at the end of the first epoch
             jax.eval_shape(average_of, state.opt_state, state.params)
         size = batch_size if plan.batch_size is None else plan.batch_size
         sources = plan.sets or {"": plan.source}
@@ -78,7 +78,7 @@ class Evaluator:
         self._plan, self._dp = plan, dp
 
     def check(self) -> None:
-        """Raise `LossError` where the loss cannot be exact on what is evaluated."""
+        """Raise `LossError` if the loss cannot be exact on the evaluation data."""
         for feed in self._feeds.values():
             self._dp.check(feed)
 
@@ -92,7 +92,7 @@ class Evaluator:
         return epoch_over and every is not None and (place.epoch + 1) % every == 0
 
     def __call__(self, state: TrainState, place: RunPosition, stops: Callable[[], bool]) -> Record:
-        """Evaluate the `state` at `place`; after each batch `stops` tells whether to go on."""
+        """Evaluate the `state` at `place`, until `stops()` is true after a batch."""
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():

@@ -1,7 +1,7 @@
-"""Bits of a state -> a number a leaf and device, and where devices differ that must be equal.
+"""Checksum a state per leaf and device, and find unequal replicas.
 
-A "replicated" array is a copy on every device, and nothing in JAX notices when the copies are no
-longer equal. Here each device sums up its own.
+A "replicated" array is a copy on every device, and JAX does not notice when the copies are no
+longer equal. Here each device checksums its own copy.
 """
 
 import collections
@@ -21,21 +21,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.core.leaves import numbers
 from replicax.core.models.definition import PyTree
 
-_SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes, as xxHash has them
+_SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes from xxHash
 
 
 @dataclasses.dataclass(frozen=True)
 class UnequalCopies:
-    """A leaf, or the part of it that some devices hold alike, whose copies are not equal."""
+    """A leaf, or a shard of one, whose replicas are not equal."""
 
     leaf: str
     """Path in the state: `params['w']`."""
     groups: tuple[tuple[int, ...], ...]
-    """Places of devices in the mesh by what they hold, the largest group first."""
+    """Mesh positions of devices, grouped by the bits they hold, largest group first."""
 
     @property
     def wrong(self) -> tuple[int, ...] | None:
-        """The devices that most others outvote; None where no group has more than half."""
+        """The devices outvoted by a majority; None if no group has more than half."""
         first, *others = self.groups
         if 2 * len(first) <= sum(map(len, self.groups)):
             return None
@@ -43,11 +43,11 @@ class UnequalCopies:
 
 
 class Fingerprint:
-    """The fingerprints of one state after the other, all of the same shapes and shardings.
+    """Fingerprints successive states with the same shapes and shardings.
 
-    A change within 4 bytes of a leaf, any one bit's say, changes its fingerprint for certain;
-    another goes unseen once in 2**64 times, or where it is as regular as the same bit flipped
-    twice, once in 2**32.
+    A change within 4 bytes of a leaf, such as any single bit flip, always changes its fingerprint.
+    Any other change is missed with probability 2**-64, or 2**-32 if it is as regular as the same
+    bit flipped twice.
     """
 
     def __init__(self, state: PyTree) -> None:
@@ -57,9 +57,9 @@ class Fingerprint:
         self._specs = tuple(leaf.sharding.spec for leaf in leaves)
         self._alike = [_alike(leaf) for leaf in leaves]
         self.compared: list[str] = []
-        """The leaves that more than one device holds."""
+        """The leaves that are on more than one device."""
         self.compared_bytes = self.alone_bytes = 0
-        """Bytes of a device that another holds too, and that no other does."""
+        """Bytes per device that are replicated, and that are on that device only."""
         for name, leaf, alike in zip(self.leaves, leaves, self._alike, strict=True):
             size = leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
             if len(alike[0]) > 1:
@@ -71,13 +71,13 @@ class Fingerprint:
     def take(self, state: PyTree) -> jax.Array:
         """Fingerprint `state` on the devices, without waiting: uint32 `[devices, leaves, 3]`.
 
-        Two sums of the bits, and whether some number is not finite; whole on every device.
+        Two checksums, and whether any value is not finite; every device gets the whole table.
         """
         table: jax.Array = of_each_device(_sums, self.mesh, self._specs)(jax.tree.leaves(state))
         return table
 
     def differences(self, table: jax.Array) -> list[UnequalCopies]:
-        """Return the copies that should be equal and are not; all processes learn the same."""
+        """Return the copies that should be equal but are not; the same on all processes."""
         of = np.asarray(table.addressable_data(0))
         if (of == of[:1]).all():
             return []
@@ -93,14 +93,14 @@ class Fingerprint:
         return found
 
     def not_finite(self, table: jax.Array) -> tuple[str, ...]:
-        """The leaves that have a number which is not finite, on the first device."""
+        """Return the leaves with non-finite values on the first device."""
         first = np.asarray(table.addressable_data(0))[0]
         return tuple(leaf for leaf, row in zip(self.leaves, first, strict=True) if row[-1])
 
     def gather(self, state: PyTree, leaf: str) -> np.ndarray:
         """Return every device's copy of `leaf`: `[devices, ...]`, in the dtype of its words.
 
-        It takes that much memory on every device, so it is for the one leaf that is in question.
+        It takes that much memory on every device: use it for suspect leaves only.
         """
         one = slice(number := self.leaves.index(leaf), number + 1)
         copies = of_each_device(_first, self.mesh, self._specs[one])(jax.tree.leaves(state)[one])
@@ -108,12 +108,12 @@ class Fingerprint:
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
-    """Two uint32s of all bits of `array`, traced."""
+    """Return two uint32 checksums of all bits of `array`; traceable."""
     words = _words(array).ravel()
     places = lax.iota(jnp.uint32, words.size)
-    # An odd multiplier makes each term a bijection of its word; that it depends on the place makes
-    # a swap visible. Bits at the top would meet only the multipliers' last bit, which all have: so
-    # the words are folded first.
+    # Odd multipliers make each term a bijection of its word, and as they depend on the position,
+    # swaps are detected. The words are folded first, as their top bits would only meet the
+    # multipliers' lowest bit, which is always set.
     first = (words ^ (words >> 16)) * _multipliers(places, _SPREAD[0])
     words = words * _SPREAD[1]
     second = (words ^ (words >> 15)) * _multipliers(places, _SPREAD[1])
@@ -121,7 +121,7 @@ def fingerprint(array: jax.Array) -> jax.Array:
 
 
 def _multipliers(places: jax.Array, spread: np.uint32) -> jax.Array:
-    """An odd number for each place, far from its neighbours'."""
+    """Return an odd number for each position, very different from its neighbours'."""
     scattered = places * spread
     odd: jax.Array = (scattered ^ (scattered >> 15)) | 1
     return odd
@@ -162,14 +162,14 @@ def of_each_device(
     mesh: Mesh,
     specs: tuple[PartitionSpec, ...],
 ) -> Any:
-    """Return what gathers `function` of each device's own part of the leaves, on all devices."""
+    """Return a function that gathers `function` of each device's local leaves on all devices."""
 
     def gathered(leaves: list[jax.Array]) -> jax.Array:
         everybodys: jax.Array = lax.all_gather(function(leaves), mesh.axis_names)
         return everybodys
 
-    # JAX believes that the copies are equal. In shardings that are told, nothing is moved: a device
-    # that were sent another's copy would hide what is wrong with its own.
+    # JAX assumes that the copies are equal. With explicit shardings no data is moved; if a device
+    # received another's copy, a fault in its own would be hidden.
     mapped = jax.shard_map(
         gathered, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False
     )
@@ -177,7 +177,7 @@ def of_each_device(
 
 
 def _alike(leaf: Any) -> list[list[int]]:
-    """Places in the mesh of `leaf` by which part of it they hold."""
+    """Return mesh positions grouped by the part of `leaf` they hold."""
     parts = leaf.sharding.devices_indices_map(leaf.shape)
     places: dict[str, list[int]] = collections.defaultdict(list)
     for place, device in enumerate(leaf.sharding.mesh.devices.flat):
