@@ -231,7 +231,7 @@ def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
     trained_by_fit(3, tmp_path / "parts")
     assert sha256(trained_by_fit(4, tmp_path / "parts")) == sha256(whole)
     assert np.all(np.any(whole.reduction["w"], axis=1))
-    with pytest.raises(rx.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*many devices"):
+    with pytest.raises(rx.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*of devices"):
         trained_by_fit(6, tmp_path / "parts", devices=2)
 
 
