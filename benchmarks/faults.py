@@ -37,10 +37,12 @@ python benchmarks/faults.py --trials {trials}
 which starts real jobs of 2 or 3 processes with one CPU device each, injects a fault into one of
 them at a random step, and checks by fixed rules how the others end: the exit codes, the last line
 on each survivor's stderr, the time it took, and that no process is left. `--faults kill,freeze`
-selects faults; `tests/support/cluster_faults.py` contains the rules."""
+selects faults; `tests/support/cluster_faults.py` contains the rules. If process 0 dies, JAX's
+coordination service dies with it, and gRPC sometimes logs a line after the message: a trial then
+counts as unexpected."""
 
 SECONDS = """\
-Seconds run from the fault until all others have exited. For a process that never comes, and for
+Seconds run from the fault until all others have exited. For a process that never joins, and for
 rejected ones, they run from the start of the program; for processes that differ, from the exit of
 the first to the exit of the last."""
 

@@ -1,4 +1,4 @@
-"""Real jobs in which one process goes wrong, and the rules for what the others must do then."""
+"""Real jobs with a fault in one process, and the rules for the reaction of the others."""
 
 import contextlib
 import dataclasses
@@ -21,24 +21,24 @@ SCRIPT = Path(__file__).with_name("faults_job.py")
 PATIENCE = {"REPLICAX_STALL_SECONDS": "2", "REPLICAX_SILENT_SECONDS": "3"}
 MARKER = "REPLICAX_FAULT_TRIAL"
 TRIAL_SECONDS = 120.0
-"""After so long a trial has failed and is cleared away."""
+"""Seconds after which a trial has failed and is cleaned up."""
 GONE_SECONDS = 5.0
 
 
 @dataclasses.dataclass
 class Trial:
-    """One injected fault and what became of it."""
+    """One injected fault and its outcome."""
 
     fault: str
     processes: int
     victim: int
     step: int
     seconds: float = 0.0
-    """From the fault until all others were gone."""
+    """From the fault until all others have exited."""
     line: str = ""
-    """The last that a survivor wrote."""
+    """The last line of a survivor."""
     wrong: list[str] = dataclasses.field(default_factory=list)
-    """What was not as it should be."""
+    """Violated rules."""
 
     def check(self, right: bool, otherwise: str) -> None:
         if not right:
@@ -47,16 +47,16 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A way to go wrong."""
+    """A kind of fault."""
 
     what: str
-    """As the table says it."""
+    """Its name in the table."""
     expected: str
     run: Callable[["Run"], None]
 
 
 class Process:
-    """One that was started, and its standard error."""
+    """A started process and its stderr."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         self._output = output
@@ -76,7 +76,7 @@ class Process:
         return self.popen.returncode
 
     def said(self) -> str:
-        """The last line of its standard output, which Gloo writes to as well."""
+        """The last line of its stdout, to which Gloo also writes."""
         return (self._output.read_text().split() or [""])[-1]
 
     def last_line(self) -> str:
@@ -85,7 +85,7 @@ class Process:
 
 
 class Run:
-    """A trial on its way: starts its processes, and leaves none behind."""
+    """A running trial: starts its processes, and leaves none behind."""
 
     def __init__(self, trial: Trial, folder: Path) -> None:
         self.trial, self.folder = trial, folder
@@ -135,13 +135,13 @@ class Run:
         return True
 
     def all_end(self, processes: Sequence[Process]) -> bool:
-        return self.until(lambda: all(p.ended() for p in processes), "all are gone")
+        return self.until(lambda: all(p.ended() for p in processes), "all exit")
 
     def injected_at(self) -> float:
         return float((self.folder / "injected").read_text())
 
     def left(self) -> list[int]:
-        """Processes of this trial that still run."""
+        """Processes of this trial that are still running."""
         return find_marked(self.marker)
 
     def clear(self) -> None:
@@ -166,20 +166,20 @@ def find_marked(marker: str) -> list[int]:
 
 
 def lost(run: Run, says: str, limit_seconds: float) -> None:
-    """One process goes wrong at a step; the others end in time and say who it was."""
+    """A fault in one process at a step; the others exit in time and name it."""
     trial, processes = run.trial, run.start_all()
     others = [p for number, p in enumerate(processes) if number != trial.victim]
     if not run.all_end(others):
         return
     trial.seconds = max(p.ended_at or 0.0 for p in others) - run.injected_at()
     trial.check(
-        trial.seconds <= limit_seconds, f"gone after {trial.seconds:.1f} s > {limit_seconds:g} s"
+        trial.seconds <= limit_seconds, f"exited after {trial.seconds:.1f} s > {limit_seconds:g} s"
     )
     victim = processes[trial.victim]
     if trial.fault == "freeze":
         victim.popen.send_signal(signal.SIGCONT)
-    run.until(victim.ended, "the one that went wrong is gone too", GONE_SECONDS)
-    trial.check(victim.code != 0, "the one that went wrong ended well")
+    run.until(victim.ended, "the faulty process exits too", GONE_SECONDS)
+    trial.check(victim.code != 0, "the faulty process exited with 0")
     named(trial, others, says)
 
 
@@ -207,7 +207,7 @@ def absent(run: Run) -> None:
 
 
 def different(run: Run, says: str) -> None:
-    """All stop before the first step, with the field and the process."""
+    """All stop before the first step and name the field and the process."""
     processes = run.start_all()
     if run.all_end(processes):
         ends = [process.ended_at or 0.0 for process in processes]
@@ -221,7 +221,7 @@ _digesting = threading.Lock()
 
 
 def undisturbed(run: Run) -> str:
-    """The weights' digest of a job to which nothing happens."""
+    """The digest of the weights of an undisturbed job."""
     count = run.trial.processes
     with _digesting:
         if count not in _digests:
@@ -237,12 +237,12 @@ def undisturbed(run: Run) -> str:
 
 
 def intruded(run: Run, intrude: Callable[[Run], None]) -> None:
-    """A healthy job stands still while others try to get in, goes on, and ends as ever."""
+    """A healthy job pauses while intruders try to join, continues, and ends as if alone."""
     digest = undisturbed(run)
     calm = {"REPLICAX_STALL_SECONDS": "600"}
     processes = run.start_all(fault="intruders", **calm)
     waiting = [run.folder / f"waiting-{number}" for number in range(run.trial.processes)]
-    if not run.until(lambda: all(path.exists() for path in waiting), "the job is under way"):
+    if not run.until(lambda: all(path.exists() for path in waiting), "the job is running"):
         return
     intrude(run)
     run.trial.check(not any(p.ended() for p in processes), "the job was ended")
@@ -250,7 +250,7 @@ def intruded(run: Run, intrude: Callable[[Run], None]) -> None:
     if run.all_end(processes):
         codes, digests = [p.code for p in processes], {p.said() for p in processes}
         run.trial.check(set(codes) == {0}, f"exit codes of the job {codes}")
-        run.trial.check(bool(digest) and digests == {digest}, "the final weights are others")
+        run.trial.check(bool(digest) and digests == {digest}, "the final weights differ")
 
 
 def duplicate(run: Run) -> None:
@@ -298,66 +298,66 @@ _GONE = r"process \d stops: process VICTIM \(.*\) disconnected without notice"
 _FROZEN = r"process \d stops: .*process VICTIM \(.*sent no heartbeat for"
 _ASLEEP = r"process \d stops: .*(wait for|waited \d+ s for .* from) process VICTIM \(.*has begun"
 _FAILED = r"process \d stops: process VICTIM \(.*\) failed: ValueError: bad value"
-_ALL = "all stop before the first step, naming the field and the process"
+_ALL = "all stop before the first step and name the field and the process"
 
 FAULTS = {
     "kill": Fault(
         "`kill -9` of a process",
-        "the others are gone in 5 s, naming it",
+        "the others exit within 5 s and name it",
         lambda run: lost(run, _GONE, GONE_SECONDS),
     ),
     "freeze": Fault(
         "`SIGSTOP` of a process",
-        "the others are gone in 6 s, naming it; it ends when it wakes up",
+        "the others exit within 6 s and name it; it exits when it wakes up",
         lambda run: lost(run, _FROZEN, 6.0),
     ),
     "sleep": Fault(
         "a process sleeps between two steps",
-        "all are gone in 6 s, naming it",
+        "all exit within 6 s and name it",
         lambda run: lost(run, _ASLEEP, 6.0),
     ),
     "callback": Fault(
         "a process sleeps inside a step, in a callback",
-        "all are gone in 6 s, naming it",
+        "all exit within 6 s and name it",
         lambda run: lost(run, _ASLEEP + ".*in a callback", 6.0),
     ),
     "error": Fault(
         "an exception in one process",
-        "the others are gone in 5 s, naming it and the exception",
+        "the others exit within 5 s and name it and the exception",
         lambda run: lost(run, _FAILED, GONE_SECONDS),
     ),
     "absent": Fault(
-        "a process that never comes (waited for 4 s)",
-        "the others end with a Python error that names it, and no abort",
+        "a process that never joins (timeout 4 s)",
+        "the others raise a Python error that names it, without an abort",
         absent,
     ),
     "duplicate": Fault(
-        "a second process with an id that exists",
-        "it is refused, naming the first; the job ends with the same weights as ever",
+        "a second process with the same rank",
+        "it is rejected and names the first; the job ends with the same weights as alone",
         lambda run: intruded(run, duplicate),
     ),
     "port": Fault(
         "a second job on the same port",
-        "it is refused, naming the first; the job ends with the same weights as ever",
+        "it is rejected and names the first; the job ends with the same weights as alone",
         lambda run: intruded(run, second_job),
     ),
     "learning-rate": Fault(
-        "another learning rate on one process",
+        "a different learning rate on one process",
         _ALL,
         lambda run: different(run, r"on the program.*: line \d+ is .* on process VICTIM\b"),
     ),
     "batch": Fault(
-        "another batch size on one process",
+        "a different batch size on one process",
         _ALL,
         lambda run: different(run, r"disagree on the data: batch_size is .* on process VICTIM\b"),
     ),
     "version": Fault(
-        "another version of jax on one process",
+        "a different version of jax on one process",
         _ALL,
         lambda run: different(run, r"the processes differ: jax is .*0\.0\.1 on process VICTIM\b"),
     ),
     "steps": Fault(
-        "another number of steps on one process",
+        "a different number of steps on one process",
         _ALL,
         lambda run: different(run, r"disagree on the run: steps is .*\b61 on process VICTIM\b"),
     ),
