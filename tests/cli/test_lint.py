@@ -64,4 +64,4 @@ def test_the_file_for_verify(main: Main) -> None:
     step, reference = "wrong_step.py:step", "wrong_step.py:reference"
     assert f"verify --step {step} --reference {reference}" in out
     compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")
-    assert "is there" in refusal(main, "lint", "--step-file", "code/wrong.py")
+    assert "already exists" in refusal(main, "lint", "--step-file", "code/wrong.py")

@@ -173,7 +173,7 @@ def test_a_noise_scale_that_no_run_has_resolved(
         ([*LINE, "--target", "h10:8"], ["hardware 'h10'", "h100"]),
         ([*LINE, "--target", "h100"], ["has no size", "h100:8"]),
         ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
-        ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave the mode out"]),
+        ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave it out"]),
         ([*LINE, *H100, "--mode", "jitt"], ["jit"]),
         ([*LINE, *H100, "--mode", "pmap", "--layout", "fsdp"], ["fsdp", "jit"]),
         (["mlp", *H100, "--layers", 4, "--stages", 3], ["8 devices over stage=3", "must divide"]),

@@ -77,7 +77,7 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     assert (code, err) == (0, "")
     found = table(out)
     assert_mentions(*found["config"], "its config.json", "be read")
-    assert_mentions(found["manifest"][0], "newest checkpoint", "harmed")
+    assert_mentions(found["manifest"][0], "newest checkpoint", "damaged")
     assert found["records"][3] == "-"
     assert found["link"][-1] == "done"
     assert re.fullmatch(r"4 runs in .*, and 1 other folder", out.splitlines()[-1])

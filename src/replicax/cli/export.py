@@ -39,7 +39,7 @@ def export(arguments: list[str]) -> int:
     if file.is_dir():
         raise ConfigError(f"{file} is a folder; give a file, such as {file / 'model.safetensors'}")
     if not file.parent.is_dir():
-        raise ConfigError(f"{file}: the folder {file.parent} does not exist; create it first")
+        raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
     if os.path.lexists(file) and not options.force:
         raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
     numpy_format = require("safetensors.numpy", "text")

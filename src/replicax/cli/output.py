@@ -50,7 +50,7 @@ class JsonOptions:
         if self.json is not None and Path(self.json).is_dir():
             raise ConfigError(f"--json {self.json} is a folder; give a file")
         if not folder.is_dir():
-            raise ConfigError(f"--json {self.json}: folder {folder} does not exist; create it")
+            raise ConfigError(f"--json {self.json}: there is no folder {folder}; create it first")
         with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
             yield show
 
