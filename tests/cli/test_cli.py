@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("folder")
         (["train"], ["needs a recipe", "replicax recipes"]),
         (["train", "--devices", "2"], ["needs a recipe", "replicax recipes"]),
         (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),
-        (["train", "no_such.py:Mine"], ["no_such.py is no file"]),
+        (["train", "no_such.py:Mine"], ["no_such.py is", "file"]),
         (["train", "no_such_module:Mine"], ["no module 'no_such_module'"]),
         (["train", ":Mine"], ["file.py:Name"]),
         (["recipes", "extra"], ["'extra'"]),

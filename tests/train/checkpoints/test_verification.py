@@ -140,7 +140,7 @@ def test_a_link_is_refused_though_behind_it_is_what_was_there(
 ) -> None:
     outside = (checkpoint / linked).rename(checkpoint.with_name("outside"))
     (checkpoint / linked).symlink_to(outside)
-    assert_mentions(refusal(checkpoint), f"{linked} is no", "regular file")
+    assert_mentions(refusal(checkpoint), f"{linked} is", "regular file")
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "state/../../outside"])

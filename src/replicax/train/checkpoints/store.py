@@ -10,7 +10,7 @@ In an object store each process uploads the files it wrote to a separate folder;
 uploaded last, and a folder without a manifest is not a checkpoint.
 
 Orbax and tensorstore do not verify their input: a missing chunk is read as zeros, and a flipped bit
-goes unnoticed. Whoever can write to a run's folder is trusted like the code; the disk is not.
+goes unnoticed. Anyone who can write to a run's folder is trusted like the code; the disk is not.
 """
 
 import os
