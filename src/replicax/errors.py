@@ -166,7 +166,7 @@ def require(module: str, extra: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise MissingDependencyError(
-            f"{package} is required but not installed; pip install 'replicax[{extra}]'"
+            f"{package} is not installed, but required; pip install 'replicax[{extra}]'"
         ) from error
 
 

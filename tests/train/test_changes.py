@@ -328,7 +328,7 @@ def test_a_damaged_file_is_no_configuration(tmp_path: Path, text: bytes, why: st
     path.write_bytes(text)
     with pytest.raises(ConfigError) as caught:
         read_config(path)
-    assert str(caught.value).startswith(f"{path} is no")
+    assert str(caught.value).startswith(f"{path} is not")
     assert "configuration (" in str(caught.value)
     assert why in str(caught.value)
     assert "choose another" in str(caught.value)

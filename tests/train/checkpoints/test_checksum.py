@@ -208,7 +208,7 @@ def test_a_file_that_shrinks_meanwhile_is_a_line(
     os.truncate(folder / "a/c/0", 12)
     found = first_difference(folder, entries)
     assert found.startswith("a/c/0 ")
-    assert_mentions(found, "shorter", "12 bytes")
+    assert_mentions(found, "truncated", "12 bytes")
 
 
 def test_no_descriptor_is_left_open(folder: Path) -> None:
