@@ -182,7 +182,7 @@ def _mode_footnotes(bench: Bench) -> list[str]:
         )
         lines.append(
             "product: rate of a 1024 x 1024 matrix product on the same cores, "
-            f"{', '.join(dict.fromkeys(each))} GFLOP/s, which is below the hardware peak"
+            f"{', '.join(dict.fromkeys(each))} GFLOP/s, not the hardware peak"
         )
     return lines
 
