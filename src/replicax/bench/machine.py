@@ -89,7 +89,7 @@ class Neighbours:
 def _clocks() -> tuple[float, float | None, float]:
     """Wall-clock time, CPU time of all processes, and of this one and its children, in seconds."""
     busy = None
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not Linux
         line = STATISTICS.read_text(encoding="ascii").splitlines()[0]
         # user nice system idle iowait irq softirq steal, in ticks; guest time is part of user.
         ticks = [int(field) for field in line.split()[1:9]]
@@ -127,7 +127,7 @@ def environment() -> dict[str, Any]:
 def _processor() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return platform.processor() or platform.machine()
     models = [line for line in text.splitlines() if line.startswith("model name")]
     return models[0].partition(":")[2].strip() if models else platform.machine()
