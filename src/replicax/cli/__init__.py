@@ -27,7 +27,7 @@ COMMANDS = (
 USAGE = """\
 usage: replicax COMMAND ...
 
-Data-parallel training for JAX that verifies itself.
+Data-parallel training for JAX that proves itself.
 
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags

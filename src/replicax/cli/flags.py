@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
@@ -18,6 +20,26 @@ Options = TypeVar("Options")
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
 """The annotation of a positional argument; `shown_as` names it."""
+
+OPTIONAL = tyro.constructors.ConstructorRegistry()
+
+
+@OPTIONAL.primitive_rule  # type: ignore[untyped-decorator]
+def _optional(info: Any) -> Any:
+    """Parse `int | None` like `int`, so that help shows `INT` instead of `{None}|INT`."""
+    kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
+    if len(kinds) == len(get_args(info.type)):
+        return None
+    make, lookup = tyro.constructors.PrimitiveTypeInfo.make, OPTIONAL.get_primitive_spec
+    spec = lookup(make(functools.reduce(operator.or_, kinds), info.markers))
+    if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
+        return None
+    return dataclasses.replace(
+        spec,
+        instance_from_str=lambda got: None if got == ["None"] else spec.instance_from_str(got),
+        is_instance=lambda it: it is None or spec.is_instance(it),
+        str_from_instance=lambda it: ["None"] if it is None else spec.str_from_instance(it),
+    )
 
 
 def one_of(table: Iterable[str]) -> Any:
@@ -168,6 +190,7 @@ def _parsed(
                 description=description,
                 default=default,
                 return_unknown_args=True,
+                registry=OPTIONAL,
             )
     except SystemExit as stop:
         if not stop.code:

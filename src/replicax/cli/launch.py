@@ -28,7 +28,7 @@ class LaunchOptions:
 
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where to run: this host, or a cluster engine."""
-    processes: Annotated[int | None, shown_as("N", "none, it is required")] = None
+    processes: Annotated[int | None, shown_as("N", "none, required")] = None
     """Number of processes in total."""
     devices_per_process: Annotated[int | None, shown_as("N", "none")] = None
     """Number of CPU devices that each process simulates."""

@@ -162,7 +162,7 @@ class FaultOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
-    """How to run a recipe, whichever it is: each field is a group in --help."""
+    """Options of `replicax train` for any recipe; each field is a group in --help."""
 
     start: StartOptions = StartOptions()
     compute: ComputeOptions = ComputeOptions()

@@ -61,12 +61,12 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     target: Annotated[str | None, shown_as("TARGET", "the attached devices")] = None
     """Hardware to compile for when looking for sums in 16 bits, such as h100:8."""
     seed: int = 0
-    """Seed of the initial model, and of all else that is random."""
+    """Seed of the initial model, and of all other randomness."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HandWrittenOptions(JsonOptions, DeviceOptions):
-    """Checks a step that was written by hand against its single-device form."""
+    """Checks a custom step against its single-device form."""
 
     step: Annotated[str, shown_as("FILE.py:name")]
     """The step as the training loop calls it."""
@@ -75,7 +75,7 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
     state: str = "state"
     """Name in the file of the state that both start from: a value, or a function that makes it."""
     batch: str = "batch"
-    """Name in the file of the global batch, likewise."""
+    """Name in the file of the global batch, also a value or a function."""
     micro_batches: int = 1
     """Parts that the step computes each replica's rows in, which helps to name causes."""
     weights: Annotated[str | None, shown_as("NAME", "found, if it is mask, weights, ...")] = None

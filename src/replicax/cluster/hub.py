@@ -92,7 +92,7 @@ class Hub:
             while line := await reader.readline():
                 self._take(self._members[process], wire.decode(line))
         except (TimeoutError, OSError, ValueError, TypeError):
-            pass  # not one of our processes, or a broken connection: both are closed below
+            pass  # an unrelated client, or a broken connection: both are closed below
         except asyncio.CancelledError:
             pass  # the hub is closing; Python 3.11 would log an error
         finally:

@@ -64,7 +64,7 @@ class ProcessGuard:
             self._kill_group()
         elif not (ended and self._nothing_left()):
             self._kill_all()
-        if not ended:  # the launcher is gone, or wants it gone
+        if not ended:  # the launcher is gone, or asked to kill it
             while self._reap() is None:
                 time.sleep(0.001)
             self._say_end()
