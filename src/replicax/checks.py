@@ -58,7 +58,7 @@ DEFAULT = Style()
 def print_table(
     checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT
 ) -> None:
-    """Print the table of `table_text`, in colour on a terminal.
+    """Print the table of `table_text`, in color on a terminal.
 
     Args:
         checks: in the order to print; consecutive checks of one subject share its heading.

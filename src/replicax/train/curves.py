@@ -17,7 +17,7 @@ from replicax.train.places import write_whole
 from replicax.train.records import Record
 
 FILE = "curves.png"
-# Okabe and Ito's colours, distinguishable with any kind of colour vision.
+# Okabe and Ito's colors, distinguishable with any kind of color vision.
 TRAIN, *EVAL = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 COLUMNS = 4
 MOST_MARKERS = 20
