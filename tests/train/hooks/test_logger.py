@@ -132,7 +132,7 @@ def test_no_answer_is_said_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch
     hook.free.set()
     hook.end(run)
     assert len(run.lines) == 1
-    assert "answer" in run.lines[0]
+    assert "response" in run.lines[0]
 
 
 def test_other_processes_log_nothing() -> None:
