@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpt import BETAS, LEARNING_RATE, WEIGHT_DECAY, unstacked
+from gpt import BETAS, LEARNING_RATE, WEIGHT_DECAY
 from process_group import Group
 from processes_replicax import SGD, SHAPE, start
 from timing import environment, ratios, save, spread
@@ -26,6 +26,7 @@ from torch_peer import torch_version
 
 from replicax.bench.machine import Neighbours, own_cores
 from replicax.bench.numbers import around
+from replicax.recipes.gpt2_weights import published
 
 COUNTS = 1, 2
 HOW = {
@@ -91,7 +92,7 @@ def write_inputs(folder: Path, rows: dict[str, int]) -> None:
         image=drawn.integers(0, 256, images).astype(np.uint8),
         label=drawn.integers(0, 10, images[0]).astype(np.int32),
     )
-    np.savez(folder / "gpt-start.npz", **unstacked(start("gpt"), SHAPE.layers))
+    np.savez(folder / "gpt-start.npz", **published(start("gpt")))
     np.savez(folder / "lenet-start.npz", **for_torch(start("lenet")))
     settings = {
         "shape": dataclasses.asdict(SHAPE),
