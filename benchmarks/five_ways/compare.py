@@ -1,7 +1,7 @@
 """One job written six ways, each run: uneven batches, masks, micro-batches, a killed process.
 
 After `make peers`: `.venv/bin/python benchmarks/five_ways/compare.py`. Weights are compared with
-those of `reference.py`, the exact mean of each batch on one device. Results go to
+those of `reference.py`, which uses the exact mean of each batch on one device. Results go to
 `benchmarks/results/five_ways.json`.
 """
 
@@ -39,13 +39,15 @@ PACKAGES = ("jax", "flax", "keras", "optax", "orbax-checkpoint", "torch", "accel
 KILL_AFTER = 40
 """Batches: within the third epoch, of 15 batches each."""
 LONGEST = 300.0
-"""Seconds to wait for processes that another one has left alone."""
+"""Seconds to wait for the survivors after a process was killed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PROGRAMS, nargs="+", default=PROGRAMS)
-    parser.add_argument("--no-kill", action="store_true", help="leave the killed processes out")
+    parser.add_argument(
+        "--no-kill", action="store_true", help="skip the runs in which a process is killed"
+    )
     parser.add_argument("--save", type=Path, default=RESULTS)
     asked = parser.parse_args()
     found: dict[str, Any] = {}
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def lines(program: str) -> int:
-    """Lines of code, without imports, the docstring, blank lines, and those that watch the job."""
+    """Count lines of code without imports, docstring, blank lines, and calls of `pause`."""
     text = (HERE / f"{program}.py").read_text(encoding="utf-8")
     left = {
         at for at, line in enumerate(text.splitlines(), 1) if line.strip() and "pause()" not in line
@@ -85,17 +87,17 @@ def lines(program: str) -> int:
 
 
 def apart(weights: list[np.ndarray], reference: list[np.ndarray]) -> float:
-    """The largest difference in an array, as a share of its largest value."""
+    """Return the largest difference in an array, relative to its largest value."""
     pairs = zip(weights, reference, strict=True)
     return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
 
 
 def once(program: str, folder: Path, env: dict[str, str]) -> list[np.ndarray] | str:
-    """The weights that `program` ends with on 2 devices, or its last line where it fails."""
+    """Return the final weights of `program` on 2 devices, or its last line if it fails."""
     out = folder / "weights.npz"
     out.unlink(missing_ok=True)
     command = [sys.executable, f"{HERE}/{program}.py"]
-    if program == "with_accelerate":  # a device is a process
+    if program == "with_accelerate":  # one process per device
         command = [*torchrun(), *command[1:]]
     settings = settings_of({**env, "OUT": str(out), "JAX_NUM_CPU_DEVICES": "2"})
     done = subprocess.run(command, env=settings, capture_output=True, text=True)
@@ -119,7 +121,7 @@ def torchrun() -> list[str]:
 
 @dataclass
 class Watched:
-    """Commands of one job, whose output is read as it comes."""
+    """Commands of one job, and their output as it arrives."""
 
     commands: list[subprocess.Popen[str]]
 
@@ -142,7 +144,7 @@ class Watched:
                 self.said.append(line.strip())
 
     def wait(self, longest: float) -> list[int | None]:
-        """Exit codes; None for one that had to be ended."""
+        """Return the exit codes; None for a process that had to be killed."""
         until = time.monotonic() + longest
         codes: list[int | None] = []
         for command in self.commands:
@@ -158,7 +160,7 @@ class Watched:
 
 
 def start(program: str, folder: Path, port: int) -> Watched:
-    """Start a job of two processes with a device each, as `program`'s own launcher does."""
+    """Start a job of two processes with one device each, with `program`'s own launcher."""
     base = settings_of(
         {
             "ROWS": "960",

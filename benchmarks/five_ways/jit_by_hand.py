@@ -1,4 +1,4 @@
-"""JAX by hand with `jit` and sharded arrays: the global view, and XLA puts the reduction in."""
+"""JAX by hand with `jit` and sharded arrays: the loss sees the global batch, XLA inserts the reduction."""
 
 import jax
 import optax
@@ -52,7 +52,7 @@ if FOLDER:
         state = manager.restore(newest, args=ocp.args.StandardRestore(state))
         first_epoch = newest + 1
 for epoch in range(first_epoch, EPOCHS):
-    for start in range(0, ROWS // size * size, size):  # the rest does not divide: dropped
+    for start in range(0, ROWS // size * size, size):  # the last, indivisible batch is dropped
         part = size // WORLD
         begin = start + RANK * part
         batch = {

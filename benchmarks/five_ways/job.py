@@ -1,7 +1,7 @@
-"""The job that six programs do: its data, its first weights, and where each leaves its last.
+"""The shared job of the six programs: data, initial weights, and output of the final weights.
 
-Rows are sequences of `LENGTH` vectors, each with a label; a mask counts the first few of them. The
-loss is the mean cross-entropy of what counts. The environment says which variant of the job runs:
+Rows are sequences of `LENGTH` labeled vectors; a mask selects the first few of them. The
+loss is the mean cross-entropy of the selected vectors. The environment says which variant of the job runs:
 `ROWS`, `MASKED=1`, `ACCUMULATE`, `EPOCHS`, `OUT` (a `.npz`), `FOLDER` for checkpoints, `PAUSE`
 (seconds that a loader takes for a batch), and in a job of several processes `RANK`, `WORLD_SIZE`,
 `MASTER_ADDR` and `MASTER_PORT`.
@@ -43,13 +43,13 @@ def weights() -> list[np.ndarray]:
 
 
 def pause() -> None:
-    """Take a loader's time for a batch where PAUSE is set, and say whose it is."""
+    """Simulate a loader's delay per batch if PAUSE is set, and print the rank."""
     if "PAUSE" in os.environ:
         time.sleep(float(os.environ["PAUSE"]))
         print(f"batch of {RANK} pid {os.getpid()} ", flush=True)
 
 
 def save(arrays: list) -> None:
-    """Write the weights, by process 0."""
+    """Write the weights in process 0."""
     if RANK == 0:
         np.savez(os.environ["OUT"], *[np.asarray(array) for array in arrays])

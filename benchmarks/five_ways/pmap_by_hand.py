@@ -57,7 +57,7 @@ if FOLDER:
         state = replicate(manager.restore(newest, args=ocp.args.StandardRestore(saved)))
         first_epoch = newest + 1
 for epoch in range(first_epoch, EPOCHS):
-    for start in range(0, ROWS // size * size, size):  # the rest does not divide: dropped
+    for start in range(0, ROWS // size * size, size):  # the last, indivisible batch is dropped
         part = size // WORLD
         begin = start + RANK * part
         batch = {
