@@ -45,9 +45,7 @@ LONGEST = 300.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PROGRAMS, nargs="+", default=PROGRAMS)
-    parser.add_argument(
-        "--no-kill", action="store_true", help="skip the runs in which a process is killed"
-    )
+    parser.add_argument("--no-kill", action="store_true", help="kill no process")
     parser.add_argument("--save", type=Path, default=RESULTS)
     asked = parser.parse_args()
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""JAX by hand with `jit` and sharded arrays: the loss sees the global batch, XLA inserts the reduction."""
+"""JAX by hand with `jit` and sharded arrays: a global view, XLA inserts the reduction."""
 
 import jax
 import optax

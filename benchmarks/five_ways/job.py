@@ -1,7 +1,7 @@
 """The shared job of the six programs: data, initial weights, and output of the final weights.
 
 Rows are sequences of `LENGTH` labeled vectors; a mask selects the first few of them. The
-loss is the mean cross-entropy of the selected vectors. The environment says which variant of the job runs:
+loss is the mean cross-entropy of the selected vectors. The environment selects the variant:
 `ROWS`, `MASKED=1`, `ACCUMULATE`, `EPOCHS`, `OUT` (a `.npz`), `FOLDER` for checkpoints, `PAUSE`
 (seconds that a loader takes for a batch), and in a job of several processes `RANK`, `WORLD_SIZE`,
 `MASTER_ADDR` and `MASTER_PORT`.
