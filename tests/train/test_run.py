@@ -356,8 +356,8 @@ def test_it_is_evaluated_with_the_average(dp: rx.DataParallel) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({}, "give one"),
-        ({"source": SOURCE, "sets": {"all": SOURCE}}, "give one"),
+        ({}, "sets="),
+        ({"source": SOURCE, "sets": {"all": SOURCE}}, "sets="),
         ({"source": SOURCE, "every_steps": 0}, "every_steps=0"),
         ({"source": SOURCE, "rows": -1}, "rows=-1"),
     ],
