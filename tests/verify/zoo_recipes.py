@@ -190,7 +190,7 @@ BROKEN = {
     "scaled by the largest, shard_map": Entry(
         clipped_by_hand, words="one another", arguments={"mode": "shard_map"}
     ),
-    "constant key": Entry(constant_key, words="constant key:"),
+    "constant key": Entry(constant_key, words="constant key,"),
     "dead parameter": Entry(model=dead_parameter, words="['unused']"),
     "host random": Entry(host_random, words="pure_callback"),
     "traced random": Entry(traced_random, words="np.random"),
