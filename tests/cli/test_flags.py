@@ -148,3 +148,12 @@ def test_the_help_of_a_flag_is_one_line(module: str) -> None:
                         helps.append(ast.literal_eval(after.value))
     assert len(helps) >= 15
     assert [text for text in helps if "\n" in text] == []
+
+
+def test_an_optional_flag_shows_its_type_and_takes_none(main: Main) -> None:
+    code, out, _ = main("train", "gpt2", "--help")
+    assert code == 0
+    assert re.search(r"--vocab-size INT\b", out)
+    assert "{None}" not in out
+    assert parse("launch", LaunchOptions, ["--processes", "3"]).processes == 3
+    assert parse("launch", LaunchOptions, ["--processes", "None"]).processes is None

@@ -93,7 +93,7 @@ def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> Non
     ("flags", "words"),
     [
         (["--config", "nowhere.json"], ["nowhere.json", "No such file"]),
-        (["--config"], ["configuration"]),
+        (["--config"], ["not a configuration"]),
         (["--config", "a.json", "--config=b.json"], ["--config", "2 times"]),
         (["--config", "other.json"], ["other.json", "recipe mlp", "my_recipe.py:Mine"]),
         (["--config", "script.json"], ["script.json", "no recipe"]),

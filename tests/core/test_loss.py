@@ -79,15 +79,15 @@ def test_low_precision_is_summed_in_float32() -> None:
         (jnp.ones(ROWS + 1), f"shape (7,) and the batch has {ROWS} rows"),
         (jnp.ones((1, ROWS)), f"shape (1, 6) and the batch has {ROWS} rows"),
         ((jnp.ones(ROWS), jnp.ones(ROWS)), "a tuple of"),
-        ((jnp.ones(ROWS), {"loss": jnp.ones(ROWS)}), "'loss'"),
-        ((jnp.ones(ROWS), {"rows": jnp.ones(ROWS)}), "'rows'"),
+        ((jnp.ones(ROWS), {"loss": jnp.ones(ROWS)}), "'loss', a reserved"),
+        ((jnp.ones(ROWS), {"rows": jnp.ones(ROWS)}), "'rows', a reserved"),
         (None, "a NoneType"),
         ("0.5", "a str"),
         (
             rx.Weighted(jnp.ones(ROWS), jnp.ones(3)),
             "values of shape (6,) and weights of shape (3,)",
         ),
-        (rx.Weighted(jnp.ones(()), jnp.ones(())), "a scalar"),
+        (rx.Weighted(jnp.ones(()), jnp.ones(())), "contains a scalar"),
         ((jnp.ones(ROWS), {"m": jnp.ones(3)}), "m has shape (3,)"),
     ],
 )
