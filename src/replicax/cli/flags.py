@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
-from replicax.errors import ConfigError, did_you_mean, require
+from replicax.errors import ConfigError, check_at_least, did_you_mean, require
 from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
 from replicax.train.changes import read_config
 
@@ -149,6 +149,8 @@ def parse_with_recipe(
     both = dataclasses.make_dataclass("Flags", fields)
     flags, program = _json_alone(flags, options_class), f"replicax {command} {spec}"
     parsed = _parsed(both, flags, program, recipe_class.__doc__, both(**begun))
+    for name in ("batch_size", "epochs"):
+        check_at_least(name, getattr(parsed.recipe, name), 1)
     return Arguments(spec, preset, parsed.recipe, parsed.options)
 
 
