@@ -1,6 +1,7 @@
 # `make help` lists the targets. Everything runs in .venv, which is made when it is needed.
 
-VENV := .venv
+# A Python that is named has an environment of its own: make test PYTHON=python3.13
+VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
@@ -10,10 +11,12 @@ LOGGERS := $(VENV)/.loggers
 DOCS := $(VENV)/.docs
 UV_VERSION := 0.13.8
 
-# The first that is Python 3.11 or newer and can make a virtual environment.
-PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
-	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
-	2>/dev/null && echo $$python && break; done)
+# The first that is Python 3.11 or newer and can make a virtual environment: on the PATH, or pyenv's.
+NEWEST := python3.14 python3.13 python3.12 python3.11
+HAS_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+runnable = $(shell for name in $(1); do \
+	for python in $$name "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/$$name; do \
+	"$$python" -c '$(HAS_VENV)' 2>/dev/null && echo "$$python" && exit; done; done)
 
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
@@ -42,10 +45,11 @@ help:
 	@echo 'make clean      remove what these targets made, .venv included; runs/ stays'
 
 $(STAMP): requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo 'Replicax needs Python 3.11 or newer with its venv module' \
+	$(eval FOUND := $(call runnable,$(or $(PYTHON),python3 $(NEWEST))))
+	@test -n "$(FOUND)" || { echo 'Replicax needs Python 3.11 or newer with its venv module' \
 		'(Debian: apt-get install python3-venv); or name one: make PYTHON=/path/to/python3' >&2; \
 		exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(FOUND) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes \
 		--requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -176,7 +180,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
 # One lock for Python 3.11 and newer: environment markers choose among the versions.
 lock:
-	$(PYTHON) -m venv build/lock
+	$(call runnable,$(or $(PYTHON),python3 $(NEWEST))) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	build/lock/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-config --custom-compile-command 'make lock' --quiet \

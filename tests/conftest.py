@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices, and nothing of the caller's Replicax settings."""
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -12,6 +13,12 @@ import pytest
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
+if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is respected: `make test-all` does
+    # Code that is made in half the time, and is slower; of children too.
+    _flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # jax 0.12 has no others
+        _flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(_flags)
 
 import hypothesis
 import jax

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
-from jax._src import hardware_utils
 from support.figures import assert_mentions
 
 from replicax.cluster import tpu_pod
 from replicax.cluster.place import find_place
+from replicax.core import jax_internals
 from replicax.errors import ConfigError
 
 STEP = {
@@ -430,5 +430,5 @@ def test_what_counts_as_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError("/sys/bus/pci/devices/0/device")
 
     for found, is_tpu in ((lambda: (0, None), False), (lambda: (4, 5), True), (unplugged, False)):
-        monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", found)
+        monkeypatch.setattr(jax_internals, "num_available_tpu_chips_and_device_id", found)
         assert IS_TPU_VM() == is_tpu

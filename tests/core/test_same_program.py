@@ -13,7 +13,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.micro_sharded import MicroSharded
-from replicax.core.same_program import SameProgram, sharding_of
+from replicax.core.same_program import SameProgram, as_global, sharding_of
 from replicax.errors import LossError
 from replicax.train.fingerprint import sha256
 
@@ -50,7 +50,7 @@ def products(devices: int, scale: float = 1.0) -> tuple[str, list[np.ndarray]]:
     program = SameProgram("products", closed.jaxpr, mesh, [None, 0], [0, 0])
     weights = jax.device_put(MODEL["in"], sharding_of(mesh, None))
     rows = jax.device_put(X[: 8 * devices], sharding_of(mesh, 0))
-    return program.digest, [np.asarray(each) for each in program(weights, rows)]
+    return program.digest, [np.asarray(as_global(each)) for each in program(weights, rows)]
 
 
 def test_each_device_runs_it_on_its_own_rows() -> None:

@@ -7,10 +7,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from jax._src import hardware_utils  # its table of TPUs has no public name
-
 from replicax.cluster.address import join_address
 from replicax.cluster.variables import Detected, Fact, whole_number
+from replicax.core import jax_internals  # JAX's table of TPUs has no public name
 from replicax.errors import ConfigError
 
 ENGINE = "TPU"
@@ -104,7 +103,7 @@ def _host(text: str) -> str:
 def is_tpu_vm() -> bool:
     """Return whether JAX finds TPU chips attached to this host."""
     with contextlib.suppress(OSError):  # hot-unplugged between listing and reading
-        return bool(hardware_utils.num_available_tpu_chips_and_device_id()[0])
+        return bool(jax_internals.num_available_tpu_chips_and_device_id()[0])
     return False
 
 

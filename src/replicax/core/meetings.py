@@ -17,7 +17,7 @@ from replicax.core.in_flight import InFlight
 from replicax.core.mesh import row_axis
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS, Wire
-from replicax.core.same_program import Own, sharding_of
+from replicax.core.same_program import Own, as_global, sharding_of
 
 Parts = list[jax.Array]
 """A value of every micro-shard: entry n is the concatenation over devices of their n-th."""
@@ -80,7 +80,7 @@ class Meetings:
     def pasted(self, into: Sequence[Own]) -> Callable[[list[Parts]], list[jax.Array]]:
         """Return the inverse of `cut`: a function that concatenates the `Parts` of each device."""
         if self.shares == 1:
-            return lambda values: [array for [array] in values]
+            return lambda values: [as_global(array) for [array] in values]
 
         def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
             each = zip(zip(*lists, strict=True), into, strict=True)

@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compiler, stages  # jax has no public way to run a program as replicas
-from jax._src.interpreters import pxla
-from jax._src.lib import hlo, xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.core import jax_internals  # JAX has no public way to run a program as replicas
 from replicax.core.mesh import row_axis
 
 Own = int | None
@@ -35,6 +33,16 @@ def sharding_of(mesh: Mesh, own: Own) -> NamedSharding:
     """Return the sharding on `mesh` of an array split by device along a dim, or replicated."""
     spec = PartitionSpec() if own is None else PartitionSpec(*[None] * own, row_axis(mesh))
     return NamedSharding(mesh, spec)
+
+
+def as_global(array: jax.Array) -> jax.Array:
+    """Return a split result of `SameProgram` as an array that can be read as a whole.
+
+    Since jax 0.12 the host reads all devices at once, by the shape of the program's result, which
+    is that of one device.
+    """
+    parts = [part.data for part in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 class SameProgram:
@@ -69,19 +77,21 @@ class SameProgram:
         local.__name__ = re.sub(r"\W", "_", name)
         lowered = jax.jit(local, donate_argnums=tuple(donated), keep_unused=True).lower(*shapes)
         self._executable = self._compiled(lowered, shapes, into, out)
-        self._call: Callable[..., list[jax.Array]] = stages.Compiled(
+        self._call: Callable[..., list[jax.Array]] = jax_internals.Compiled(
             self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
         )
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Run it on global arrays laid out as in `into`."""
+        """Run it on global arrays laid out as in `into`; split results are for other programs,
+        or for `as_global`.
+        """
         return self._call(*arrays)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the optimized program, excluding names and the number of devices."""
         [module] = self._executable.xla_executable.hlo_modules()
-        options = hlo.HloPrintOptions.short_parsable()
+        options = jax_internals.HloPrintOptions.short_parsable()
         options.print_metadata = False
         # XLA's numbers in names differ between compilations.
         options.canonicalize_instruction_names = options.canonicalize_computations = True
@@ -101,15 +111,15 @@ class SameProgram:
     ) -> Any:
         mesh, computation = self._mesh, lowered._lowering
         chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)
-        options = compiler.get_compile_options(
+        options = jax_internals.get_compile_options(
             num_replicas=devices.size,
             num_partitions=1,
             device_assignment=devices.reshape(-1, 1),
             env_options_overrides=_OPTIONS.get(devices[0].platform),
             backend=chosen["backend"],
         )
-        device_list = xla_client.DeviceList(tuple(devices))
-        executable = compiler.compile_or_get_cached(
+        device_list = jax_internals.DeviceList(tuple(devices))
+        executable = jax_internals.compile_or_get_cached(
             chosen["backend"],
             computation.stablehlo(),
             devices,
@@ -130,7 +140,7 @@ class SameProgram:
             for leaves, lie in ((shapes, into), (results, out))
         ]
         places = [[sharding_of(mesh, own) for own in lie] for lie in (into, out)]
-        loaded = pxla.UnloadedMeshExecutable(
+        loaded = jax_internals.UnloadedMeshExecutable(
             xla_executable=executable,
             device_list=device_list,
             backend=chosen["backend"],

@@ -14,10 +14,10 @@ from jax.extend.core.primitives import closed_call_p
 
 def with_equations(value: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
     """Return a jaxpr, or a container of jaxprs, with each equation changed, innermost first."""
+    if isinstance(value, Jaxpr):  # since jax 0.11 the closed ones too
+        return value.replace(eqns=[_changed(equation, change) for equation in value.eqns])
     if isinstance(value, ClosedJaxpr):
         return value.replace(jaxpr=with_equations(value.jaxpr, change))
-    if isinstance(value, Jaxpr):
-        return value.replace(eqns=[_changed(equation, change) for equation in value.eqns])
     if type(value) in (tuple, list):
         return type(value)(with_equations(each, change) for each in value)
     return value

@@ -13,11 +13,12 @@ import jax
 
 from replicax.checks import FAIL, NOTE, Check
 
-_COUNTS = (jax.device_count, jax.local_device_count, jax.process_count)
-_OTHERS = (jax.devices, jax.local_devices, jax.process_index)
+_COUNTS = ("device_count", "local_device_count", "process_count")
+_QUERIES = {
+    name: getattr(jax, name) for name in (*_COUNTS, "devices", "local_devices", "process_index")
+}
 _NAMES = {
-    getattr(each, "__wrapped__", each).__code__: f"jax.{each.__name__}"
-    for each in (*_COUNTS, *_OTHERS)
+    getattr(each, "__wrapped__", each).__code__: f"jax.{name}" for name, each in _QUERIES.items()
 }
 _LIBRARIES = frozenset({"equinox", "flax", "jax", "optax"})
 _OURS = "replicax."
@@ -33,7 +34,7 @@ def devices_asked() -> Iterator[list[str]]:
         if event == "call" and frame.f_code in _NAMES and _is_users(frame.f_back):
             found.append(_NAMES[frame.f_code])
 
-    for each in (*_COUNTS, *_OTHERS):  # a cached answer would hide the call
+    for each in _QUERIES.values():  # a cached answer would hide the call
         getattr(each, "cache_clear", lambda: None)()
     before = sys.getprofile()
     # A profiler written in C, such as cProfile, is not a function that setprofile accepts.

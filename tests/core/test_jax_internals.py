@@ -1,0 +1,53 @@
+"""What Replicax takes for granted of names that JAX does not publish; a new jax fails here first."""
+
+import ast
+import inspect
+from typing import Any
+
+import jax
+import pytest
+from test_architecture import FILES
+
+from replicax.core import jax_internals
+
+TAKEN = {
+    "compile_or_get_cached": "backend computation devices compile_options host_callbacks"
+    " executable_devices",
+    "get_compile_options": "num_replicas num_partitions device_assignment env_options_overrides"
+    " backend",
+    "UnloadedMeshExecutable": "xla_executable device_list backend input_avals input_shardings"
+    " output_avals output_shardings committed name unordered_effects ordered_effects keepalive"
+    " host_callbacks kept_var_idx mut xla_in_layouts dispatch_in_layouts xla_out_layouts"
+    " all_args_info pgle_profiler",
+    "Compiled": "executable const_args args_info out_tree",
+    "num_available_tpu_chips_and_device_id": "",
+}
+"""Parameters by name, those that Replicax passes."""
+OF_A_LOWERING = "backend host_callbacks unordered_effects ordered_effects keepalive kept_var_idx"
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_parameters(name: str) -> None:
+    known = inspect.signature(getattr(jax_internals, name)).parameters
+    passed = TAKEN[name].split()
+    assert not set(passed) - set(known), "no longer known"
+    needed = {key for key, each in known.items() if each.default is inspect.Parameter.empty}
+    assert not needed - set(passed), "newly needed"
+
+
+def test_what_a_lowering_holds() -> None:
+    lowering: Any = jax.jit(lambda x: x + 1).lower(1.0)._lowering
+    assert not set(OF_A_LOWERING.split()) - set(lowering.compile_args)
+    assert lowering.const_args is not None
+    assert "stablehlo.add" in str(lowering.stablehlo())
+
+
+def test_there_is_one_door() -> None:
+    def private(node: ast.AST) -> bool:
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [each.name for each in getattr(node, "names", ()) if isinstance(node, ast.Import)]
+        return any(name.startswith("jax._src") for name in modules)
+
+    trees = {module: ast.walk(ast.parse(path.read_text())) for module, path in FILES.items()}
+    users = [module for module, nodes in trees.items() if any(map(private, nodes))]
+    assert users == ["replicax.core.jax_internals"]
