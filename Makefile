@@ -21,15 +21,18 @@ runnable = $(shell for name in $(1); do \
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers loggers test test-all test-fast layouts chaos check \
-	bench gpu docs tutorials lock clean
+.PHONY: help train data peers engines compilers loggers test test-fast test-all test-everything \
+	test-times newest tier unpinned chaos check bench gpu docs tutorials lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
-	@echo 'make test       every promise once: minutes, with what requirements.lock installs'
-	@echo 'make test-fast  those of them that take seconds'
-	@echo 'make test-all   what is exhaustive and not in `make test`; installs what it needs first'
-	@echo 'make layouts    parity of every layout with one device, 516 cases: half an hour'
+	@echo 'make test       every promise once, in minutes (PYTHON=python3.13: on that one)'
+	@echo 'make test-fast  those of them that take no second'
+	@echo 'make test-all   chosen products, real launchers and compilers; installs what they need'
+	@echo 'make newest     what stands on JAX itself, on the newest Python and jax here'
+	@echo 'make unpinned   the same and `make test`, on the newest jax that there is'
+	@echo 'make test-everything  all cases of every product, and the searches: hours'
+	@echo 'make test-times measure the tests, and put the table into CONTRIBUTING.md'
 	@echo 'make check      lint, formatting, types'
 	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
@@ -145,20 +148,46 @@ docs: $(DOCS)
 tutorials: $(STAMP)
 	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
 
-# Each worker begins with one half of the tests, so that most modules make their fixtures once.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# A file's tests run in one worker, which makes their fixtures once; tests/conftest.py orders files.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
-test-all: $(STAMP) data peers engines compilers loggers $(DOCS)
-	$(PYTEST) -m exhaustive $(ARGS)
-
 test-fast: $(STAMP)
-	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
+	$(PYTEST) --fast -m "not exhaustive" $(ARGS)
 
-layouts: $(STAMP)
-	REPLICAX_EVERY_LAYOUT=1 $(PYTEST) tests/core/test_layout_parity.py $(ARGS)
+# With the programs that users get: XLA's own flags.
+test-all: $(STAMP) data peers engines compilers loggers $(DOCS)
+	XLA_FLAGS= $(PYTEST) -m "exhaustive and not everything" $(ARGS)
+
+test-everything: $(STAMP) data peers engines compilers loggers $(DOCS)
+	XLA_FLAGS= $(PYTEST) $(ARGS)
+	$(BIN)/python benchmarks/exact_search.py
+
+# The rooms that stand on what JAX does not promise, on the newest Python of this machine.
+TIER := tests/verify tests/plan tests/train/checkpoints tests/core/test_parity.py \
+	tests/core/test_layout_parity.py tests/core/test_exact*.py tests/core/test_same_program.py \
+	tests/core/test_jax_internals.py
+
+newest:
+	$(MAKE) tier PYTHON=$(call runnable,$(NEWEST))
+
+tier: $(STAMP)
+	XLA_FLAGS= $(PYTEST) -m "not exhaustive" $(TIER) $(ARGS)
+
+# Whatever pyproject.toml and the lock say of jax.
+unpinned:
+	$(call runnable,$(or $(PYTHON),$(NEWEST))) -m venv --clear .venv-unpinned
+	.venv-unpinned/bin/python -m pip install --quiet --editable '.[dev]'
+	.venv-unpinned/bin/python -m pip install --quiet --upgrade jax jaxlib
+	$(MAKE) test tier BIN=.venv-unpinned/bin STAMP=.venv-unpinned/bin/python
+
+test-times: $(STAMP)
+	rm -rf build/test-programs build/test-times
+	REPLICAX_TEST_TIMES=cold $(PYTEST) -p support.times -m "not exhaustive" $(ARGS)
+	REPLICAX_TEST_TIMES=warm $(PYTEST) -p support.times -m "not exhaustive" $(ARGS)
+	$(BIN)/python tests/support/times.py
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
@@ -187,4 +216,4 @@ lock:
 		--output-file requirements.lock $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -190,7 +190,12 @@ def outcome(tree: Path, python: str, tests: list[str], limit: float) -> dict[str
     command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     try:
         ended = subprocess.run(
-            [*command, f"@{chosen}"], cwd=tree, env=env, capture_output=True, text=True, timeout=limit
+            [*command, f"@{chosen}"],
+            cwd=tree,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
         return {"outcome": "caught", "by": "time"}
@@ -201,7 +206,9 @@ def outcome(tree: Path, python: str, tests: list[str], limit: float) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("verb", choices=("draw", "run"))
     parser.add_argument("draws", nargs="?", type=Path, help="of `run`: the file that `draw` wrote")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout under test")

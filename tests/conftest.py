@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices, and nothing of the caller's Replicax settings."""
 
 import importlib.metadata
+import json
 import os
 import signal
 import sys
@@ -13,21 +14,31 @@ import pytest
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
-if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is respected: `make test-all` does
-    # Code that is made in half the time, and is slower; of children too.
-    _flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_backend_optimization_level=0"]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # jax 0.12 has no others
+if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is left as it is: `make test-all` does
+    # Programs that compile in half the time or less, in children too; they run more slowly.
+    _flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # since jax 0.12 it has no other
         _flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(_flags)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import hypothesis
 import jax
+from support import programs
 from support.command_line import Main, runner
+
+HERE = Path(__file__).parent
+DURATIONS = json.loads((HERE / "durations.json").read_text())
+"""Tests and seconds by file, from the last `make test-times`."""
+FAST_SECONDS = 0.1
+"""Most seconds of a test, on average, in a file that `--fast` runs."""
 
 hypothesis.settings.register_profile("replicax", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("replicax")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command makes others
+for _name, _value in programs.CACHE.items():
+    jax.config.update(_name.lower(), _value)
 
 # A shell's background jobs are born deaf to Ctrl-C, those of nohup to SIGHUP, and tests with them.
 for _number, _default in (
@@ -39,12 +50,44 @@ for _number, _default in (
         signal.signal(_number, _default)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A program that this process has compiled is not compiled again for the next test."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="only files whose tests take no time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    name = collection_path.relative_to(HERE).as_posix()
+    if not config.getoption("--fast") or not name.endswith(".py"):
+        return None
+    tests, seconds = DURATIONS.get(name, (1, 0.0))
+    return seconds > FAST_SECONDS * tests or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the files that take longest begin, and short ones fill the end of both workers."""
+
+    def place(item: pytest.Item) -> tuple[float, str]:
+        name = item.path.relative_to(HERE).as_posix()
+        return -DURATIONS.get(name, (1, 60.0))[1], name
+
+    items.sort(key=place)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        programs.prune()
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """LLVM optimizes, as for users: for the same bits from programs that differ."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    monkeypatch.setenv(name.upper(), "0")  # for child processes
+    jax.config.update(name, False)
+    jax.clear_caches()  # what is compiled the one way has other bits than the other
+    yield
+    jax.config.update(name, before)
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch", "walk")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     only(PAGES[:3], [*PAGES, *TUTORIALS]),

@@ -68,7 +68,6 @@ def known() -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_public_name_runs(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

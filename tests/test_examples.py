@@ -19,10 +19,7 @@ from support.examples import (
     sources,
     with_replicax,
 )
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
-
-__all__ = ["quick_programs"]
 
 KEPT = [("shard_map", 4)]
 PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")

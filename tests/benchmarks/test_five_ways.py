@@ -31,7 +31,6 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("compare")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("program", "variant"), only(WITH_REPLICAX[:1], CASES))
 def test_weights_are_those_of_one_device(
     compare: ModuleType, program: str, variant: str, tmp_path: Path

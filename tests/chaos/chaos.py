@@ -28,10 +28,10 @@ from chaos.checks import check_done, is_bitwise_equal
 from chaos.defences import DEFENCES
 from chaos.disk import can_mount
 from chaos.faults import FAULTS
-from chaos.fork_server import ForkServer
 from chaos.outcome import Outcome, table
 from chaos.references import References
 from chaos.trial import Trial
+from support.fork_server import ForkServer
 
 TESTS = Path(__file__).resolve().parents[1]
 _USUAL_TRIALS = 40

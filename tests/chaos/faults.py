@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from chaos import storage
 from chaos.corruption import corrupt
-from chaos.fork_server import Child
 from chaos.launched import launched
 from chaos.sizes import SAVE_EVERY, STEPS
 from chaos.trial import SAVED, Moment, Start, Trial
+from support.fork_server import Child
 
 GRACE_SECONDS = 30.0
 SECOND_SECONDS = 5.0

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 from chaos.checks import check_undisturbed, comparable
-from chaos.fork_server import ForkServer
 from chaos.trial import Trial, Undisturbed
+from support.fork_server import ForkServer
 
 
 class References:

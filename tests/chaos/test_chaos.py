@@ -10,8 +10,8 @@ from chaos.chaos import Harness
 from chaos.corruption import KINDS, corrupt
 from chaos.defences import DEFENCES
 from chaos.faults import FAULTS
-from chaos.fork_server import ForkServer
 from chaos.outcome import Outcome, table
+from support.fork_server import ForkServer
 from support.tiers import EXHAUSTIVE
 
 TRIALS = 40
@@ -34,7 +34,6 @@ def test_nobody_can_tell_what_happened_to_a_run(harness: Harness) -> None:
     assert all(outcome.equal for outcome in outcomes)
 
 
-@pytest.mark.slow
 def test_nobody_can_tell_that_a_run_was_killed(harness: Harness) -> None:
     outcomes = harness.run(["kill"], 2, seed=0, jobs=JOBS)
     assert [outcome.wrong for outcome in outcomes] == [[], []]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos.fork_server import Child, ForkServer
 from chaos.sizes import SAVE_EVERY, STEPS
+from support.fork_server import Child, ForkServer
 
 JOB = Path(__file__).with_name("job.py")
 MOST_STARTS = 10

@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.quick import quick_programs
 from support.recipe_runs import MLP, TINY_GPT2, Ended, train, write_texts
-
-__all__ = ["quick_programs"]
 
 
 @pytest.fixture(scope="session")

@@ -348,7 +348,6 @@ def test_version(main: Main) -> None:
     assert re.fullmatch(r"replicax \d+\.\d+\.\d+\n", out)
 
 
-@pytest.mark.slow
 class TestProcess:
     """What needs a process of its own."""
 

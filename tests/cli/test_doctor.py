@@ -174,7 +174,6 @@ def not_well(rows: dict[str, Any]) -> list[str]:
     return [check for check, row in rows.items() if row["verdict"] in ("warning", "problem")]
 
 
-@pytest.mark.slow
 def test_two_processes_that_are_well(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {}).end()
     assert (codes, not_well(rows)) == ([0, 0], [])
@@ -194,7 +193,6 @@ def test_two_processes_that_differ(tmp_path: Path) -> None:
     assert re.search(r"JAX_DEFAULT_MATMUL_PRECISION .*highest .*process 1", found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", only([1], [0, 1]))
 def test_a_process_without_devices_keeps_nobody_waiting(broken: int, tmp_path: Path) -> None:
     changes: list[dict[str, str]] = [{}, {}]
@@ -232,7 +230,6 @@ def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
     assert re.search(r"127\.0\.0\.1:\d+.*connection refused", doctors.err(1))
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     doctors = Doctors(tmp_path, {}, {}, "--largest-mb", "512")
     deadline = time.monotonic() + HANG_SECONDS

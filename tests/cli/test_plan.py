@@ -30,7 +30,6 @@ def shown(main: Main, *arguments: object) -> str:
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", only(["linear_regression"], ["linear_regression", "lenet"]))
 def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
     out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json", "p.json")

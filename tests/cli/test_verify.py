@@ -95,7 +95,6 @@ class OnlyTrained(NeedsKey):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "row"),
     [
@@ -124,7 +123,6 @@ def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
     assert any("a sum" in check["cause"] for check in found["checks"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("step", 0), ("wrong", 1)])
 def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     Path("my_step.py").write_text(STEP)

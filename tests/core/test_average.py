@@ -10,12 +10,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
-
-__all__ = ["quick_programs"]
 
 DECAY, ROWS, STEPS = 0.8, 16, 5
 NUMBERS = np.random.default_rng(0)

@@ -116,7 +116,6 @@ def test_evaluation_counts_every_row_once(mode: str) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map", "pmap"]))
 def test_a_loop_that_reads_nothing_does_not_run_too_far_ahead(mode: str) -> None:
     """Steps of some milliseconds, more of them than XLA's CPU backend lets wait without a hang."""

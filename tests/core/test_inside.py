@@ -10,12 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
-
-__all__ = ["quick_programs"]
 
 MODES = ("single", "jit", "shard_map", "pmap")
 ROWS, BATCH = 52, 32

@@ -1,4 +1,4 @@
-"""What Replicax takes for granted of names that JAX does not publish; a new jax fails here first."""
+"""What is taken for granted of names that JAX does not publish; a new jax fails here first."""
 
 import ast
 import inspect
@@ -45,7 +45,9 @@ def test_what_a_lowering_holds() -> None:
 def test_there_is_one_door() -> None:
     def private(node: ast.AST) -> bool:
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        modules += [each.name for each in getattr(node, "names", ()) if isinstance(node, ast.Import)]
+        modules += [
+            each.name for each in getattr(node, "names", ()) if isinstance(node, ast.Import)
+        ]
         return any(name.startswith("jax._src") for name in modules)
 
     trees = {module: ast.walk(ast.parse(path.read_text())) for module, path in FILES.items()}

@@ -9,7 +9,7 @@ from support.job_layouts import CASES, flat
 from support.layout_cases import SINGLE, train
 from support.processes import SUPPORT, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.exhaustive
 BOUND = 1e-6
 
 

@@ -10,14 +10,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
 from replicax.core.batch import Batch
 from replicax.core.look import Look
-
-__all__ = ["quick_programs"]
 
 Loss = Callable[[Any, Any, Any], Any]
 ROWS = 16

@@ -21,14 +21,10 @@ from support.job_cases import (
     train_network,
 )
 from support.processes import SUPPORT, run_job
-from support.quick import quick_programs
 from support.tiers import exhaustive, only
 
 import replicax as rx
 
-__all__ = ["quick_programs"]
-
-pytestmark = pytest.mark.slow
 Results = Callable[[str], dict[str, Any]]
 JOB = SUPPORT / "job_cases.py"
 

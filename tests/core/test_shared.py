@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
-
-__all__ = ["quick_programs"]
 
 ROWS, BATCH, RATE = 52, 32, 0.05
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -15,7 +15,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support.agreement import largest_difference
-from support.quick import quick_programs
 from support.staged import (
     LAYERS,
     ROWS,
@@ -40,8 +39,6 @@ from replicax.core.objective import StepSums
 from replicax.core.pipeline import SCHEDULES, bubble
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
-
-__all__ = ["quick_programs"]
 
 
 @functools.cache

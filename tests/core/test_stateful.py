@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.quick import quick_programs
 from support.resumable import bits
 from support.tiers import exhaustive, only
 
 import replicax as rx
-
-__all__ = ["quick_programs"]
 
 BATCH = 32
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)

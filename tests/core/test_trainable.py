@@ -10,12 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
-
-__all__ = ["quick_programs"]
 
 ROWS, WIDTH, RANK = 16, 32, 2
 NUMBERS = np.random.default_rng(0)

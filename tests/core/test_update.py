@@ -8,15 +8,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from support.quick import quick_programs
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.core.models.split import split_model
 from replicax.core.optimizer import updater
 from replicax.train.guarded import guarded
-
-__all__ = ["quick_programs"]
 
 SOURCE = {"x": np.arange(96, dtype=np.float32).reshape(16, 6) / 96, "y": np.ones(16, np.float32)}
 

@@ -216,7 +216,6 @@ def test_recursive_functions_end(path: Path) -> None:
     assert [one.line for one in examine(path).findings] == [9]
 
 
-@pytest.mark.slow
 def test_the_repository_is_clean() -> None:
     root = Path(__file__).resolve().parents[2]
     files = sorted((root / "src").glob("**/*.py"))

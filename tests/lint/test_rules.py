@@ -118,7 +118,6 @@ OFTEN = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", only(OFTEN, EXECUTED))
 def test_verify_agrees_once_it_runs(name: str, tmp_path: Path) -> None:
     code, to = HEAD + (BROKEN | CORRECT)[name], tmp_path / "check.py"

@@ -206,7 +206,6 @@ def test_a_step_of_ones_own_is_within_a_factor_of_two(mode: str) -> None:
     assert 0.5 < found.total / memory.peak < 2
 
 
-@pytest.mark.slow
 @EXHAUSTIVE
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 @pytest.mark.parametrize("devices", [1, 2])
@@ -214,7 +213,6 @@ def test_gpt2_is_near_what_the_compiler_takes(remat: transformer.Remat, devices:
     assert compare(*gpt2(remat), devices) == pytest.approx(1, abs=0.25)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     only(

@@ -398,7 +398,6 @@ def test_float16_counts_a_v100s_tensor_cores_and_is_what_is_tried_there() -> Non
     strict(half)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "platform", "extra"),
     only(

@@ -55,7 +55,6 @@ def test_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.source == f"{found.name}: 3 files, 14 bytes in {library}; skipped 1 empty"
 
 
-@pytest.mark.slow
 def test_the_real_standard_library() -> None:
     found = read_corpus(None)
 

@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import save_file
 from support.command_line import Main, one_line
 from support.figures import assert_mentions
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -25,8 +24,6 @@ from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import Params, Shape
-
-__all__ = ["quick_programs"]
 
 LINE = b"one two three four five six seven eight nine ten\n"
 HELD_OUT = LINE * 3 + b"one two three"  # 160 bytes, and an end of text that is no byte

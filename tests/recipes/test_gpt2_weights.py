@@ -12,14 +12,11 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 from replicax.errors import ConfigError, DataError
 from replicax.recipes.gpt2_weights import load_weights, published
 from replicax.recipes.transformer import Params, Shape, init, logits
-
-__all__ = ["quick_programs"]
 
 SHAPE = Shape(layers=2, heads=1, width=4, context=8, vocab_size=11)
 Tensors = dict[str, np.ndarray]

@@ -9,14 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.recipes.lenet import LeNet, logits
-
-__all__ = ["quick_programs"]
 
 RECIPE = LeNet()
 

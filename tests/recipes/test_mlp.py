@@ -5,13 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
 from replicax.recipes.mlp import MLP
-
-__all__ = ["quick_programs"]
 
 SMALL = MLP(rows=2000, epochs=3)
 

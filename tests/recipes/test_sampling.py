@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.quick import quick_programs
 
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import sample
 from replicax.recipes.transformer import Params, Shape
-
-__all__ = ["quick_programs"]
 
 VOCAB_SIZE, HEADS, END = 13, 2, 12
 SHAPE = Shape(layers=1, heads=HEADS, width=16, context=40, vocab_size=VOCAB_SIZE)

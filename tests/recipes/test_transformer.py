@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.quick import quick_programs
 from support.tiers import only
 
 from replicax.core.traced_for import traced_for
@@ -15,8 +14,6 @@ from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.transformer import Shape, hidden, init, logits
-
-__all__ = ["quick_programs"]
 
 SMALL = Shape(layers=3, heads=2, width=16, context=32, vocab_size=31)
 TOKENS = np.random.default_rng(0).integers(0, 31, (4, 32))

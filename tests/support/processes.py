@@ -1,12 +1,17 @@
 """Runs a script as the processes of a job, without the launcher."""
 
+import atexit
 import dataclasses
+import functools
 import os
+import signal
 import socket
-import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from support.fork_server import PRELOADED, ForkServer
+from support.programs import CACHE
 
 SUPPORT = Path(__file__).resolve().parent
 
@@ -44,29 +49,38 @@ def run_job(
         timeout_seconds: until all must have ended; else the processes are killed.
     """
     shared = {
-        **os.environ,
+        **{name: str(value) for name, value in {**CACHE, **(env or {})}.items()},
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "PYTHONPATH": os.pathsep.join(
-            [str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
         "REPLICAX_PROCESSES": str(processes),
         "REPLICAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "REPLICAX_JOB_ID": "test",
-        **(env or {}),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**shared, "REPLICAX_PROCESS_ID": str(process)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(processes)
-    ]
-    try:
-        texts = [process.communicate(timeout=timeout_seconds) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [Ended(p.returncode, *text) for p, text in zip(started, texts, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [
+            [Path(folder, f"{process}.{name}") for name in ("out", "err")]
+            for process in range(processes)
+        ]
+        started = [
+            _server().fork(
+                [*map(str, command)], {**shared, "REPLICAX_PROCESS_ID": str(process)}, *paths
+            )
+            for process, paths in enumerate(outputs)
+        ]
+        try:
+            assert _server().wait(started, timeout_seconds), "the job did not end in time"
+        finally:
+            for child in started:
+                child.signal(signal.SIGKILL)
+        texts = [[path.read_text() for path in paths] for paths in outputs]
+    return [Ended(child.status or 0, *text) for child, text in zip(started, texts, strict=True)]
+
+
+@functools.cache
+def _server() -> ForkServer:
+    """One for all jobs that this process starts, with what they import."""
+    path = os.pathsep.join([str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = ForkServer(
+        {**os.environ, "PYTHONPATH": path}, (*PRELOADED, "flax.nnx", "replicax.cli")
+    )
+    atexit.register(server.close)
+    return server

@@ -1,8 +1,10 @@
-"""Where the time of the tests goes, by file and by phase: `-p support.times`, as `make test-times` does.
+"""Where the time of the tests goes, by file and by phase; `make test-times` loads it.
 
-Each worker writes its rows when it ends; the first process adds them up into a table.
+As a plugin (`-p support.times`) each worker writes its rows when it ends. As a program it adds the
+rows up, prints the table of all files, and writes the largest into CONTRIBUTING.md.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +19,10 @@ import jax
 import pytest
 
 FOLDER = Path("build/test-times")
+DURATIONS = Path("tests/durations.json")
+RUN = "REPLICAX_TEST_TIMES"
+"""The variable that names the run: a folder in FOLDER."""
+_BEGIN, _END = "<!-- make test-times writes this table -->", "<!-- end -->"
 PHASES = ("trace", "lower", "compile", "children", "sleep")
 _EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -61,7 +67,7 @@ class _Watch:
         open_: list[tuple[str, float, float]] = []
         following = iter([*spans, ("", float("inf"), float("inf"))])
         upcoming = next(following)
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             while upcoming[1] <= begin:
                 open_.append(upcoming)
                 upcoming = next(following)
@@ -78,6 +84,7 @@ class Times:
         self.rows: list[dict[str, Any]] = []
         self.watch = _Watch()
         self.ready = 0.0
+        self.run = os.environ.get(RUN, "last")
 
     def pytest_collection_finish(self) -> None:
         self.ready = time.time()
@@ -101,10 +108,66 @@ class Times:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        FOLDER.mkdir(parents=True, exist_ok=True)
+        folder = FOLDER / self.run
+        folder.mkdir(parents=True, exist_ok=True)
         about = {"started": _STARTED, "ready": self.ready, "rows": self.rows}
-        (FOLDER / f"{worker}.json").write_text(json.dumps(about))
+        (folder / f"{worker}.json").write_text(json.dumps(about))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(), "replicax-times")
+
+
+def _files(folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds by file and phase, and `tests`, their number."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for path in sorted(folder.glob("*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            each = found[row["test"].partition("::")[0].removeprefix("tests/")]
+            each["tests"] += 1
+            for name in ("seconds", *PHASES):
+                each[name] += row[name]
+    return found
+
+
+def _line(name: str, cold: dict[str, float], warm: dict[str, float]) -> str:
+    def shown(each: dict[str, float]) -> list[str]:
+        rest = each["seconds"] - sum(each[phase] for phase in PHASES)
+        return [f"{value:.1f}" for value in (*(each[phase] for phase in PHASES), rest)]
+
+    numbers = [f"{cold['tests']:.0f}", f"{cold['seconds']:.1f}", *shown(cold)]
+    again = warm["seconds"]
+    return f"| {' | '.join([name, *numbers, f'{again:.1f}'])} |"
+
+
+def table(cold: Path, warm: Path, most: int) -> str:
+    """The `most` files that take longest, all others together, and all."""
+    files, again = _files(cold), _files(warm)
+    order = sorted(files, key=lambda name: -files[name]["seconds"])
+
+    def total(names: list[str], of: dict[str, dict[str, float]]) -> dict[str, float]:
+        return {key: sum(of[name][key] for name in names) for key in ("tests", "seconds", *PHASES)}
+
+    head = f"| file | tests | seconds | {' | '.join(PHASES)} | rest | warm |"
+    lines = [head, "|---|" + "--:|" * (len(PHASES) + 4)]
+    lines += [_line(name, files[name], again[name]) for name in order[:most]]
+    for name, names in ((f"{len(order) - most} others", order[most:]), ("all", order)):
+        lines.append(_line(name, total(names, files), total(names, again)))
+    return "\n".join(lines)
+
+
+def _write() -> None:
+    cold, warm = FOLDER / "cold", FOLDER / "warm"
+    lines = [
+        f'"{name}": [{each["tests"]:.0f}, {each["seconds"]:.1f}]'
+        for name, each in sorted(_files(cold).items())
+    ]
+    DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    page = Path("CONTRIBUTING.md")
+    before, _, rest = page.read_text().partition(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}\n{table(cold, warm, 25)}\n{_END}{rest.partition(_END)[2]}")
+    print(table(cold, warm, 60))
+
+
+if __name__ == "__main__":
+    _write()

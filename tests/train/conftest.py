@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.lease_starts import HOLDS, Start
-from support.quick import optimized, quick_programs
 
 from replicax.train import lease
-
-__all__ = ["optimized", "quick_programs"]
 
 
 @pytest.fixture

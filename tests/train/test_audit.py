@@ -354,7 +354,6 @@ def alone() -> list[Ended]:
     ]
 
 
-@pytest.mark.slow
 def test_both_processes_name_the_device_of_one() -> None:
     first, second = job(1, 6, "stop")
     assert first.code == second.code == 1

@@ -162,7 +162,6 @@ def test_the_steps_of_a_twin_are_followed() -> None:
     assert int(state.step) == 24
 
 
-@pytest.mark.slow
 def test_processes_skip_and_end_alike() -> None:
     ended = run_job(SUPPORT / "job_bad_steps.py")
     told = [each.out[each.out.index("norm") :] for each in ended]  # Gloo speaks before

@@ -9,8 +9,6 @@ import pytest
 from support.processes import SUPPORT, Ended, run_job
 from support.tiers import EXHAUSTIVE, only
 
-pytestmark = pytest.mark.slow
-
 
 def fit(folder: Path, steps: str, interrupted: str = "nobody") -> list[Ended]:
     return run_job(SUPPORT / "job_fit.py", steps, folder, interrupted)

@@ -236,7 +236,6 @@ def of_kinds() -> str:
 
 
 @EXHAUSTIVE
-@pytest.mark.slow
 def test_it_is_the_same_in_another_process() -> None:
     tests = Path(__file__).resolve().parents[1]
     script = "from train import test_program_fingerprint as here; print(here.of_kinds())"

@@ -93,7 +93,6 @@ AMONG_THEM = [1, 3, 7, 25, 60]
 
 
 @EXHAUSTIVE
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [AMONG_THEM, [*range(2, 91, 8)]])
 def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
     whole, *others = killed(tmp_path, at)
@@ -103,7 +102,6 @@ def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) 
 
 
 @EXHAUSTIVE
-@pytest.mark.slow
 def test_a_job_of_two_processes_goes_on(tmp_path: Path) -> None:
     for steps, done in ((6, 6), (10, 4)):
         for ended in run_job(SUPPORT / "job_fit_remote.py", tmp_path, steps):

@@ -177,7 +177,6 @@ def step(loss: Any, optimizer: Any, parts: int) -> Any:
     return lambda params, rows: changes((params, params), compiled(params, rows))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", only([0], range(3)))

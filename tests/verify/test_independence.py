@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from support.quick import quick_programs
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -18,8 +17,6 @@ from replicax.verify.independence import (
     examine_rows,
 )
 from replicax.verify.subject import Subject
-
-__all__ = ["quick_programs"]
 
 
 def subject(loss: Any) -> Subject:

@@ -58,7 +58,6 @@ def verified(step: Any, *modes: str, mode: str = "shard_map") -> Verification:
     return rx.verify(dp, STATE, DATA, modes=modes, micro_batches=1)
 
 
-@pytest.mark.slow
 def test_a_correct_step_passes() -> None:
     found = verified(step_of(loss), "jit", "shard_map", "exact")
     assert {check.verdict for check in found.checks} == {PASS}

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from support.figures import assert_mentions
-from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE
 from verify import zoo_recipes as zoo
 
@@ -18,8 +17,6 @@ from replicax.verify.facts import Facts, examine
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import counted_compilations
 from replicax.verify.subject import Case, Subject
-
-__all__ = ["quick_programs"]
 
 
 def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
@@ -34,7 +31,6 @@ def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str,
     return {check.case: check.verdict for case in cases for check in cases_of.parity(case)}
 
 
-@pytest.mark.slow
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that was forgotten leaves full batches right."""
     of = subject(zoo.Entry())
@@ -62,7 +58,6 @@ class LeftOut:
         return sums, state
 
 
-@pytest.mark.slow
 def test_a_reduction_that_is_left_out_is_named() -> None:
     of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
     (check, *_) = ProgramCases(of, examine(of), lambda text: None).parity(of.own)
@@ -123,7 +118,6 @@ def test_refusals_of_the_own_mode_fail() -> None:
     assert found["pmap, full"] == "skip"
 
 
-@pytest.mark.slow
 def test_steps_that_were_compiled_ahead_are_not_compiled_again() -> None:
     of = subject(zoo.Entry())
     cases = [of.own, of.case(MODES["jit"], 4)]

@@ -44,7 +44,6 @@ def correct() -> Verification:
     )
 
 
-@pytest.mark.slow
 def test_says_what_was_verified(correct: Verification) -> None:
     assert correct.ok
     assert correct.about["devices"] == 8
@@ -53,7 +52,6 @@ def test_says_what_was_verified(correct: Verification) -> None:
     assert correct.about["mode"] == "global arrays"
 
 
-@pytest.mark.slow
 def test_every_subject_has_a_row(correct: Verification) -> None:
     rows = [(check.subject, check.case) for check in correct.checks]
     assert rows == [
@@ -74,7 +72,6 @@ def test_every_subject_has_a_row(correct: Verification) -> None:
     assert "refuses 59 rows" in refused.found
 
 
-@pytest.mark.slow
 def test_is_what_json_can_hold(correct: Verification) -> None:
     again = json.loads(json.dumps(correct.to_json()))
     assert again["ok"] is True
@@ -97,7 +94,6 @@ def test_the_step_may_donate_arrays_of_the_user() -> None:
     assert np.isfinite(jax.device_get(state)["params"]["in"]["kernel"]).all()
 
 
-@pytest.mark.slow
 def test_a_state_alone_may_be_returned() -> None:
     def alone(state: Any, rows: Any) -> Any:
         return zoo.reference(state, rows)[0]
@@ -179,7 +175,6 @@ def test_reductions_of_every_micro_batch_are_noted() -> None:
     assert traffic.figures["collectives"]["all-reduce"]["count"] >= zoo.K
 
 
-@pytest.mark.slow
 def test_a_warm_up_does_not_hide_the_gradient() -> None:
     """Its first learning rate is 0, and with it every change."""
 

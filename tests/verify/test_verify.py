@@ -15,7 +15,6 @@ def plain() -> Verification:
     return zoo.Entry().verify(modes=["jit", "exact"])
 
 
-@pytest.mark.slow
 def test_it_checks_everything(plain: Verification) -> None:
     assert [*dict.fromkeys(check.subject for check in plain.checks)] == [
         "parity",
@@ -29,7 +28,6 @@ def test_it_checks_everything(plain: Verification) -> None:
     assert plain.ok, [c for c in plain.checks if c.verdict == "fail"]
 
 
-@pytest.mark.slow
 def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
     cases = [check.case for check in plain.checks if check.subject == "parity"]
     batches = ("full", "padded", "unequal weights")
@@ -43,14 +41,12 @@ def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
     assert cases == names
 
 
-@pytest.mark.slow
 def test_exact_gives_one_digest(plain: Verification) -> None:
     (check,) = (check for check in plain.checks if check.case == "exact, 1, 2, 4 devices")
     assert len(set(check.figures["sha256"].values())) == 1
     assert check.figures["sha256"]["1"][:12] in check.found
 
 
-@pytest.mark.slow
 def test_about(plain: Verification) -> None:
     assert plain.about["devices"] == 4
     assert plain.about["rows"] == zoo.ROWS

@@ -14,7 +14,6 @@ NOTED = USUAL_NOTED | unusual.NOTED
 USUAL = ("mean of means, shard_map", "reduced by hand", "device count", "fixed seed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))
 def test_broken_is_caught(name: str) -> None:
     entry = BROKEN[name]

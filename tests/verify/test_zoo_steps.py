@@ -31,7 +31,6 @@ USUAL = (
 """A mistake of each subject."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))
 def test_a_mistake_is_caught_and_named(name: str) -> None:
     entry = BROKEN[name]
@@ -47,7 +46,6 @@ def test_a_mistake_is_caught_and_named(name: str) -> None:
         assert words in causes[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["shard_map", "masked", "raw_key_in_state"], CORRECT))
 def test_a_correct_step_raises_no_alarm(name: str) -> None:
     assert verified(name).failed == []

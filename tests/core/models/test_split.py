@@ -12,14 +12,11 @@ import optax
 import pytest
 from flax import nnx
 from support.cases import BATCH, CASES, DROPOUT_CASES
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
 from replicax.core.models.split import split_model
 from replicax.recipes.recipe import abstract_model
-
-__all__ = ["quick_programs"]
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 

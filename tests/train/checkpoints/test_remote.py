@@ -209,7 +209,6 @@ def test_a_run_that_was_taken_over_commits_nothing(store: Store) -> None:
     assert store.paths() == []
 
 
-@pytest.mark.slow
 def test_each_process_uploads_and_downloads_its_own(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     for ended in run_job(SUPPORT / "job_remote.py", tmp_path / "objects", processes=2):

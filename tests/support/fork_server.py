@@ -1,8 +1,8 @@
 """Python processes that have imported everything, in milliseconds.
 
 A server imports once what the job needs, makes no devices, and forks for each start. What it
-forks goes on as `python SCRIPT ARGUMENTS` would: it runs the script and ends with the interpreter,
-exit handlers and all.
+forks goes on as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` would: it runs that and
+ends with the interpreter, exit handlers and all. JAX's variables are those of its start.
 """
 
 import contextlib
@@ -207,6 +207,11 @@ def _become(order: dict[str, Any]) -> None:
         os.dup2(file, number)
         os.close(file)
     os.environ.update(order["env"])
+    jax = sys.modules.get("jax")
+    for name, value in order["env"].items():
+        if jax and name.startswith("JAX_"):  # which jax read when it was imported
+            known = jax.config.values[name.lower()]
+            jax.config.update(name.lower(), value if known is None else type(known)(value))
     sys.argv[:] = order["command"]
 
 
@@ -230,8 +235,13 @@ def _main() -> None:
     gc.freeze()
     _serve(socket.socket(fileno=int(connection)))
     _die_with_parent()
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = ""
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
