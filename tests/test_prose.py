@@ -29,14 +29,3 @@ def test_no_assertion_holds_three_words_of_prose() -> None:
     for path in TESTS.rglob("*.py"):
         found = [(part.lineno, part.value) for part in pinned(ast.parse(path.read_text("utf-8")))]
         assert not found, path
-
-
-def test_no_docstring_begins_with_a_genitive_or_a_clause() -> None:
-    for path in (TESTS.parent / "src").rglob("*.py"):
-        docstrings = [
-            node.value.value
-            for node in ast.walk(ast.parse(path.read_text("utf-8")))
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        ]
-        found = [text for text in docstrings if re.match(r"(Of|What)\b", str(text))]
-        assert not found, path

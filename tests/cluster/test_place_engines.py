@@ -430,5 +430,5 @@ def test_what_counts_as_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError("/sys/bus/pci/devices/0/device")
 
     for found, is_tpu in ((lambda: (0, None), False), (lambda: (4, 5), True), (unplugged, False)):
-        monkeypatch.setattr(jax_internals, "num_available_tpu_chips_and_device_id", found)
+        monkeypatch.setattr(jax_internals, "tpu_chips", found)
         assert IS_TPU_VM() == is_tpu

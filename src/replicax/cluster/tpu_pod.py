@@ -103,7 +103,7 @@ def _host(text: str) -> str:
 def is_tpu_vm() -> bool:
     """Return whether JAX finds TPU chips attached to this host."""
     with contextlib.suppress(OSError):  # hot-unplugged between listing and reading
-        return bool(jax_internals.num_available_tpu_chips_and_device_id()[0])
+        return bool(jax_internals.tpu_chips()[0])
     return False
 
 

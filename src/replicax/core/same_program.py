@@ -91,7 +91,7 @@ class SameProgram:
     def digest(self) -> str:
         """SHA-256 of the optimized program, excluding names and the number of devices."""
         [module] = self._executable.xla_executable.hlo_modules()
-        options = jax_internals.HloPrintOptions.short_parsable()
+        options = jax_internals.hlo.HloPrintOptions.short_parsable()
         options.print_metadata = False
         # XLA's numbers in names differ between compilations.
         options.canonicalize_instruction_names = options.canonicalize_computations = True
@@ -118,7 +118,7 @@ class SameProgram:
             env_options_overrides=_OPTIONS.get(devices[0].platform),
             backend=chosen["backend"],
         )
-        device_list = jax_internals.DeviceList(tuple(devices))
+        device_list = jax_internals.xla_client.DeviceList(tuple(devices))
         executable = jax_internals.compile_or_get_cached(
             chosen["backend"],
             computation.stablehlo(),
