@@ -14,7 +14,7 @@ from replicax.doctor.installation import (
     requirements,
 )
 
-RANGES = {"jax": "<0.12,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12"}
+RANGES = {"jax": "<0.13,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12"}
 FITTING = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
 
 
@@ -26,7 +26,7 @@ def test_this_installation_is_well() -> None:
 
 
 def test_the_ranges_are_those_of_the_package() -> None:
-    assert requirements()["jax"] == "<0.12,>=0.10.2"
+    assert requirements()["jax"] == "<0.13,>=0.10.2"
     assert requirements()["flax"] == "<0.13,>=0.12"
     assert "pytest" not in requirements()
 
@@ -36,7 +36,7 @@ def test_the_ranges_are_those_of_the_package() -> None:
     [
         ({"jax": "0.10.1", "jaxlib": "0.10.1"}, FAIL, ["0.10.1 is older than 0.10.2"]),
         ({"jax": "0.9.9", "jaxlib": "0.9.9"}, FAIL, ["jax 0.9.9"]),
-        ({"jax": "0.12.0", "jaxlib": "0.12.0"}, NOTE, ["0.12.0 is newer", "<0.12"]),
+        ({"jax": "0.13.0", "jaxlib": "0.13.0"}, NOTE, ["0.13.0 is newer", "<0.13"]),
         ({"flax": "0.11.2"}, FAIL, ["flax 0.11.2"]),
         ({"jaxlib": "0.10.1"}, NOTE, ["jax 0.10.2 with jaxlib 0.10.1"]),
         ({"jax-cuda13-plugin": "0.10.1"}, FAIL, ["jax-cuda13-plugin 0.10.1"]),

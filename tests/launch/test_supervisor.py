@@ -45,7 +45,7 @@ def test_each_process_gets_its_place(tmp_path: Path) -> None:
         "REPLICAX_PROCESSES": "3",
         "JAX_NUM_CPU_DEVICES": "2",
         "PYTHONUNBUFFERED": "1",
-        **{name: value for name, value in os.environ.items() if name == "JAX_PLATFORMS"},
+        **{name: value for name, value in os.environ.items() if name.startswith("JAX_")},
     }
 
 

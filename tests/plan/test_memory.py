@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,8 @@ def test_only_the_platforms_branch_counts() -> None:
         return chain(model, batch, key, choose)
 
     assert formula(loss, platform="cpu").activations == formula().activations
-    assert formula(loss, platform="tpu").activations == 2 * formula().activations
+    plain = formula(functools.partial(chain, function=twice))
+    assert formula(loss, platform="tpu").activations == plain.activations > formula().activations
 
 
 def test_in_bfloat16_activations_are_half_and_parameters_are_copied() -> None:

@@ -13,12 +13,14 @@ NAMES = (
 )
 # Others may need them to be imported here, as they would not elsewhere.
 WITHOUT = f"""
-import importlib, os, pathlib, pkgutil, sys
+import importlib, os, pathlib, pkgutil, shutil, sys
 import jax, numpy, optax, orbax.checkpoint, etils.epath
 for name in {MODULES}:
     sys.modules[name] = None
 for name in {NAMES}:
     delattr(os, name)
+# As the standard library has it there.
+shutil._use_fd_functions, os.process_cpu_count = False, os.cpu_count
 """
 ALL = """
 import replicax.train

@@ -1,7 +1,7 @@
 """Random numbers that do not follow from the key are found in the program."""
 
 import cProfile
-import sys
+import math
 from typing import Any
 
 import jax
@@ -71,5 +71,6 @@ def test_a_profiler_goes_on_once_devices_were_watched() -> None:
     profiler.enable()
     with devices_asked():
         pass
-    assert sys.getprofile() is profiler
+    math.sqrt(2)
     profiler.disable()
+    assert any("sqrt" in str(entry.code) for entry in profiler.getstats())
