@@ -7,7 +7,6 @@ large.
 
 import functools
 import itertools
-import os
 from typing import Any
 
 import jax
@@ -72,7 +71,7 @@ ON_EIGHT = [
 
 
 def is_sampled(model: str, setup: Setup, accumulate: int) -> bool:
-    """Whether a case is among those that do not take `make layouts`, which has all of them.
+    """Whether `make test-all` has a case; `make test-everything` has all.
 
     Of the first four of ON_EIGHT, a model has two: each of the modes, and each of the layouts.
     """
@@ -93,11 +92,12 @@ IN_EVERY_TEST_RUN = [
 ]
 
 
-EVERY = "REPLICAX_EVERY_LAYOUT" in os.environ
-SAMPLE = [case for case in MATRIX if EVERY or is_sampled(*case) or case in IN_EVERY_TEST_RUN]
+SAMPLE = [case for case in MATRIX if is_sampled(*case)]
 
 
-@pytest.mark.parametrize(("model", "setup", "accumulate"), only(IN_EVERY_TEST_RUN, SAMPLE), ids=str)
+@pytest.mark.parametrize(
+    ("model", "setup", "accumulate"), only(IN_EVERY_TEST_RUN, MATRIX, SAMPLE), ids=str
+)
 def test_every_layout_trains_as_one_device_does(model: str, setup: Setup, accumulate: int) -> None:
     float64 = model in ROUNDING_DECIDES
     with jax.enable_x64(float64):

@@ -8,14 +8,25 @@ import pytest
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return `cases` for `parametrize`; those that are not `kept` are exhaustive."""
-    chosen = list(kept)
-    made = [case if case in chosen else exhaustive(case) for case in cases]
-    assert all(case in made for case in chosen), "what is kept is no case"
-    return made
+def only(kept: Iterable[Any], cases: Iterable[Any], sampled: Iterable[Any] | None = None) -> Any:
+    """Return `cases` for `parametrize`; those that are not `kept` are exhaustive.
+
+    Of those, `make test-all` runs the `sampled`, or all; `make test-everything` the others too.
+    """
+    chosen, every = list(kept), list(cases)
+    of_all = every if sampled is None else [*sampled]
+    assert all(case in every for case in chosen), "what is kept is no case"
+    return [
+        case if case in chosen else exhaustive(case) if case in of_all else _everything(case)
+        for case in every
+    ]
 
 
 def exhaustive(case: Any, **more: Any) -> Any:
     """Return a case of `parametrize` that is exhaustive; a tuple has a value for each name."""
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=EXHAUSTIVE, **more)
+
+
+def _everything(case: Any) -> Any:
+    marks = (EXHAUSTIVE, pytest.mark.everything)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
