@@ -14,6 +14,8 @@ import pytest
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
+if Path("/dev/shm").is_dir():  # runs wait for the disk otherwise, at every save
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is left as it is: `make test-all` does
     # Programs that compile in half the time or less, in children too; they run more slowly.
     _flags = ["--xla_cpu_parallel_codegen_split_count=1"]

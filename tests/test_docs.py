@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax
 
@@ -17,6 +17,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch", "walk")]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     "page",
     only(PAGES[:3], [*PAGES, *TUTORIALS]),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 
@@ -68,6 +69,7 @@ def known() -> dict[str, Any]:
     }
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_public_name_runs(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

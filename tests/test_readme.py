@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,6 +30,7 @@ def test_the_first_program_has_at_most_15_lines() -> None:
     assert len(PROGRAMS[0].strip().splitlines()) <= 15
 
 
+@EXHAUSTIVE
 def test_every_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

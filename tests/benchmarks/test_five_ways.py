@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
@@ -31,6 +31,7 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("compare")
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("program", "variant"), only(WITH_REPLICAX[:1], CASES))
 def test_weights_are_those_of_one_device(
     compare: ModuleType, program: str, variant: str, tmp_path: Path

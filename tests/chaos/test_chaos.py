@@ -34,6 +34,7 @@ def test_nobody_can_tell_what_happened_to_a_run(harness: Harness) -> None:
     assert all(outcome.equal for outcome in outcomes)
 
 
+@EXHAUSTIVE
 def test_nobody_can_tell_that_a_run_was_killed(harness: Harness) -> None:
     outcomes = harness.run(["kill"], 2, seed=0, jobs=JOBS)
     assert [outcome.wrong for outcome in outcomes] == [[], []]

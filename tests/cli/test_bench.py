@@ -32,6 +32,7 @@ def test_bench_prints_the_table_and_leaves_its_files(main: Main, folder: Path) -
 MLP = ["bench", "mlp", "--rows", "64", "--batch-size", "16", "--rounds", "1", "--hidden", "8"]
 
 
+@EXHAUSTIVE
 def test_layouts_are_compared_by_the_rules_of_a_recipe(main: Main, folder: Path) -> None:
     options = ["--layers", "4", "--devices", "4", "--layouts", "replicated,model,stages"]
     code, out, err = main(*MLP, *options, "--run", "it")

@@ -174,6 +174,7 @@ def not_well(rows: dict[str, Any]) -> list[str]:
     return [check for check, row in rows.items() if row["verdict"] in ("warning", "problem")]
 
 
+@EXHAUSTIVE
 def test_two_processes_that_are_well(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {}).end()
     assert (codes, not_well(rows)) == ([0, 0], [])
@@ -193,6 +194,7 @@ def test_two_processes_that_differ(tmp_path: Path) -> None:
     assert re.search(r"JAX_DEFAULT_MATMUL_PRECISION .*highest .*process 1", found)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("broken", only([1], [0, 1]))
 def test_a_process_without_devices_keeps_nobody_waiting(broken: int, tmp_path: Path) -> None:
     changes: list[dict[str, str]] = [{}, {}]

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from support.command_line import RECIPE, Main, refusal
 from support.figures import assert_mentions
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 from replicax.analysis.hardware import CHIPS, CPU
 from replicax.cli import plan as command
@@ -30,6 +30,7 @@ def shown(main: Main, *arguments: object) -> str:
     return out
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("recipe", only(["linear_regression"], ["linear_regression", "lenet"]))
 def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
     out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json", "p.json")

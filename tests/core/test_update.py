@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -42,7 +43,7 @@ def test_the_loss_is_given_to_optimizers_that_take_it(optimizer: Any, expected: 
 
 
 @pytest.mark.parametrize("make", [sam, plateau], ids=["sam", "plateau"])
-@pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "exact"])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["single", "jit", "shard_map", "exact"]))
 def test_trains_as_optax_alone_does(mode: str, make: Any) -> None:
     dp, optimizer = rx.DataParallel(loss, make(), mode=mode), make()
     params = {"w": jnp.full((6, 3), 0.1)}

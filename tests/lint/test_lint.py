@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import ConfigError
 from replicax.lint import lookup
@@ -216,6 +217,7 @@ def test_recursive_functions_end(path: Path) -> None:
     assert [one.line for one in examine(path).findings] == [9]
 
 
+@EXHAUSTIVE
 def test_the_repository_is_clean() -> None:
     root = Path(__file__).resolve().parents[2]
     files = sorted((root / "src").glob("**/*.py"))

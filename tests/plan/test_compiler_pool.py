@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.small_steps import mlp
+from support.tiers import EXHAUSTIVE
 from support.waiting import HANG_SECONDS
 
 import replicax as rx
@@ -25,6 +26,7 @@ def asked(pool: CompilerPool, threads: ThreadPoolExecutor) -> Future[Any]:
     return threads.submit(pool.compile, program)
 
 
+@EXHAUSTIVE
 def test_two_threads_have_a_process_each_and_a_third_waits() -> None:
     with ThreadPoolExecutor(3) as threads, closing(CompilerPool(CPU)) as pool:
         found = [asked(pool, threads) for _ in range(3)]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
@@ -39,6 +40,7 @@ def test_what_does_not_fit_at_all_gives_no_row() -> None:
     assert EXAMPLE.on_paper(PARAMETER_BYTES, PARAMETER_BYTES + 1).rows == 0
 
 
+@EXHAUSTIVE
 def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() -> None:
     shape = transformer.Shape(layers=20, heads=8, width=1024, context=1024, vocab_size=50257)
     model = jax.eval_shape(lambda: transformer.init(shape, jax.random.key(0)))

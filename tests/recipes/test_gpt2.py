@@ -60,6 +60,7 @@ def trained(texts: Path) -> tuple[GPT2, Params, dict[str, float]]:
     return recipe, dp.model(result.state), result.metrics
 
 
+@EXHAUSTIVE
 def test_it_learns(trained: tuple[GPT2, Params, dict[str, float]]) -> None:
     recipe, model, metrics = trained
     untrained = math.log2(257)

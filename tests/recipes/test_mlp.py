@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.recipes.mlp import MLP
@@ -13,6 +13,7 @@ from replicax.recipes.mlp import MLP
 SMALL = MLP(rows=2000, epochs=3)
 
 
+@EXHAUSTIVE
 def test_it_learns() -> None:
     dp = rx.DataParallel(SMALL.loss, SMALL.optimizer())
     state = dp.init(SMALL.model(jax.random.key(0)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError
@@ -151,6 +151,7 @@ def test_the_layer_norm_is_exact_in_bfloat16() -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-3)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("remat", only(["full"], ["selective", "full"]))
 def test_on_a_gpu_it_is_the_same_network_without_a_loop(remat: Any) -> None:
     params = init(SMALL, jax.random.key(0))

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.tiers import EXHAUSTIVE
+
 import replicax.train
 
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
@@ -66,10 +68,12 @@ def test_every_module_of_train_is_imported() -> None:
     assert {path.stem for path in files} <= {name.rpartition(".")[2] for name in said(ALL)}
 
 
+@EXHAUSTIVE
 def test_a_lease_is_taken_and_given_back(tmp_path: Path) -> None:
     assert said(TAKEN, str(tmp_path)) == ["1"]
     assert said(TAKEN, str(tmp_path)) == ["2"]
 
 
+@EXHAUSTIVE
 def test_a_checkpoint_is_saved_and_restored(tmp_path: Path) -> None:
     assert said(SAVED, str(tmp_path))[-2:] == ["3", "[1.5,1.5]"]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.tiers import EXHAUSTIVE
 
 from replicax.train import host_memory
 
@@ -23,6 +24,7 @@ print(faults())
 """
 
 
+@EXHAUSTIVE
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_freed_memory_is_not_paged_in_again() -> None:
     found = {}
