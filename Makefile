@@ -196,6 +196,7 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
