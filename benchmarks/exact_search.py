@@ -2,7 +2,7 @@
 
     python exact_search.py --draws 1000 --first 0 --processes-every 10 --workers 2
 
-Each seed is a case of `tests/support/exact_draws.py`. The state after six steps, metrics, an
+Each seed is a case of `benchmarks/exact_draws.py`. The state after six steps, metrics, an
 evaluation, and the programs must have one SHA-256 on 1, 2, 4 and 8 devices, and for every tenth
 seed also in 2 processes. Goal: no case differs or crashes. The search resumes where it was stopped,
 and writes `results/exact_search.json`.
@@ -20,14 +20,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.exact_bits import DEVICES, Differs, RefusedOnSome, compared, kind, outcome
-from support.exact_draws import micro_shards_of, seeded
+from exact_bits import DEVICES, Differs, RefusedOnSome, compared, kind, outcome
+from exact_draws import micro_shards_of, seeded
 from timing import RESULTS, environment
 
 import replicax as rx

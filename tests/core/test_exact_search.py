@@ -1,12 +1,12 @@
-"""Fifty draws of the search for other bits in mode `exact`.
+"""Eight draws of the search for other bits in mode `exact`.
 
 `benchmarks/exact_search.py` runs a thousand.
 """
 
 import hypothesis
 import pytest
-from support.exact_bits import compared, kind
-from support.exact_draws import Draw, draws
+from exact_bits import compared, kind
+from exact_draws import Draw, draws
 from support.tiers import EXHAUSTIVE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # by one another
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # b
 
 @EXHAUSTIVE
 @hypothesis.settings(
-    max_examples=50,
+    max_examples=8,
     derandomize=True,
     database=None,
     deadline=None,
@@ -22,5 +22,5 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # b
     phases=[hypothesis.Phase.generate],  # a draw is seconds, and shrinking takes hundreds
 )
 @hypothesis.given(draws())
-def test_fifty_draws_have_the_same_bits_on_any_devices(draw: Draw) -> None:
+def test_drawn_cases_have_the_same_bits_on_any_devices(draw: Draw) -> None:
     hypothesis.event(kind(compared(draw)) or "trains")

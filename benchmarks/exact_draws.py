@@ -5,9 +5,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from exact_models import LAYERS
+from exact_optimizers import BY_VALUE, NAMES, WRAPPERS
 from hypothesis import strategies as st
-from support.exact_models import LAYERS
-from support.exact_optimizers import BY_VALUE, NAMES, WRAPPERS
 
 Choose = Callable[[Sequence[Any]], Any]
 """Returns one of some values; the first is the plainest."""

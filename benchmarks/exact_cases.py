@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact_optimizers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from exact_draws import Draw
+from exact_layers import normal
+from exact_models import LAYERS
 from flax import nnx
 from jax import lax
-from support import exact_optimizers
-from support.exact_draws import Draw
-from support.exact_layers import normal
-from support.exact_models import LAYERS
 
 import replicax as rx
 from replicax.core.job import Job

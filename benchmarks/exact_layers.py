@@ -1,4 +1,4 @@
-"""Layers of experts, branches, loops, convolution and attention, for `support.exact_models`.
+"""Layers of experts, branches, loops, convolution and attention, for `exact_models`.
 
 A layer is `init(random, features, width) -> parameters` and `apply(parameters, x, key)`, with `x`
 `[rows, features]` and a key that is None in evaluation. No row sees another.

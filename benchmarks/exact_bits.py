@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from support.exact_cases import begin, parallel, rows_of
-from support.exact_draws import Draw
+from exact_cases import begin, parallel, rows_of
+from exact_draws import Draw
 
 from replicax.core.job import Job
 from replicax.core.leaves import numbers

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import exact_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exact_layers import Layer, Params, matrices, normal
 from jax import lax
-from support import exact_layers
-from support.exact_layers import Layer, Params, matrices, normal
 
 
 def _none(random: np.random.Generator, features: int, width: int) -> Params:
