@@ -22,7 +22,8 @@ def python(version: str) -> str | None:
 
 
 def run(*command: str | Path, **more: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more})
+    known = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # by its jax
+    done = subprocess.run(command, capture_output=True, text=True, env={**known, **more})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -75,9 +75,7 @@ def _launcher(trial: Trial):  # type: ignore[no-untyped-def]
     command += ["--restarts", str(MOST_STARTS), "--logs", str(trial.folder / "logs"), "--"]
     command += [sys.executable, str(JOB), str(trial.folder), trial.data]
     with (trial.folder / "launch.err").open("wb") as told:
-        launcher = subprocess.Popen(
-            command, env={**os.environ, **trial.env}, stdout=subprocess.DEVNULL, stderr=told
-        )
+        launcher = subprocess.Popen(command, env=trial.env, stdout=subprocess.DEVNULL, stderr=told)
     try:
         yield launcher
     finally:
