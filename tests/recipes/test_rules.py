@@ -72,8 +72,8 @@ def test_devices_that_share_a_layer_compute_what_one_does(
     options = StepOptions(layout=layout, model_parallel=model_parallel)
     settings = {"mesh": options.mesh(devices), "layout": options.layout_of(recipe)}
     found = trained(recipe, model, batch, **settings)
-    # Within three roundings of a loss of 5.5: 1e-6 were two, which takes LLVM's optimizations.
-    np.testing.assert_allclose(found[0], losses, rtol=2.7e-7, atol=0)
+    # Within four roundings of a loss of 5.5; 1e-6 were two, which takes LLVM's optimizations.
+    np.testing.assert_allclose(found[0], losses, rtol=3.5e-7, atol=0)
     for leaf, wanted in zip(*map(jax.tree.leaves, (found[1], params)), strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6)
 
