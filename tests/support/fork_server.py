@@ -88,7 +88,7 @@ class ForkServer:
     def fork(self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> Child:
         """`python COMMAND` with `env` added to the environment; its output goes to files."""
         number = next(self._numbers)
-        order = {"number": number, "command": list(command), "env": dict(env)}
+        order = {"number": number, "command": list(command), "env": dict(env), "cwd": os.getcwd()}
         line = json.dumps({**order, "out": str(out), "err": str(err)}) + "\n"
         started_at = time.time()
         with self._sending:
@@ -206,6 +206,7 @@ def _become(order: dict[str, Any]) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)
         os.close(file)
+    os.chdir(order["cwd"])
     os.environ.update(order["env"])
     jax = sys.modules.get("jax")
     for name, value in order["env"].items():

@@ -153,7 +153,16 @@ def table(cold: Path, warm: Path, most: int) -> str:
     lines += [_line(name, files[name], again[name]) for name in order[:most]]
     for name, names in ((f"{len(order) - most} others", order[most:]), ("all", order)):
         lines.append(_line(name, total(names, files), total(names, again)))
+    starts = [f"{_starting(folder):.1f}" for folder in (cold, warm)]
+    blank = " |" * len(PHASES)
+    lines.append(f"| imports and collection, all workers | | {starts[0]} |{blank} | {starts[1]} |")
     return "\n".join(lines)
+
+
+def _starting(folder: Path) -> float:
+    """Seconds until the workers of a run had collected its tests."""
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob("gw*.json"))]
+    return float(sum(each["ready"] - each["started"] for each in told))
 
 
 def _write() -> None:
