@@ -4,14 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
-from support.source_broken import BROKEN
-from support.source_correct import CORRECT
+from support import source_broken, source_correct, source_mended
 from support.tiers import only
 
 from replicax.lint.files import examine
 from replicax.lint.step_file import step_file
 from replicax.verify.step_files import verify_files
 
+BROKEN = source_broken.BROKEN | source_mended.BROKEN
+CORRECT = source_correct.CORRECT | source_mended.CORRECT
 HEAD = """
 import functools
 from functools import partial
@@ -93,28 +94,40 @@ def test_every_rule_has_a_program_with_its_error() -> None:
     assert {rule for code in BROKEN.values() for _, rule in marked(code)} == RULES
 
 
-EXECUTED = (
+FULL, REPLICAS = ("parity", "full batch"), ("replicas", "8 replicas")
+UNEQUAL, PADDED = ("parity", "unequal weights"), ("parity", "padded batch")
+UNREDUCED = {FULL: ["never reduced"], REPLICAS: ["never reduced"]}
+MEANS = {UNEQUAL: ["mean of means"], PADDED: ["replica 7", "0 by 0"]}
+SAME_DRAWS = {FULL: ["random numbers", "fold"]}
+OWN_ROWS = {FULL: ["one another"]}
+EXECUTED = {
+    "pmap without pmean": UNREDUCED,
+    "only the loss is reduced": UNREDUCED,
+    "written out SGD": UNREDUCED,
+    "a gradient of a helper that forgets": UNREDUCED,
+    "shard_map unchecked without pmean": UNREDUCED,
+    "masked mean per device": MEANS,
+    "masked mean, guarded, of a mask made of labels": OWN_ROWS,
+    "masked means that go into an empty dict and a list": MEANS,
+    "a key by in_axes None": SAME_DRAWS,
+    "a key from a constant": OWN_ROWS,
+    "a key by P() and the step": SAME_DRAWS,
+    "a key by in_axes None, mended": {},
+    "a key by P() and the step, mended": {},
+    "pmap with pmean, every spelling": {},
+    "reduced by a class of the file": {},
+    "gradients summed, divided by the count": {},
+    "shard_map, unchecked and checked": {},
+    "metrics fetched every step, and now and then": {},
+}
+"""Programs that are whole: their first step runs as `verify --step` would have it, and what fails
+has these words in its cause."""
+OFTEN = (
     "pmap without pmean",
-    "only the loss is reduced",
-    "written out SGD",
-    "a gradient of a helper that forgets",
-    "shard_map unchecked without pmean",
-    "masked mean per device",
-    "masked mean, guarded, of a mask made of labels",
     "a key by in_axes None",
-    "a key from a constant",
-    "a key by P() and the step",
-    "pmap with pmean, every spelling",
-    "reduced by a class of the file",
+    "masked mean per device",
     "gradients summed, divided by the count",
     "shard_map, unchecked and checked",
-    "metrics fetched now and then",
-)
-"""Programs that are whole: their first step runs as `verify --step` would have it."""
-OFTEN = (
-    "a key by in_axes None",
-    "masked mean per device",
-    "gradients summed, divided by the count",
 )
 
 
@@ -122,4 +135,9 @@ OFTEN = (
 def test_verify_agrees_once_it_runs(name: str, tmp_path: Path) -> None:
     code, to = HEAD + (BROKEN | CORRECT)[name], tmp_path / "check.py"
     to.write_text(step_file(code, Path("train.py"), to))
-    assert verify_files(f"{to}:step", f"{to}:reference").ok == (name in CORRECT)
+    verification = verify_files(f"{to}:step", f"{to}:reference")
+    causes = {(check.subject, check.case): check.cause for check in verification.failed}
+    assert len(causes) == len(verification.failed)
+    assert verification.ok == (not EXECUTED[name])
+    for case, words in EXECUTED[name].items():
+        assert all(each in causes[case] for each in words), causes

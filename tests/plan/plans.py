@@ -1,7 +1,7 @@
-"""Made-up plans for tables, files and pictures."""
+"""Made-up plans for tables and files."""
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from replicax.plan.forecast import StepTime, Transfer, scaling_curve
@@ -46,9 +46,8 @@ FORMULA = MemoryFormula(
 )
 SPEED = Speed(
     rows=8,
-    step=StepTime(
-        seconds=0.050, compute_seconds=0.040, communication_seconds=0.030, exposed_seconds=0.010
-    ),
+    # In all, that of the computation, of the transfers, and of those that it waits for.
+    step=StepTime(0.050, 0.040, 0.030, 0.010),
     flops=5e12,
     peak_share=0.51,
     model_share=0.45,
@@ -74,8 +73,7 @@ def need(rows: int, gigabytes: float, **changes: Any) -> Need:
     """That fits into 16.9 GB, or not, as a compiler says."""
     size = int(gigabytes * GB)
     fits = gigabytes < 16.9
-    found = Need(rows, size, fits, True, int(size * 0.8) if fits else None)
-    return dataclasses.replace(found, **changes)
+    return replace(Need(rows, size, fits, True, int(size * 0.8) if fits else None), **changes)
 
 
 def scaled(target: Target, rows: int = 8) -> Scaling:
@@ -98,14 +96,13 @@ def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
         "formula": FORMULA,
         "largest": need(12, 16.0),
         "too_large": need(13, 17.2),
-        "sizes": (need(8, 11.0), need(12, 16.0), need(13, 17.2), need(64, 81.0)),
         "micro_batches": None,
         "alternatives": (
             Alternative("precision=bfloat16", need(8, 7.5), 3_500_000_000),
             Alternative("layout=fsdp", need(8, 11.2), -200_000_000, "moves more"),
         ),
         "traffic": TRAFFIC if aim.devices > 1 else None,
-        "speeds": (SPEED, dataclasses.replace(SPEED, rows=12)),
+        "speeds": (SPEED, replace(SPEED, rows=12)),
         "scaling": scaled(aim) if known and aim.devices > 1 else None,
         "device_hours": None,
         "batches": (
@@ -114,39 +111,10 @@ def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
         ),
         "first": "precision=bfloat16: products up to 2.0 times as fast",
         "notes": (),
+        **changes,
     }
-    return Plan(**{**fields, **changes})
-
-
-def too_large() -> Plan:
-    """The batch asked for does not fit, but in parts."""
-    asked = need(64, 81.0)
-    return make_plan(
-        asked=asked,
-        formula=dataclasses.replace(FORMULA, rows=64, activations=48 * GB),
-        micro_batches=MicroBatches(8, need(64, 11.4)),
-        alternatives=(Alternative("remat", need(64, 20.5), 60_500_000_000),),
-        speeds=(dataclasses.replace(SPEED, rows=12),),
-        first="accumulate=8: the same batch in micro-batches of 8 rows per device fits",
-    )
-
-
-def not_even_one() -> Plan:
-    """Not even one row fits."""
-    asked = need(8, 300.0)
-    return make_plan(
-        asked=asked,
-        formula=dataclasses.replace(FORMULA, optimizer=200 * GB),
-        largest=None,
-        too_large=need(1, 250.0),
-        sizes=(need(1, 250.0), asked),
-        alternatives=(Alternative("layout=fsdp", need(8, 90.0), 210 * GB),),
-        traffic=None,
-        speeds=(),
-        scaling=None,
-        batches=(),
-        first="more memory per device or a smaller model: none of the changes below makes it fit",
-    )
+    tried = {each for each in map(fields.get, ("asked", "largest", "too_large")) if each}
+    return Plan(**{"sizes": tuple(sorted(tried, key=lambda each: each.rows)), **fields})
 
 
 def by_formula() -> Plan:
@@ -158,33 +126,19 @@ def by_formula() -> Plan:
         asked=need(8, 11.0, **plain),
         largest=need(20, 25.0, **plain, fits=True),
         too_large=need(21, 26.0, **plain),
-        sizes=(need(8, 11.0, **plain), need(20, 25.0, **plain, fits=True), need(21, 26.0, **plain)),
         alternatives=(Alternative("layout=fsdp", need(8, 10.0, **plain), GB),),
         traffic=None,
-        speeds=(dataclasses.replace(SPEED, compute_share=None, kernels=()),),
+        speeds=(replace(SPEED, compute_share=None, kernels=()),),
         notes=("by formula: libtpu is not installed; pip install 'replicax[plan-tpu]'",),
     )
-
-
-def one_device() -> Plan:
-    """Nobody to send to."""
-    step = StepTime(0.04, 0.04, 0.0, 0.0)
-    return make_plan("h100:1", speeds=(dataclasses.replace(SPEED, step=step),))
 
 
 def unknown_chip() -> Plan:
     """Nobody tells its memory nor its speed."""
     aim = parse_target("cpu:8")
-    chip = dataclasses.replace(aim.chip, memory_bytes=None, usable_bytes=None)
-    return make_plan(
-        dataclasses.replace(aim, chip=chip),
-        largest=None,
-        too_large=None,
-        sizes=(need(8, 11.0),),
-        speeds=(),
-        scaling=None,
-        notes=("how much memory this target has is not known: nor what fits",),
-    )
+    aim = replace(aim, chip=replace(aim.chip, memory_bytes=None, usable_bytes=None))
+    note = "how much memory this target has is not known: nor what fits"
+    return make_plan(aim, largest=None, too_large=None, speeds=(), scaling=None, notes=(note,))
 
 
 def huge() -> Plan:
@@ -195,25 +149,18 @@ def huge() -> Plan:
     quick = Movement("ragged-all-to-all", 123_456_789, 10**18, 1e18, True, None)
     step = StepTime(1e8, 9e7, 8e7, 1e7)
     kernel = KernelShare("/".join(["a_very_long_name_of_a_function"] * 20), 0.999, "compute")
+    formula = {"new_state": size, "extras": size, "compute_copy": size, "batch": size}
+    change, why = "a change of many things at once, " * 4, "why it is so, " * 9
     return make_plan(
         "v4:16x16x16",
         about={**ABOUT, "name": "a name " * 30, "parameters": 10**13, "noise_scale": 1e7},
         asked=asked,
-        formula=dataclasses.replace(
-            FORMULA, rows=asked.rows, new_state=size, extras=size, compute_copy=size, batch=size
-        ),
+        formula=replace(FORMULA, rows=asked.rows, **formula),
         largest=asked,
-        alternatives=(
-            Alternative(
-                "a change of many things at once, " * 4, asked, -size, "why it is so, " * 9
-            ),
-            Alternative("one", asked, size),
-        ),
+        alternatives=(Alternative(change, asked, -size, why), Alternative("one", asked, size)),
         traffic=Traffic((movement, quick), 1e17, "a warning that goes on " * 9),
         speeds=(
-            dataclasses.replace(
-                SPEED, rows=asked.rows, step=step, kernels=(kernel,) * 5, tokens_per_second=1.2e16
-            ),
+            replace(SPEED, rows=2**24, step=step, kernels=(kernel,) * 5, tokens_per_second=1.2e16),
         ),
         scaling=scaled(parse_target("v4:16x16x16"), 2**24),
         device_hours=1e13,
@@ -225,10 +172,31 @@ def huge() -> Plan:
 
 KINDS: dict[str, Callable[[], Plan]] = {
     "fits": make_plan,
-    "too large": too_large,
-    "not even one": not_even_one,
+    # The batch asked for does not fit, but in parts.
+    "too large": lambda: make_plan(
+        asked=need(64, 81.0),
+        formula=replace(FORMULA, rows=64, activations=48 * GB),
+        micro_batches=MicroBatches(8, need(64, 11.4)),
+        alternatives=(Alternative("remat", need(64, 20.5), 60_500_000_000),),
+        speeds=(replace(SPEED, rows=12),),
+        first="accumulate=8: the same batch in micro-batches of 8 rows per device fits",
+    ),
+    "not even one": lambda: make_plan(
+        asked=need(8, 300.0),
+        formula=replace(FORMULA, optimizer=200 * GB),
+        largest=None,
+        too_large=need(1, 250.0),
+        alternatives=(Alternative("layout=fsdp", need(8, 90.0), 210 * GB),),
+        traffic=None,
+        speeds=(),
+        scaling=None,
+        batches=(),
+        first="more memory per device or a smaller model: none of the changes below makes it fit",
+    ),
     "by formula": by_formula,
-    "one device": one_device,
+    "one device": lambda: make_plan(
+        "h100:1", speeds=(replace(SPEED, step=StepTime(0.04, 0.04, 0.0, 0.0)),)
+    ),
     "unknown chip": unknown_chip,
     "huge": huge,
     "no rates": lambda: make_plan(speeds=(), scaling=None, notes=("no speed: not known",)),

@@ -10,13 +10,6 @@ def step(state, batch):
     grads = jax.grad(loss_fn)(state.params, batch)
     return state.apply_gradients(grads=grads)  #! no-reduction
 """,
-    "pmap without axis name and an unseen gradient": """
-@jax.pmap
-def step(state, batch):
-    grads = compute_gradients(state, batch)
-    state = state.apply_gradients(grads=grads)  #! no-reduction
-    return state
-""",
     "only the loss is reduced": """
 def step(params, opt_state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -65,22 +58,6 @@ def step(params, batch):
     grads = jax.grad(loss_fn)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! no-reduction
 """,
-    "what JAX no longer has": """
-from jax.experimental import maps  #! removed-api
-from jax.sharding import PmapSharding  #! removed-api
-
-params = jax.device_put_replicated({}, jax.devices())  #! removed-api
-batch = jax.device_put_sharded([], jax.devices())  #! removed-api
-leaves = jax.tree_map(lambda x: x, params)  #! removed-api
-""",
-    "options of the other shard_map": """
-split = P("data")
-f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, check_rep=False)  #! bad-call
-""",
-    "the module is called": """
-from jax.experimental import shard_map
-f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! bad-call
-""",
     "masked mean per device": """
 @partial(jax.pmap, axis_name="devices")
 def step(state, batch):
@@ -103,31 +80,6 @@ def step(state, batch):
     grads = lax.pmean(jax.grad(masked)(state.params, batch), "i")
     return state.apply_gradients(grads=grads)
 """,
-    "masked metrics": """
-@partial(jax.pmap, axis_name="i")
-def evaluate(params, batch):
-    right = (jnp.argmax(batch["x"] @ params, -1) == batch["y"]) * batch["mask"]
-    accuracy = right.sum() / (batch["mask"].sum() + 1e-8)  #! mean-of-means
-    return lax.pmean({"accuracy": accuracy}, "i")
-""",
-    "mean where and weighted average": """
-@partial(jax.pmap, axis_name="i")
-def evaluate(params, batch):
-    loss = (batch["x"] @ params) ** 2
-    one = jnp.mean(loss, where=batch["mask"])  #! mean-of-means
-    two = jnp.average(loss, weights=batch["weights"])  #! mean-of-means
-    return lax.pmean((one, two), "i")
-""",
-    "a key by in_axes None": """
-def step(state, batch, key):
-    def loss(p):
-        out = state.apply_fn({"params": p}, batch["x"], rngs={"dropout": key})  #! shared-key
-        return jnp.mean((out - batch["y"]) ** 2)
-    grads = lax.pmean(jax.grad(loss)(state.params), "i")
-    return state.apply_gradients(grads=grads)
-
-step = jax.pmap(step, axis_name="i", in_axes=(0, 0, None))
-""",
     "a key from a constant": """
 @partial(jax.pmap, axis_name="i")
 def step(state, batch):
@@ -137,65 +89,6 @@ def step(state, batch):
         return jnp.mean(((batch["x"] + noise) @ p) ** 2)
     grads = lax.pmean(jax.grad(loss)(state.params), "i")
     return state.apply_gradients(grads=grads)
-""",
-    "a key by P() and the step": """
-specs = (P(), P("data"), P())
-
-@partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-def step(params, x, key):
-    noise_key, _ = jax.random.split(key)
-    def loss(p):
-        noisy = x + jax.random.normal(noise_key, x.shape)  #! shared-key
-        return jnp.mean((noisy @ p) ** 2)
-    grads = lax.pmean(jax.grad(loss)(params), "data")
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-""",
-    "metrics fetched every step": """
-@partial(jax.pmap, axis_name="i", out_axes=(0, None))
-def step(params, batch):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    return optax.apply_updates(params, lax.pmean(grads, "i")), lax.pmean(loss, "i")
-
-def train(params, loader):
-    losses = []
-    for number, batch in enumerate(loader):
-        params, loss = step(params, batch)
-        losses.append(float(loss))  #! fetched-every-step
-        print(f"step {number}: {loss:.3f}")  #! fetched-every-step
-    for batch in loader:
-        params, loss = step(params, batch)
-        losses.append(loss.item())  #! fetched-every-step
-        losses.append(np.asarray(loss))  #! fetched-every-step
-        losses += [jax.device_get(loss)]  #! fetched-every-step
-""",
-    "BatchNorm of each replica's own": """
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        norm = partial(nn.BatchNorm, use_running_average=not train)  #! local-batch-norm
-        return norm()(nn.Dense(10)(x))
-
-@partial(jax.pmap, axis_name="i")
-def step(state, batch):
-    def loss(p):
-        variables = {"params": p, "batch_stats": state.batch_stats}
-        out, new = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
-        return jnp.mean(out), new
-    (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    grads = lax.pmean(grads, "i")
-    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
-""",
-    "a reshape that a remainder breaks": """
-n_devices = jax.local_device_count()
-
-def shard(batch):
-    return jax.tree.map(lambda x: x.reshape(n_devices, -1, *x.shape[1:]), batch)  #! remainder
-
-def shard_two(x):
-    n = len(jax.devices())
-    return jnp.reshape(x, (n, x.shape[0] // n) + x.shape[1:])  #! remainder
-
-step = jax.pmap(lambda x: x)
 """,
     "compiled at every turn": """
 def train(params, loader):
@@ -257,25 +150,14 @@ scale = 2.0  #! frozen-value
 second = scaled(data, 0)
 """,
     "calls that fail": """
+from jax.experimental import shard_map
+f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! bad-call
+split = P("data")
+f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, check_rep=False)  #! bad-call
 optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx)  #! bad-call
 spec = jax.make_mesh((8,))  #! bad-call
 whole = NamedSharding(mesh)  #! bad-call
 smooth = partial(jnp.sum, axes=0)  #! bad-call
-""",
-    "a name that is used often": """
-def one(tree):
-    return jax.tree_map(lambda x: x + 1, tree)  #! removed-api
-
-def two(tree):
-    return jax.tree_map(lambda x: x + 2, tree)
-""",
-    "masked means in a dict": """
-def compute(params, batch):
-    rows = (batch["x"] @ params - batch["y"]) ** 2
-    metrics = {"loss": jnp.sum(rows * batch["mask"]) / jnp.sum(batch["mask"])}  #! mean-of-means
-    return lax.pmean(metrics, axis_name="batch")
-
-p_compute = jax.pmap(compute, axis_name="batch")
 """,
     "a key that replicate gives to all devices": """
 from flax import jax_utils
@@ -300,15 +182,6 @@ def step(state, dynamic_scale, batch):
     return state.apply_gradients(grads=grads), dynamic_scale
 
 p_step = jax.pmap(step, axis_name="i")
-""",
-    "names that are gone, and one that never was": """
-import flax.optim  #! removed-api
-import jax.lib.xla_bridge  #! removed-api
-from jax.core import axis_frame  #! removed-api
-
-tree = jax.tree_structure(params)  #! removed-api
-decay = optax.additive_weight_decay(0.1)  #! removed-api
-first = jax.process_indexs() == 0  #! removed-api
 """,
     "masked means that go into an empty dict and a list": """
 def losses_of(params, batch, names):
@@ -370,21 +243,79 @@ def step(state, batch):
         grads = lax.pmean(jax.grad(loss_fn)(state.params, batch), axis_name="batch")
     return state.apply_gradients(grads=grads, dynamic_scale=scale)
 """,
-    "Haiku's statistics of each replica's own": """
-import haiku as hk
+    "what JAX no longer has": """
+import flax.optim  #! removed-api
+import jax.lib.xla_bridge  #! removed-api
+from jax.core import axis_frame  #! removed-api
+from jax.experimental import maps  #! removed-api
+from jax.sharding import PmapSharding  #! removed-api
 
-def network(x, is_training):
-    return hk.BatchNorm(True, True, 0.9)(hk.Linear(10)(x), is_training)  #! local-batch-norm
+params = jax.device_put_replicated({}, jax.devices())  #! removed-api
+batch = jax.device_put_sharded([], jax.devices())  #! removed-api
+leaves = jax.tree_map(lambda x: x, params)  #! removed-api
+tree = jax.tree_structure(params)  #! removed-api
+decay = optax.additive_weight_decay(0.1)  #! removed-api
+first = jax.process_indexs() == 0  #! removed-api
+""",
+    "metrics fetched every step, and now and then": """
+@partial(jax.pmap, axis_name="i", out_axes=(0, None))
+def step(params, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    return optax.apply_updates(params, lax.pmean(grads, "i")), lax.pmean(loss, "i")
 
-forward = hk.transform_with_state(network)
+def train(params, loader):
+    losses = []
+    for number, batch in enumerate(loader):
+        params, loss = step(params, batch)
+        losses.append(float(loss))  #! fetched-every-step
+        print(f"step {number}: {loss:.3f}")  #! fetched-every-step
+    for batch in loader:
+        params, loss = step(params, batch)
+        losses.append(loss.item())  #! fetched-every-step
+        losses.append(np.asarray(loss))  #! fetched-every-step
+        losses += [jax.device_get(loss)]  #! fetched-every-step
+
+def log(number, loss):
+    if number % 10 == 0:
+        print(number, float(loss))
+
+def train_quietly(params, loader):
+    for epoch in range(100):
+        losses = []
+        for number, batch in enumerate(loader):
+            params, loss = step(params, batch)
+            losses.append(loss)
+            log(number, loss)
+            if number % 50:
+                continue
+            print(loss)
+        print(epoch, float(loss), np.mean(jax.device_get(losses)), loss.shape)
+    for _ in range(3):
+        params, loss = step(params, batch)
+        print(loss)
+    for batch in loader:
+        params, loss = step(params, batch)
+        jax.block_until_ready(loss)
+""",
+    "masked metrics, in several forms": """
+@partial(jax.pmap, axis_name="i")
+def evaluate(params, batch):
+    right = (jnp.argmax(batch["x"] @ params, -1) == batch["y"]) * batch["mask"]
+    accuracy = right.sum() / (batch["mask"].sum() + 1e-8)  #! mean-of-means
+    return lax.pmean({"accuracy": accuracy}, "i")
 
 @partial(jax.pmap, axis_name="i")
-def train(params, model_state, opt_state, batch):
-    def loss(params):
-        out, new_state = forward.apply(params, model_state, None, batch["x"], True)
-        return jnp.mean((out - batch["y"]) ** 2), new_state
-    grads, model_state = jax.grad(loss, has_aux=True)(params)
-    updates, opt_state = tx.update(lax.pmean(grads, "i"), opt_state)
-    return optax.apply_updates(params, updates), model_state, opt_state
+def weigh(params, batch):
+    loss = (batch["x"] @ params) ** 2
+    one = jnp.mean(loss, where=batch["mask"])  #! mean-of-means
+    two = jnp.average(loss, weights=batch["weights"])  #! mean-of-means
+    return lax.pmean((one, two), "i")
+
+def compute(params, batch):
+    rows = (batch["x"] @ params - batch["y"]) ** 2
+    metrics = {"loss": jnp.sum(rows * batch["mask"]) / jnp.sum(batch["mask"])}  #! mean-of-means
+    return lax.pmean(metrics, axis_name="batch")
+
+p_compute = jax.pmap(compute, axis_name="batch")
 """,
 }

@@ -208,18 +208,8 @@ def attention(params, x):
     return lax.pmean(weights.mean(), "i")
 """,
     "keys of each replica's own": """
-def dropout_step(state, batch, key):
-    key = jax.random.fold_in(key, lax.axis_index("i"))
-    def loss(p):
-        out = state.apply_fn({"params": p}, batch["x"], rngs={"dropout": key})
-        return jnp.mean((out - batch["y"]) ** 2)
-    grads = lax.pmean(jax.grad(loss)(state.params), "i")
-    return state.apply_gradients(grads=grads)
-
-one = jax.pmap(dropout_step, axis_name="i", in_axes=(0, 0, None))
-
 @partial(jax.pmap, axis_name="i")
-def two(state, batch, key):
+def one(state, batch, key):
     noise = jax.random.normal(key, batch["x"].shape)
     grads = jax.grad(lambda p: jnp.mean((batch["x"] + noise) @ p))(state.params)
     return state.apply_gradients(grads=lax.pmean(grads, "i"))
@@ -233,82 +223,6 @@ def noisy_gradient(params, batch, key):
     grads = lax.pmean(jax.grad(loss_fn)(params, batch), "i")
     grads = grads + jax.random.normal(key, params.shape)
     return params - 0.1 * grads
-""",
-    "metrics fetched now and then": """
-@partial(jax.pmap, axis_name="i", out_axes=(0, None))
-def step(params, batch):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    return optax.apply_updates(params, lax.pmean(grads, "i")), lax.pmean(loss, "i")
-
-def log(number, loss):
-    if number % 10 == 0:
-        print(number, float(loss))
-
-def train(params, loader):
-    for epoch in range(100):
-        losses = []
-        for number, batch in enumerate(loader):
-            params, loss = step(params, batch)
-            losses.append(loss)
-            log(number, loss)
-            if number % 50:
-                continue
-            print(loss)
-        print(epoch, float(loss), np.mean(jax.device_get(losses)), loss.shape)
-    for _ in range(3):
-        params, loss = step(params, batch)
-        print(loss)
-    for batch in loader:
-        params, loss = step(params, batch)
-        jax.block_until_ready(loss)
-""",
-    "BatchNorm over the axis": """
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return nn.BatchNorm(use_running_average=not train, axis_name="i")(nn.Dense(10)(x))
-
-@partial(jax.pmap, axis_name="i")
-def step(state, batch):
-    def loss(p):
-        variables = {"params": p, "batch_stats": state.batch_stats}
-        out, new = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
-        return jnp.mean(out), new
-    (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    grads = lax.pmean(grads, "i")
-    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
-""",
-    "BatchNorm whose statistics are averaged": """
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return nn.BatchNorm(use_running_average=not train)(nn.Dense(10)(x))
-
-cross_replica_mean = jax.pmap(lambda x: lax.pmean(x, "x"), "x")
-
-def sync_batch_stats(state):
-    return state.replace(batch_stats=cross_replica_mean(state.batch_stats))
-
-@partial(jax.pmap, axis_name="i")
-def step(state, batch):
-    def loss(p):
-        variables = {"params": p, "batch_stats": state.batch_stats}
-        out, new = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
-        return jnp.mean(out), new
-    (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    grads = lax.pmean(grads, "i")
-    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
-""",
-    "a batch that the devices divide": """
-n_devices = jax.local_device_count()
-
-def shard(batch):
-    size = batch["x"].shape[0]
-    if size % n_devices:
-        raise ValueError(f"{size} rows on {n_devices} devices")
-    return jax.tree.map(lambda x: x.reshape(n_devices, -1, *x.shape[1:]), batch)
-
-step = jax.pmap(lambda x: x)
 """,
     "compiled once, or once a configuration": """
 def train(params, loader):
@@ -351,13 +265,6 @@ def two_losses(params, batch):
 
 scanned = jax.pmap(scanned, axis_name="i")
 two_losses = jax.pmap(two_losses, axis_name="i")
-""",
-    "an ensemble, said to be one": """
-@jax.pmap
-def step(state, batch):
-    grads = jax.grad(loss_fn)(state.params, batch)
-    # Each device trains a network of its own.  replicax: ignore[no-reduction]
-    return state.apply_gradients(grads=grads)
 """,
     "values that are arguments, set before, made anew, or no longer read": """
 rate = 0.1
@@ -445,21 +352,5 @@ p_step = jax.pmap(step, axis_name="i")
 state = state.replicate()
 for x in batches:
     state = p_step(state, x)
-""",
-    "Haiku's statistics, averaged by the layer or by the step": """
-import haiku as hk
-
-def network(x, is_training):
-    return hk.BatchNorm(True, True, 0.9, cross_replica_axis="i")(hk.Linear(10)(x), is_training)
-
-forward = hk.transform_with_state(network)
-
-@partial(jax.pmap, axis_name="i")
-def train(params, model_state, batch):
-    def loss(params):
-        out, new_state = forward.apply(params, model_state, None, batch["x"], True)
-        return jnp.mean((out - batch["y"]) ** 2), new_state
-    grads, model_state = jax.grad(loss, has_aux=True)(params)
-    return params - 0.1 * lax.pmean(grads, "i"), model_state
 """,
 }

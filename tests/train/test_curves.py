@@ -1,14 +1,13 @@
 """Curves: a real picture of whatever was recorded, drawn while a run goes and at its end."""
 
 import math
-import struct
 import sys
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
 from support.clock import Clock
@@ -18,23 +17,7 @@ from replicax.train import curves as module
 from replicax.train.curves import Curves, draw_curves, panels_of, rates_of
 from replicax.train.records import Record
 
-
-def png(path: Path) -> tuple[int, int, bytes]:
-    """Width, height and pixels of a PNG whose every chunk has its checksum."""
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    at, pixels, kinds = 8, b"", []
-    while at < len(content):
-        (length,) = struct.unpack(">I", content[at : at + 4])
-        kind, data = content[at + 4 : at + 8], content[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack(">I", content[at + 8 + length : at + 12 + length])
-        assert checksum == zlib.crc32(kind + data)
-        kinds.append(kind)
-        pixels += data if kind == b"IDAT" else b""
-        at += 12 + length
-    assert (kinds[0], kinds[-1]) == (b"IHDR", b"IEND")
-    width, height = struct.unpack(">II", content[16:24])
-    return width, height, zlib.decompress(pixels)
+NO_FORMULA = "costs $5^$, a_b^c, 50 % {x}"
 
 
 def train(step: int, **metrics: float) -> Record:
@@ -45,61 +28,41 @@ def score(step: int, **metrics: float) -> Record:
     return Record("eval", step, 0, metrics, 64, 0.1)
 
 
-def timed(*rows_and_seconds: tuple[int, float]) -> list[Record]:
-    """Train records of steps 1, 2, and so on."""
-    each = enumerate(rows_and_seconds, 1)
-    return [
-        Record("train", step, 0, {"loss": 1.0}, rows, seconds) for step, (rows, seconds) in each
-    ]
+def pixels_of(records: Sequence[Record], path: Path) -> Any:
+    """Draw them; rows of pixels whose colours are up to 1, which is white."""
+    draw_curves(records, path)
+    return matplotlib.image.imread(path, format="png")[..., :3]
 
 
-def coloured(pixels: bytes) -> int:
-    """Bytes that are not of the background."""
-    return int(np.count_nonzero(np.frombuffer(pixels, np.uint8) != 255))
+USUAL = [train(step, loss=1 / step, accuracy=step / 9) for step in range(1, 9)]
+HISTORIES: dict[str, tuple[list[Record], int, int]] = {
+    "usual": ([*USUAL, score(8, loss=0.2, accuracy=0.9)], 1, 3),
+    "one step": ([train(1, loss=1.0)], 1, 2),
+    "nan": ([train(1, loss=1.0), train(2, loss=math.nan)], 1, 2),
+    "eval only": ([score(1, loss=1.0)], 1, 2),
+    "metric in eval only": ([train(1, loss=1.0), score(1, loss=1.0, top5=0.5)], 1, 3),
+    "none": ([], 1, 1),
+    "five panels": ([train(1, loss=1.0, a=1.0, b=1.0, c=1.0)], 2, 3),
+    "many metrics": ([train(1, loss=1.0, **{f"metric {n}": 1.0 for n in range(16)})], 5, 4),
+    "a metric's name is text": ([train(1, **{NO_FORMULA: 1.0})], 1, 2),
+}
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        [train(step, loss=1 / step, accuracy=step / 9) for step in range(1, 9)]
-        + [score(8, loss=0.2, accuracy=0.9)],
-        [train(1, loss=1.0)],
-        [train(1, loss=1.0), train(2, loss=math.nan)],
-        [score(1, loss=1.0)],
-        [train(1, loss=1.0), score(1, loss=1.0, top5=0.5)],
-        [],
-    ],
-    ids=["usual", "one step", "nan", "eval only", "metric in eval only", "none"],
-)
-def test_any_history_is_drawn(records: list[Record], tmp_path: Path) -> None:
-    draw_curves(records, tmp_path / "curves.png")
-    width, height, pixels = png(tmp_path / "curves.png")
-    names = {name for record in records for name in record.metrics}
-    assert (width, height) == ((len(names) + 1) * 630, 495)
-    assert coloured(pixels) > 1000
+@pytest.mark.parametrize(("records", "rows", "columns"), HISTORIES.values(), ids=HISTORIES)
+def test_any_history_is_drawn_below_a_title_that_is_text(
+    records: list[Record], rows: int, columns: int, tmp_path: Path
+) -> None:
+    (tmp_path / NO_FORMULA).mkdir()
+    pixels = pixels_of(records, tmp_path / NO_FORMULA / "curves.png")
+    assert pixels.shape == (rows * 495, columns * 630, 3)
+    assert np.count_nonzero(pixels != 1) > 1000
 
 
 def test_a_single_record_can_be_seen(tmp_path: Path) -> None:
-    import matplotlib.image
-
-    draw_curves([train(1, loss=1.0)], tmp_path / "one.png")
-    image = matplotlib.image.imread(tmp_path / "one.png")[..., :3]
-    panel = image[150:400, 100:420]  # inside the loss panel's axes, clear of its legend
+    pixels = pixels_of([train(1, loss=1.0)], tmp_path / "one.png")
+    panel = pixels[150:400, 100:420]  # inside the loss panel's axes, clear of its legend
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     assert np.any(np.all(np.abs(panel - blue) < 0.1, axis=-1))
-
-
-def test_many_metrics_still_make_a_picture_of_a_sane_size(tmp_path: Path) -> None:
-    metrics = {f"metric {number}": 1.0 for number in range(16)}
-    draw_curves([train(1, loss=1.0, **metrics)], tmp_path / "many.png")
-    width, height, _ = png(tmp_path / "many.png")
-    assert max(width, height) < 10_000
-
-
-def test_a_file_of_five_panels_has_two_rows_of_three(tmp_path: Path) -> None:
-    draw_curves([train(1, loss=1.0, a=1.0, b=1.0, c=1.0)], tmp_path / "five.png")
-    width, height, _ = png(tmp_path / "five.png")
-    assert (width, height) == (3 * 630, 2 * 495)
 
 
 def test_a_panel_has_each_series_of_its_metric() -> None:
@@ -111,13 +74,9 @@ def test_a_panel_has_each_series_of_its_metric() -> None:
         score(4, loss=3.0),
     ]
     panels = panels_of(records)
+    sets = {"dev": [(2, 7.0)], "test": [(2, 6.0)], "eval": [(4, 3.0)]}
     assert panels == {
-        "loss": {
-            "train": [(1, 9.0), (2, 8.0)],
-            "dev": [(2, 7.0)],
-            "test": [(2, 6.0)],
-            "eval": [(4, 3.0)],
-        },
+        "loss": {"train": [(1, 9.0), (2, 8.0)], **sets},
         "accuracy": {"train": [(1, 0.1)]},
         "head/loss": {"train": [(1, 4.0)], "eval": [(2, 5.0)]},  # a metric with that name
         "learning_rate": {"train": [(2, 0.5)]},
@@ -126,189 +85,114 @@ def test_a_panel_has_each_series_of_its_metric() -> None:
 
 
 def test_rates_are_of_neighbours_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [(10, 0.0), (10, 1.0), (2, 0.5), (20, 1.6), (930, 93.0), (30, 3.4)]
+    timed = [Record("train", step, 0, {}, *each) for step, each in enumerate(measured, 1)]
+    assert rates_of(timed[:1]) == []
+    assert rates_of(timed) == [(2, 10.0), (3, 4.0), (4, 12.5), (5, 10.0), (6, 30 / 3.4)]
     monkeypatch.setattr(module, "RATES", 2)
-    records = timed((10, 0.0), (10, 1.0), (2, 0.5), (20, 1.5), (930, 93.0), (30, 3.5))
-    assert rates_of([*records, score(8, loss=1.0)]) == [(4, 32 / 3), (6, 960 / 96.5)]
+    assert rates_of([*timed, score(8, loss=1.0)]) == [(4, 32 / 3.1), (6, 960 / 96.4)]
 
 
-def test_records_of_one_length_have_rates_of_their_own() -> None:
-    assert rates_of(timed((10, 1.0), (20, 1.0), (30, 1.0))) == [(1, 10.0), (2, 20.0), (3, 30.0)]
-    assert rates_of(timed((10, 0.0))) == []
-
-
-def test_a_long_run_is_drawn_as_means() -> None:
+def test_a_long_run_is_drawn_as_means_and_its_steps_are_written_short() -> None:
     given = [4.0, 8.0, 1.0, math.nan, math.nan, math.nan, 5.0]
     groups = module._groups(given, 3)
     assert [len(each) for each in groups] == [3, 3, 1]
     np.testing.assert_array_equal([module._mean(each) for each in groups], [13 / 3, math.nan, 5.0])
     assert module._groups(given, 7) == [[each] for each in given]
+    steps = map(module._short(), (0, 500, 250_000, 1_500_000))
+    assert list(steps) == ["0", "500", "250k", "1.5M"]
 
 
-@pytest.mark.parametrize(
-    ("step", "text"), [(0, "0"), (500, "500"), (250_000, "250k"), (1_500_000, "1.5M")]
-)
-def test_many_steps_are_written_short(step: int, text: str) -> None:
-    assert module._short()(step) == text
+class Going:
+    """Stands in for a run, and for `draw_curves`, which waits until it may go."""
 
-
-def test_a_drawing_that_fails_leaves_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-
-    path = tmp_path / "curves.png"
-    draw_curves([train(1, loss=1.0)], path)
-    before = path.read_bytes()
-
-    def half(figure: Figure, file: Any, **settings: Any) -> None:
-        file.write(before[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    with pytest.raises(OSError, match="No space"):
-        draw_curves([train(2, loss=1.0)], path)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("title", ["costs $5 and $", "a_b^c", "50 % {x}"])
-def test_a_title_is_text(title: str, tmp_path: Path) -> None:
-    (tmp_path / title).mkdir()
-    draw_curves([train(1, loss=1.0)], tmp_path / title / "curves.png")
-    png(tmp_path / title / "curves.png")
-
-
-def test_without_matplotlib_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"matplotlib.*replicax\[cli\]"):
-        draw_curves([], tmp_path / "curves.png")
-
-
-class Drawings:
-    """Stands in for `draw_curves`: what was drawn, in which thread; holds each until it may go."""
-
-    def __init__(self) -> None:
-        self.drawn: list[tuple[int, Path, bool]] = []
-        self.error: Exception | None = None
+    def __init__(self, folder: Path) -> None:
+        self.folder: Path | None = folder
+        self.clock, self.hook = Clock(), Curves(seconds=60)
+        self.records, self.said = list[Record](), list[str]()
+        self.say = self.said.append
+        self.drawn = list[tuple[int, Path, bool]]()
         self.begun, self.may_go = threading.Semaphore(0), threading.Event()
         self.may_go.set()
 
-    def __call__(self, records: Sequence[Record], path: Path) -> None:
+    def add(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.records.append(train(len(self.records) + 1, loss=1.0))
+        self.hook.record(self, self.records[-1])
+
+    def draw(self, records: Sequence[Record], path: Path) -> None:
         beside = threading.current_thread() is not threading.main_thread()
         self.begun.release()
         assert self.may_go.wait(10)
         self.drawn.append((len(records), path, beside))
-        if self.error is not None:
-            raise self.error
 
 
 @pytest.fixture
-def drawings(monkeypatch: pytest.MonkeyPatch) -> Drawings:
-    drawings = Drawings()
-    monkeypatch.setattr(module, "draw_curves", drawings)
-    return drawings
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    run: Any = Going(tmp_path)
+    monkeypatch.setattr(module, "time", run.clock)
+    monkeypatch.setattr(module, "draw_curves", run.draw)
+    run.hook.start(run)
+    return run
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def test_a_run_is_drawn_every_so_often_beside_it_and_its_end_waits_for_that(run: Any) -> None:
+    for count in range(1, 19):
+        run.add(seconds=10)
+        if count % 6 == 0:
+            assert run.begun.acquire(timeout=10)
+            run.hook._drawing.result(10)
+    run.may_go.clear()
+    for _ in range(5):  # does not wait
+        run.add(seconds=61)
+    assert run.begun.acquire(timeout=10)
+    assert not run.begun.acquire(timeout=0.1)  # one at a time
+    assert len(run.drawn) == 3
+    threading.Timer(0.1, run.may_go.set).start()
+    run.hook.end(run)
+    times = [(6, True), (12, True), (18, True), (19, True), (23, False)]
+    assert run.drawn == [(count, run.folder / "curves.png", beside) for count, beside in times]
 
 
-class Going:
-    """Stands in for a run in `folder`."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.records = folder, list[Record]()
-        self.said: list[str] = []
-        self.say: Callable[[str], None] = self.said.append
-
-    def add(self, hook: Any) -> None:
-        self.records.append(train(len(self.records) + 1, loss=1.0))
-        hook.record(self, self.records[-1])
-
-
-def test_a_run_is_drawn_every_so_often_beside_it_and_at_its_end(
-    drawings: Drawings, clock: Clock, tmp_path: Path
+def test_a_drawing_that_fails_leaves_the_last_one_and_is_raised_in_the_run(
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook: Any = Curves(seconds=60)
-    run = Going(tmp_path / "first")
-    hook.start(run)
-    for _ in range(30):  # a record every 10 s, the first after 10
-        clock.now += 10
-        run.add(hook)
-        if len(run.records) % 6 == 0:
-            assert drawings.begun.acquire(timeout=10)
-            hook._drawing.result(10)
-    hook.end(run)
-    path = tmp_path / "first" / "curves.png"
-    assert drawings.drawn == [
-        *((count, path, True) for count in (6, 12, 18, 24, 30)),
-        (30, path, False),
-    ]
+    def half(figure: Any, file: Any, **settings: Any) -> None:
+        file.write(before[:100])
+        raise OSError(28, "No space left on device")
 
-
-def test_a_run_does_not_wait_for_a_drawing_and_its_end_does(
-    drawings: Drawings, clock: Clock, tmp_path: Path
-) -> None:
-    hook: Any = Curves(seconds=1)
-    run = Going(tmp_path)
-    hook.start(run)
-    drawings.may_go.clear()
-    for _ in range(5):
-        clock.now += 2
-        run.add(hook)
-    assert drawings.begun.acquire(timeout=10)
-    assert not drawings.begun.acquire(timeout=0.1)  # one at a time
-    assert drawings.drawn == []
-    threading.Timer(0.1, drawings.may_go.set).start()
-    hook.end(run)
-    assert [count for count, *_ in drawings.drawn] == [1, 5]
-
-
-def test_what_a_drawing_raises_is_raised_in_the_run(
-    drawings: Drawings, clock: Clock, tmp_path: Path
-) -> None:
-    hook: Any = Curves(seconds=1)
-    run = Going(tmp_path)
-    hook.start(run)
-    drawings.error = OSError(28, "No space left on device")
-    clock.now += 2
-    run.add(hook)
-    hook._drawing.exception(10)
-    clock.now += 2
+    path = run.folder / "curves.png"
+    draw_curves([train(1, loss=1.0)], path)
+    before = path.read_bytes()
+    monkeypatch.setattr(module, "draw_curves", draw_curves)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    run.add(seconds=61)
+    assert run.hook._drawing.exception(10).errno == 28
     with pytest.raises(OSError, match="No space"):
-        run.add(hook)
-    hook._thread.shutdown()
+        run.add(seconds=61)
+    run.hook._thread.shutdown()
+    assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("folder", [None, Path("runs/first")])
-def test_without_a_folder_or_a_record_nothing_is_drawn(
-    drawings: Drawings, clock: Clock, folder: Path | None
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_without_a_folder_or_a_record_nothing_is_drawn(run: Any, has_folder: bool) -> None:
+    if not has_folder:
+        run.folder = None
+        run.add(seconds=61)
+    run.hook.end(run)
+    assert run.drawn == []
+
+
+def test_without_matplotlib_the_extra_is_named_and_once_at_the_end_of_a_run(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook: Any = Curves(seconds=1)
-    run = Going(folder)
-    hook.start(run)
-    clock.now += 2
-    if folder is None:
-        run.add(hook)
-    hook.end(run)
-    assert drawings.drawn == []
-
-
-def test_without_matplotlib_the_end_says_so_once(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr(module, "draw_curves", draw_curves)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    hook: Any = Curves(seconds=1)
-    run = Going(tmp_path)
-    hook.start(run)
+    with pytest.raises(MissingDependencyError, match=r"matplotlib.*replicax\[cli\]"):
+        draw_curves([], tmp_path / "curves.png")
     for _ in range(4):
-        clock.now += 2
-        run.add(hook)
-    hook.end(run)
+        run.add(seconds=61)
+    run.hook.end(run)
     (said,) = run.said
     assert said.startswith("no curves.png: matplotlib")
     assert list(tmp_path.iterdir()) == []

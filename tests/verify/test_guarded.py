@@ -44,18 +44,13 @@ def test_a_step_that_can_be_taken_and_not_skipped_fails() -> None:
     assert "opt_state[1][0]" in check.found
 
 
-def half_in_bfloat16() -> dict[str, jax.Array]:
-    network = zoo.network()
-    return {**network, "last": network["last"].astype(jnp.bfloat16)}
-
-
 @EXHAUSTIVE
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None:
     dp = data_parallel(zoo.good, optax.adam(1e-2), mode=mode)
-    verification = rx.verify(dp, half_in_bfloat16(), zoo.data(), modes=[mode], micro_batches=1)
+    verification = rx.verify(dp, zoo.bfloat16_leaf(), zoo.data(), modes=[mode], micro_batches=1)
     assert verification.ok, [check.found for check in verification.failed]
-    state = dp.init(half_in_bfloat16())
+    state = dp.init(zoo.bfloat16_leaf())
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
     run = rx.fit(dp, state, zoo.data(), batch_size=16, epochs=1, progress=False)
     assert jax.tree.map(lambda leaf: leaf.dtype, run.state) == dtypes

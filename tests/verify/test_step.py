@@ -76,19 +76,20 @@ def test_is_what_json_can_hold(correct: Verification) -> None:
     again = json.loads(json.dumps(correct.to_json()))
     assert again["ok"] is True
     assert again["checks"][0]["subject"] == "parity"
-    broken = verified(zoo.sharded(zoo.reduced_by(zoo.same))())
+    broken = verified(zoo.sharded(zoo.sgd(zoo.same, zoo.pmean))())
     assert json.loads(json.dumps(broken.to_json()))["ok"] is False
 
 
 @EXHAUSTIVE
 def test_a_failed_full_batch_leaves_out_the_others() -> None:
-    verification = verified(zoo.sharded(zoo.reduced_by(zoo.psum))(), steps=2)
+    verification = verified(zoo.sharded(zoo.sgd(zoo.psum, zoo.pmean))(), steps=2)
     assert of(verification, "parity", "other cases").verdict == "skip"
 
 
 def test_the_step_may_donate_arrays_of_the_user() -> None:
     """What the user handed over is still there."""
-    state, rows = zoo.placed_state(), zoo.placed_batch()
+    state = jax.device_put(zoo.only_params(), NamedSharding(zoo.mesh(), P()))
+    rows = jax.device_put(zoo.batch(), NamedSharding(zoo.mesh(), P("data")))
     step = jax.jit(zoo.reference, donate_argnums=0)
     assert verify_step(step, zoo.reference, state, rows, steps=2).ok
     assert np.isfinite(jax.device_get(state)["params"]["in"]["kernel"]).all()
@@ -225,7 +226,7 @@ def test_what_cannot_be_compared_is_refused(change: dict[str, Any], words: str) 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     rows = {key: value[:60] for key, value in zoo.batch().items()}
-    step = jax.jit(zoo.filled_to_fit)
+    step = zoo.of_whole_batch(zoo.filled_to_fit)()
     with pytest.raises(ConfigError, match=r"60 rows\b.*\b8 replicas"):
         verify_step(step, zoo.reference, zoo.only_params(), rows)
 

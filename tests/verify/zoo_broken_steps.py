@@ -1,153 +1,216 @@
-"""Classic mistakes in hand-written steps, and the words that their cause must have."""
+"""Classic and unusual mistakes in hand-written steps, and the words that their cause must have.
 
+What lint finds as well is in `support.source_broken`; `lint.test_rules` has verify execute it.
+"""
+
+import itertools
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from verify.step_parts import (
-    ADAM,
-    KEY,
-    MASKED,
-    MICRO,
-    NORM,
-    RUNNING,
-    Broken,
-    N,
-    accumulated,
-    adam,
-    batch,
-    clip_reference,
-    clip_too_early,
-    contrast,
-    cut_to_fit,
-    dropout_step,
-    filled_to_fit,
-    global_view,
-    good,
-    half_frozen,
-    jit_in_each_call,
-    key_of_the_clock,
-    mask_unseen,
-    masked_by_device,
-    masked_over_all_rows,
-    mean_in_the_loss,
-    mean_of_floats,
-    norm_update,
-    one_replica_strays,
-    only_params,
-    pmapped,
-    pmean,
-    psum,
-    rate_by_index,
-    reduced_by,
-    reference,
-    running_mean,
-    same,
-    sharded,
-    sharded_with_key,
-    with_optax,
-)
+import numpy as np
+import optax
+from jax import lax
+from verify import step_parts as zoo
+from verify.step_parts import Entry, pmapped, pmean, psum, same, sgd, sharded, with_optax
 
 
-def _broken(step: Any, *words: str, **more: Any) -> Broken:
-    usual = {"reference": reference, "state": only_params, "batch": batch}
-    return Broken(step, words=words, **{**usual, **more})
+def half_frozen(params: Any, rows: Any) -> jax.Array:
+    return zoo.mean_loss({**params, "in": lax.stop_gradient(params["in"])}, rows)
+
+
+def counted_inside(params: Any, rows: Any) -> jax.Array:
+    """Weights that are made inside the loss."""
+    real = (rows["labels"] >= 0).astype(jnp.float32)
+    return jnp.sum(zoo.errors(params, rows)[:, None] * real) / jnp.sum(real)
+
+
+def lengths() -> Any:
+    """Rows of 5 places, of which later rows fill fewer; -1 is none."""
+    places = np.arange(5) < np.linspace(5, 1, zoo.ROWS).astype(int)[:, None]
+    labels = np.random.default_rng(3).integers(0, 4, (zoo.ROWS, 5))
+    return {**zoo.batch(), "labels": np.where(places, labels, -1).astype(np.int32)}
+
+
+def clip(gradient: Any) -> Any:
+    return optax.clip_by_global_norm(0.5).update(gradient, optax.EmptyState())[0]
+
+
+loosely_clipped = optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1))
+
+
+def doubled_later(update: Any, since: int) -> Any:
+    """From a step on, twice what `update` does."""
+
+    def step(state: Any, rows: Any) -> Any:
+        before = state["params"]
+        after, metrics = update({"params": before}, rows)
+        factor = jnp.where(state["steps"] < since, 1.0, 2.0)
+        params = jax.tree.map(lambda old, new: old + factor * (new - old), before, after["params"])
+        return {"params": params, "steps": state["steps"] + 1}, metrics
+
+    return step
+
+
+# Python around the step.
+
+
+def jit_in_each_call() -> Any:
+    def step(state: Any, rows: Any) -> Any:
+        anew = zoo.global_view(lambda state, rows: zoo.reference(state, rows), zoo.SPLIT)
+        return anew()(state, rows)
+
+    return step
+
+
+def key_of_the_clock() -> Any:
+    calls = itertools.count()
+    noise = lambda seed: 1e-7 * jax.random.normal(jax.random.key(seed), (1,))  # noqa: E731
+    update = pmapped(zoo.nudged(noise))()
+    return lambda state, rows: update(state, rows, np.full(zoo.N, next(calls), np.uint32))
+
+
+def reads_what_it_donated() -> Any:
+    compiled = sharded(zoo.good)()
+
+    def step(state: Any, rows: Any) -> Any:
+        after, metrics = compiled(state, rows)
+        old, new = (np.asarray(each["params"]["out"]["bias"]) for each in (state, after))
+        return after, {**metrics, "moved": np.abs(new - old).max()}
+
+    return step
+
+
+def moved_reference(state: Any, rows: Any) -> Any:
+    after, metrics = zoo.reference(state, rows)
+    moved = after["params"]["out"]["bias"] - state["params"]["out"]["bias"]
+    return after, {**metrics, "moved": jnp.abs(moved).max()}
+
+
+def _broken(step: Any, *words: str, **more: Any) -> Entry:
+    return Entry(step, words, **more)
 
 
 BROKEN = {
-    "pmap_no_pmean": _broken(pmapped(reduced_by(same)), "never reduced"),
-    "shard_map_no_pmean": _broken(sharded(reduced_by(same)), "never reduced"),
-    "shard_map_pmean_in_unchecked_loss": _broken(sharded(mean_in_the_loss), "never reduced"),
-    "replicas_differ_by_no_pmean": _broken(
-        sharded(reduced_by(same)), "never reduced", subject="replicas", case="8 replicas"
-    ),
+    "pmean_in_unchecked_loss": _broken(sharded(zoo.mean_in_the_loss), "never reduced"),
     "pmean_of_summed_gradient": _broken(
-        sharded(good, check_vma=True), "exactly 8 times", "check_vma=True"
+        sharded(zoo.good, check_vma=True), "exactly 8 times", "check_vma=True"
     ),
-    "psum_undivided": _broken(pmapped(reduced_by(psum)), "exactly 8 times", "use pmean"),
+    "psum_undivided": _broken(pmapped(sgd(psum, pmean)), "exactly 8 times", "use pmean"),
     "divided_twice": _broken(
-        sharded(reduced_by(lambda tree: jax.tree.map(lambda leaf: leaf / N, pmean(tree)))),
+        sharded(sgd(lambda tree: zoo.times(1 / zoo.N, pmean(tree)), pmean)),
         "1/8 of",
         "8 replicas twice",
     ),
-    "masked_mean_by_device": _broken(
-        pmapped(masked_by_device), "mean of means", case="unequal weights", **MASKED
-    ),
-    "masked_mean_of_empty_device": _broken(
-        sharded(masked_by_device), "replica 7", "0 by 0", case="padded batch", **MASKED
-    ),
     "masked_sum_over_all_rows": _broken(
-        sharded(masked_over_all_rows), "weight 0", case="padded batch", **MASKED
+        sharded(sgd(psum, loss=zoo.masked_loss(lambda mask: float(mask.size * zoo.N)))),
+        "weight 0",
+        case="padded batch",
+        **zoo.MASKED,
     ),
-    "mask_unseen": _broken(sharded(mask_unseen), "are ignored", case="padded batch", **MASKED),
-    "batch_replicated": _broken(global_view(reference), "whole batch", subject="redundant work"),
-    "one_device": _broken(lambda: jax.jit(reference), "in_shardings", subject="redundant work"),
+    "mask_unseen": _broken(sharded(zoo.good), "are ignored", case="padded batch", **zoo.MASKED),
+    "counted_inside": _broken(
+        sharded(sgd(pmean, loss=counted_inside)),
+        "mean of means",
+        reference=sgd(loss=counted_inside),
+        batch=lengths,
+    ),
+    "batch_replicated": _broken(
+        zoo.global_view(zoo.reference, zoo.WHOLE), "whole batch", subject="redundant work"
+    ),
+    "one_device": _broken(lambda: jax.jit(zoo.reference), "in_shardings", subject="redundant work"),
     "remainder_dropped": _broken(
-        lambda: jax.jit(cut_to_fit), "were dropped", case="indivisible batch"
+        zoo.of_whole_batch(zoo.cut_to(zoo.N)), "were dropped", case="indivisible batch"
+    ),
+    "remainder_of_sixteen": _broken(
+        zoo.of_whole_batch(zoo.cut_to(16)), "were dropped", case="indivisible batch"
     ),
     "padding_counted": _broken(
-        lambda: jax.jit(filled_to_fit), "padded to", "zeros", case="indivisible batch"
+        zoo.of_whole_batch(zoo.filled_to_fit), "padded to", "zeros", case="indivisible batch"
     ),
     "batch_norm_by_device": _broken(
-        sharded(norm_update(same, pmean, pmean)), "one another", "BatchNorm", **NORM
+        sharded(zoo.with_statistics(zoo.normed(), pmean, pmean)),
+        "one another",
+        "BatchNorm",
+        **zoo.NORM,
     ),
     "batch_norm_by_device_in_pmap": _broken(
-        pmapped(norm_update(same, pmean, same)), "batch_stats", "never reduced", **NORM
+        pmapped(zoo.with_statistics(zoo.normed(), pmean)),
+        "batch_stats",
+        "never reduced",
+        **zoo.NORM,
     ),
     "statistics_not_reduced": _broken(
-        sharded(running_mean(pmean, same)), "input_mean", "never reduced", **RUNNING
+        sharded(zoo.with_statistics(zoo.watching, pmean)),
+        "input_mean",
+        "never reduced",
+        **zoo.WATCHING,
     ),
     "contrast_by_device": _broken(
-        sharded(contrast(same, pmean)), "one another", reference=contrast(same, same)
+        sharded(sgd(pmean, loss=zoo.contrast())), "one another", **zoo.CONTRAST
     ),
-    "key_shared": _broken(
-        sharded_with_key(dropout_step(same, pmean)),
-        "random numbers",
-        "fold",
-        reference=dropout_step(same, same),
-        options=KEY,
-    ),
-    "key_shared_in_pmap": _broken(
-        pmapped(dropout_step(same, pmean), in_axes=(0, 0, None)),
-        "random numbers",
-        reference=dropout_step(same, same),
-        options=KEY,
+    "key_in_state_shared": _broken(sharded(zoo.key_in_state(pmean)), "random numbers", **zoo.KEYED),
+    "raw_key_in_state_shared": _broken(
+        pmapped(zoo.key_in_state(pmean)), "random numbers", **zoo.RAW_KEYED
     ),
     "micro_batches_undivided": _broken(
-        sharded(accumulated(partial(jnp.sum, axis=0))),
+        sharded(zoo.accumulated(partial(jnp.sum, axis=0))),
         "exactly 4 times",
         "4 micro-batches",
-        options=MICRO,
+        **zoo.MICRO,
     ),
     "last_micro_batch_only": _broken(
-        pmapped(accumulated(lambda leaf: leaf[-1])),
-        "last of 4 micro-batches",
-        options=MICRO,
+        pmapped(zoo.accumulated(lambda leaf: leaf[-1])), "last of 4 micro-batches", **zoo.MICRO
     ),
-    "loss_of_replica_0": _broken(sharded(reduced_by(pmean, same)), "loss", "never reduced"),
+    "loss_of_replica_0": _broken(sharded(sgd(pmean, same)), "loss", "never reduced"),
     "clipped_too_early": _broken(
-        sharded(clip_too_early), "the reduction", "clip", reference=clip_reference
+        sharded(sgd(lambda tree: pmean(clip(tree)), pmean)),
+        "the reduction",
+        "clip",
+        reference=sgd(clip, same),
     ),
     "rate_by_replica": _broken(
-        pmapped(rate_by_index), "learning rate", subject="replicas", case="8 replicas"
+        pmapped(sgd(lambda tree: zoo.times(1 + lax.axis_index(zoo.AXIS), pmean(tree)), pmean)),
+        "learning rate",
+        subject="replicas",
+        case="8 replicas",
     ),
     "adam_of_summed_gradient": _broken(
-        pmapped(with_optax(adam, psum, same, pmean)), "exactly 8 times", "mu", **ADAM
+        pmapped(with_optax(zoo.adam, psum, same, pmean)), "exactly 8 times", "mu", **zoo.ADAM
     ),
     "adam_by_replica": _broken(
-        sharded(with_optax(adam, same, mean_of_floats, pmean)),
-        "the reduction",
-        **ADAM,
+        sharded(with_optax(zoo.adam, same, zoo.mean_of_floats, pmean)), "the reduction", **zoo.ADAM
+    ),
+    "sum_clipped_loosely": _broken(
+        sharded(with_optax(loosely_clipped, psum, same, pmean)),
+        "exactly 8 times",
+        **zoo.optimized(loosely_clipped),
+    ),
+    "warm_up_psum": _broken(
+        pmapped(with_optax(zoo.warm_up, psum, same, pmean)), "exactly 8 times", **zoo.WARM_UP
     ),
     "one_replica_strays": _broken(
-        sharded(one_replica_strays), "replica 3 only", subject="replicas", case="8 replicas"
+        sharded(zoo.nudged(lambda: jnp.where(lax.axis_index(zoo.AXIS) == 3, 1e-3, 0.0))),
+        "replica 3 only",
+        subject="replicas",
+        case="8 replicas",
     ),
-    "layer_frozen": _broken(sharded(half_frozen), "not change"),
+    "layer_frozen": _broken(sharded(sgd(pmean, loss=half_frozen)), "not change"),
+    "wrong_later": _broken(
+        sharded(doubled_later(zoo.good, 2)),
+        reference=doubled_later(zoo.reference, 9),
+        state=lambda: {**zoo.only_params(), "steps": np.int32(0)},
+        case="4 steps",
+        options={"steps": 4},
+    ),
     "jit_in_each_call": _broken(
         jit_in_each_call, "each call", subject="recompilation", case="same shapes"
     ),
     "key_of_the_clock": _broken(
         key_of_the_clock, "the arguments", subject="determinism", case="two runs"
+    ),
+    "reads_what_it_donated": _broken(
+        reads_what_it_donated, "donate_argnums", reference=moved_reference, case="2 steps"
     ),
 }

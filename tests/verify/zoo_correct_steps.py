@@ -1,4 +1,4 @@
-"""Hand-written steps of many kinds that are correct."""
+"""Hand-written steps of many kinds that are correct; `support.source_correct` has others."""
 
 from functools import partial
 from typing import Any
@@ -7,230 +7,166 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from verify.step_parts import (
-    ADAM,
-    AXIS,
-    KEY,
-    MASKED,
-    MICRO,
-    NORM,
-    ROWS,
-    RUNNING,
-    Entry,
-    _normal,
-    accumulated,
-    adam,
-    batch,
-    clipped,
-    contrast,
-    descend,
-    dropout_step,
-    gather_rows,
-    global_view,
-    good,
-    masked_rightly,
-    mean_in_the_loss,
-    mesh,
-    norm_reference,
-    norm_update,
-    only_params,
-    optax_state,
-    own_key,
-    params,
-    placed_batch,
-    placed_state,
-    pmapped,
-    pmean,
-    predict,
-    reduced_by,
-    reduced_each_time,
-    reference,
-    running_mean,
-    same,
-    sharded,
-    sharded_with_key,
-    with_optax,
-)
-
-# Other models, all of them right.
+from verify import step_parts as zoo
+from verify import zoo_recipes as recipes
+from verify.step_parts import Entry, adam, pmapped, pmean, same, sgd, sharded, with_optax
 
 
-def token_state() -> Any:
-    shared = {"embedding": _normal(5, 37, 16) / 4, "mix": _normal(6, 16, 16) / 4}
-    return {"params": shared, "opt_state": adam.init(shared)}
+def own_key(key: Any) -> Any:
+    return jax.random.fold_in(key, lax.axis_index(zoo.AXIS))
 
 
-def token_batch() -> Any:
-    return {"tokens": np.random.default_rng(7).integers(0, 37, (ROWS, 9)).astype(np.int32)}
+clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+gather_rows = partial(lax.all_gather, axis_name=zoo.AXIS, tiled=True)
+
+# Other models, other states and other batches.
 
 
-def tied(reduce: Any) -> Any:
-    """One embedding, used at both ends; Adam."""
-
-    def loss_of(params: Any, rows: Any) -> jax.Array:
-        tokens = rows["tokens"]
-        hidden = jnp.tanh(params["embedding"][tokens[:, :-1]] @ params["mix"])
-        scores = hidden @ params["embedding"].T
-        losses = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
-        return jnp.mean(losses)
-
-    def update(state: Any, rows: Any) -> Any:
-        loss, gradient = reduce(jax.value_and_grad(loss_of)(state["params"], rows))
-        updates, memory = adam.update(gradient, state["opt_state"], state["params"])
-        after = optax.apply_updates(state["params"], updates)
-        return {"params": after, "opt_state": memory}, loss
-
-    return update
+def _with_adam(loss: Any, model: Any, rows: Any, lift: Any) -> Entry:
+    return Entry(
+        lift(with_optax(adam, pmean, same, pmean, loss)),
+        reference=with_optax(adam, loss=loss),
+        state=zoo.optax_state(adam, model),
+        batch=rows,
+    )
 
 
-def rnn_state() -> Any:
-    return {"in": _normal(8, 6, 12) / 3, "again": _normal(9, 12, 12) / 4, "out": _normal(10, 12)}
+def tied(params: Any, rows: Any) -> jax.Array:
+    return jnp.mean(recipes.tied(params, rows, None))
 
 
-def rnn_batch() -> Any:
-    series = _normal(11, ROWS, 7, 6)
-    return series, np.cos(series.sum((1, 2)))
+def labels() -> Any:
+    return {"label": recipes.data(zoo.ROWS)["label"]}
 
 
-def rnn_reference(state: Any, series: Any, targets: Any) -> Any:
+def recurrent_model() -> Any:
+    shapes = {"in": (6, 12), "again": (12, 12), "out": (12,)}
+    return {name: zoo.normal(8, *shape) / 4 for name, shape in shapes.items()}
+
+
+def series() -> Any:
+    values = zoo.normal(11, zoo.ROWS, 7, 6)
+    return values, np.cos(values.sum((1, 2)))
+
+
+def recurrent(state: Any, series: Any, targets: Any) -> Any:
     """Takes its batch as two arguments, and its state is the parameters."""
 
     def loss_of(params: Any) -> jax.Array:
         def turn(hidden: Any, now: Any) -> Any:
             return jnp.tanh(now @ params["in"] + hidden @ params["again"]), None
 
-        hidden = jnp.zeros((series.shape[0], 12))
-        hidden, _ = lax.scan(turn, hidden, series.swapaxes(0, 1))
+        hidden, _ = lax.scan(turn, jnp.zeros((series.shape[0], 12)), series.swapaxes(0, 1))
         return jnp.mean((hidden @ params["out"] - targets) ** 2)
 
     loss, gradient = jax.value_and_grad(loss_of)(state)
-    return descend(state, gradient), loss
+    return zoo.descend(state, gradient), loss
 
 
-def rnn_global() -> Any:
-    whole, rows = NamedSharding(mesh(), P()), NamedSharding(mesh(), P(AXIS))
-    return jax.jit(rnn_reference, in_shardings=(whole, rows, rows), out_shardings=whole)
-
-
-def image_state() -> Any:
-    kernels = {
-        "one": _normal(12, 3, 3, 1, 8) / 3,
-        "two": _normal(13, 3, 3, 8, 8) / 8,
+def kernels() -> Any:
+    return {
+        "one": zoo.normal(12, 3, 3, 1, 8) / 3,
+        "two": zoo.normal(13, 3, 3, 8, 8) / 8,
         "bias": np.zeros(8, np.float32),
-        "out": _normal(14, 8 * 9, 10) / 8,
+        "out": zoo.normal(14, 8 * 9, 10) / 8,
     }
-    return {"params": kernels, "opt_state": adam.init(kernels)}
 
 
-def image_batch() -> Any:
-    images = np.maximum(_normal(15, ROWS, 12, 12, 1), 0)  # zeros, as on blank paper
-    return {"image": images, "label": np.random.default_rng(1).integers(0, 10, ROWS)}
+def images() -> Any:
+    blank = np.maximum(zoo.normal(15, zoo.ROWS, 12, 12, 1), 0)  # zeros, as on blank paper
+    return {"image": blank, "label": np.random.default_rng(1).integers(0, 10, zoo.ROWS)}
 
 
-def convolved(reduce: Any) -> Any:
-    """Convolution, relu, max pool, twice; Adam."""
-
-    def loss_of(params: Any, rows: Any) -> jax.Array:
-        x = rows["image"]
-        for name in ("one", "two"):
-            dims = ("NHWC", "HWIO", "NHWC")
-            x = lax.conv_general_dilated(x, params[name], (1, 1), "SAME", dimension_numbers=dims)
-            x = jax.nn.relu(x + params["bias"])
-            x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-        scores = x.reshape(x.shape[0], -1) @ params["out"]
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, rows["label"]))
-
-    def update(state: Any, rows: Any) -> Any:
-        loss, gradient = reduce(jax.value_and_grad(loss_of)(state["params"], rows))
-        updates, memory = adam.update(gradient, state["opt_state"], state["params"])
-        after = optax.apply_updates(state["params"], updates)
-        return {"params": after, "opt_state": memory}, {"loss": loss}
-
-    return update
-
-
-def _correct(step: Any, **more: Any) -> Entry:
-    usual = {"reference": reference, "state": only_params, "batch": batch}
-    return Entry(step, **{**usual, **more})
-
-
-def flax_state() -> Any:
-    from flax.training.train_state import TrainState
-
-    return TrainState.create(apply_fn=predict, params=params(), tx=_FLAX_OPTIMIZER)
+def convolved(params: Any, rows: Any) -> jax.Array:
+    """Convolution, relu, max pool, twice."""
+    x = rows["image"]
+    for name in ("one", "two"):
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(x, params[name], (1, 1), "SAME", dimension_numbers=dims)
+        x = jax.nn.relu(x + params["bias"])
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    scores = x.reshape(x.shape[0], -1) @ params["out"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, rows["label"]))
 
 
 _FLAX_OPTIMIZER = optax.adam(1e-2)
 
 
+def flax_state() -> Any:
+    return TrainState.create(apply_fn=zoo.errors, params=zoo.params(), tx=_FLAX_OPTIMIZER)
+
+
 def flax_update(reduce: Any) -> Any:
     def update(state: Any, rows: Any) -> Any:
-        def loss_of(params: Any) -> jax.Array:
-            return jnp.mean((state.apply_fn(params, rows["x"]) - rows["y"]) ** 2)
-
-        loss, gradient = reduce(jax.value_and_grad(loss_of)(state.params))
+        mean = lambda params: jnp.mean(state.apply_fn(params, rows))  # noqa: E731
+        loss, gradient = reduce(jax.value_and_grad(mean)(state.params))
         return state.apply_gradients(grads=gradient), loss
 
     return update
 
 
-CORRECT = {
-    "pmap": _correct(pmapped(good)),
-    "pmap_whole_state": _correct(
-        lambda: jax.pmap(good, axis_name=AXIS, in_axes=(None, 0), out_axes=None)
-    ),
-    "pmap_loss_by_replica": _correct(pmapped(reduced_by(pmean, same))),
-    "pmap_behind_a_function": _correct(
-        lambda: _behind(jax.pmap(lambda state, x, y: good(state, {"x": x, "y": y}), AXIS))
-    ),
-    "pmap_flax": _correct(
-        pmapped(flax_update(pmean)), reference=flax_update(same), state=flax_state
-    ),
-    "shard_map": _correct(sharded(good)),
-    "shard_map_checked": _correct(sharded(mean_in_the_loss, check_vma=True)),
-    "jit": _correct(global_view(reference, AXIS)),
-    "jit_placed": _correct(lambda: jax.jit(reference), state=placed_state, batch=placed_batch),
-    "adam": _correct(pmapped(with_optax(adam, pmean, same, pmean)), **ADAM),
-    "clipped": _correct(
-        sharded(with_optax(clipped, pmean, same, pmean)),
-        reference=with_optax(clipped),
-        state=optax_state(clipped),
-    ),
-    "batch_norm_synced": _correct(sharded(norm_update(pmean, pmean, same)), **NORM),
-    "batch_norm_jit": _correct(global_view(norm_reference, AXIS), **NORM),
-    "statistics_reduced": _correct(pmapped(running_mean(pmean, pmean)), **RUNNING),
-    "micro_batches": _correct(sharded(accumulated(partial(jnp.mean, axis=0))), options=MICRO),
-    "micro_batches_reduced_each": _correct(sharded(reduced_each_time), options=MICRO),
-    "masked": _correct(sharded(masked_rightly), **MASKED),
-    "masked_pmap": _correct(pmapped(masked_rightly), **MASKED),
-    "contrast_gathered": _correct(
-        sharded(contrast(gather_rows, pmean)), reference=contrast(same, same)
-    ),
-    "rnn": _correct(rnn_global, reference=rnn_reference, state=rnn_state, batch=rnn_batch),
-    "tied_embedding": _correct(
-        sharded(tied(pmean)), reference=tied(same), state=token_state, batch=token_batch
-    ),
-    "convolution": _correct(
-        pmapped(convolved(pmean)), reference=convolved(same), state=image_state, batch=image_batch
-    ),
-    "dropout_jit": _correct(
-        lambda: _jit_with_key(), reference=dropout_step(same, same), options=KEY
-    ),
-    "dropout_by_replica": _correct(
-        sharded_with_key(dropout_step(own_key, pmean)),
-        reference=dropout_step(same, same),
-        options=KEY,
-    ),
-}
+def pair() -> Any:
+    rows = zoo.batch()
+    return rows["x"], rows["y"]
 
 
-def _behind(mapped: Any) -> Any:
+def of_pair(update: Any) -> Any:
+    return lambda state, rows: update(state, dict(zip("xy", rows, strict=True)))
+
+
+def behind_a_function() -> Any:
+    mapped = jax.pmap(lambda state, x, y: zoo.good(state, {"x": x, "y": y}), zoo.AXIS)
     return lambda state, rows: mapped(state, rows["x"], rows["y"])
 
 
-def _jit_with_key() -> Any:
-    whole, rows = NamedSharding(mesh(), P()), NamedSharding(mesh(), P(AXIS))
-    return jax.jit(dropout_step(same, same), in_shardings=(whole, rows, whole), out_shardings=whole)
+def placed_batch() -> Any:
+    return jax.device_put(zoo.batch(), NamedSharding(zoo.mesh(), zoo.SPLIT))
+
+
+def placed_state() -> Any:
+    return jax.device_put(zoo.only_params(), NamedSharding(zoo.mesh(), zoo.WHOLE))
+
+
+CORRECT = {
+    "pmap_whole_state": Entry(
+        lambda: jax.pmap(zoo.good, axis_name=zoo.AXIS, in_axes=(None, 0), out_axes=None)
+    ),
+    "pmap_loss_by_replica": Entry(pmapped(sgd(pmean, same))),
+    "pmap_behind_a_function": Entry(behind_a_function),
+    "pmap_flax": Entry(pmapped(flax_update(pmean)), reference=flax_update(same), state=flax_state),
+    "shard_map_checked": Entry(sharded(zoo.mean_in_the_loss, check_vma=True)),
+    "jit": Entry(zoo.global_view(zoo.reference, zoo.SPLIT)),
+    "jit_placed": Entry(lambda: jax.jit(zoo.reference), state=placed_state, batch=placed_batch),
+    "adam": Entry(pmapped(with_optax(adam, pmean, same, pmean)), **zoo.ADAM),
+    "clipped": Entry(sharded(with_optax(clipped, pmean, same, pmean)), **zoo.optimized(clipped)),
+    "warm_up": Entry(pmapped(with_optax(zoo.warm_up, pmean, same, pmean)), **zoo.WARM_UP),
+    "batch_norm_synced": Entry(sharded(zoo.with_statistics(zoo.normed(pmean), pmean)), **zoo.NORM),
+    "batch_norm_jit": Entry(
+        zoo.global_view(zoo.with_statistics(zoo.normed()), zoo.SPLIT), **zoo.NORM
+    ),
+    "statistics_reduced": Entry(
+        pmapped(zoo.with_statistics(zoo.watching, pmean, pmean)), **zoo.WATCHING
+    ),
+    "micro_batches": Entry(sharded(zoo.accumulated(partial(jnp.mean, axis=0))), **zoo.MICRO),
+    "micro_batches_reduced_each": Entry(sharded(zoo.reduced_each_time), **zoo.MICRO),
+    "masked": Entry(sharded(zoo.masked_rightly), **zoo.MASKED),
+    "contrast_gathered": Entry(sharded(sgd(pmean, loss=zoo.contrast(gather_rows))), **zoo.CONTRAST),
+    "recurrent": Entry(
+        zoo.global_view(recurrent, zoo.SPLIT, zoo.SPLIT),
+        reference=recurrent,
+        state=recurrent_model,
+        batch=series,
+    ),
+    "tied_embedding": _with_adam(tied, recipes.tied_model, labels, sharded),
+    "convolution": _with_adam(convolved, kernels, images, pmapped),
+    "dropout_jit": Entry(zoo.global_view(sgd(loss=zoo.dropped()), zoo.SPLIT, zoo.WHOLE), **zoo.KEY),
+    "key_in_state": Entry(sharded(zoo.key_in_state(pmean, own_key)), **zoo.KEYED),
+    "raw_key_in_state": Entry(pmapped(zoo.key_in_state(pmean, own_key)), **zoo.RAW_KEYED),
+    "keys_split_outside": Entry(pmapped(sgd(pmean, loss=zoo.dropped())), **zoo.KEY),
+    "tuple_taken_whole": Entry(
+        sharded(of_pair(zoo.good)), reference=of_pair(zoo.reference), batch=pair
+    ),
+}

@@ -18,7 +18,6 @@ DEVICES = 4
 MICRO_BATCHES = 2
 ROWS = 32
 KEY = jax.random.key(0)
-PyTree = Any
 
 
 def data(rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -40,16 +39,37 @@ def network() -> dict[str, Any]:
     }
 
 
+def hidden(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ model["first"] + model["bias"])
+
+
 def outputs(model: Any, x: jax.Array) -> jax.Array:
-    return jnp.tanh(x @ model["first"] + model["bias"]) @ model["last"]
+    return hidden(model, x) @ model["last"]
+
+
+def squares(values: jax.Array, batch: Any) -> jax.Array:
+    return jnp.mean((values - batch["y"]) ** 2, axis=-1)
 
 
 def errors(model: Any, batch: Any) -> jax.Array:
-    return jnp.mean((outputs(model, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return squares(outputs(model, batch["x"]), batch)
 
 
 def good(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, batch)
+
+
+def in_training(loss: Any) -> Any:
+    """`loss` with a key, and the plain errors without one."""
+    return lambda model, batch, key: (good if key is None else loss)(model, batch, key)
+
+
+def mean_of(loss: Any) -> Any:
+    return lambda *given: jnp.mean(loss(*given))
+
+
+def bound(module: nn.Module) -> Any:
+    return module.bind(module.init(KEY, jnp.zeros((1, 6)), train=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +81,8 @@ class Entry:
     optimizer: Callable[[], optax.GradientTransformation] = lambda: optax.adam(1e-2)
     words: str = ""
     """What the cause, or what was found, has to say; of broken ones."""
+    noted: tuple[str, ...] = ()
+    """What correct ones are told all the same."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def verify(self, modes: Any = None) -> rx.Verification:
@@ -87,11 +109,6 @@ def sum_over_rows(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(errors(model, batch))
 
 
-def constant_batch_size(model: Any, batch: Any, key: Any) -> Any:
-    """Right as long as a step sees the whole batch: wrong only in micro-batches, or replicas."""
-    return errors(model, batch) * (batch["x"].shape[0] / ROWS)
-
-
 def contrastive(model: Any, batch: Any, key: Any) -> Any:
     left, right = outputs(model, batch["x"]), batch["y"]
     return optax.softmax_cross_entropy_with_integer_labels(left @ right.T, jnp.arange(len(left)))
@@ -104,37 +121,33 @@ def contrastive_gathered(model: Any, batch: Any, key: Any) -> Any:
     return among_all - jnp.sum(left * batch["y"], axis=1)
 
 
-def contrastive_mean(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean(contrastive(model, batch, key))
+contrastive_mean = mean_of(contrastive)
 
 
-def constant_key(model: Any, batch: Any, key: Any) -> Any:
-    x = batch["x"]
-    if key is not None:
-        x = x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
-    return errors(model, {**batch, "x": x})
+def fixed_key(model: Any, batch: Any, key: Any) -> Any:
+    """One mask in training and in evaluation: a row's value follows from its place."""
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, batch["x"].shape)
+    return errors(model, {**batch, "x": batch["x"] * kept})
 
 
-def dead_parameter() -> Any:
-    return {**network(), "unused": jnp.ones(3)}
+constant_key = in_training(fixed_key)
+
+
+def fixed_seed(model: Any, batch: Any, key: Any) -> Any:
+    """The same with NumPy: the mask is a constant of the program."""
+    kept = np.random.default_rng(0).integers(0, 2, batch["x"].shape).astype(np.float32)
+    return errors(model, {**batch, "x": batch["x"] * kept})
 
 
 def host_random(model: Any, batch: Any, key: Any) -> Any:
-    random = np.random.default_rng()
-
-    def draw(shape: Any) -> np.ndarray:
-        return random.normal(size=4).astype(np.float32)
-
-    noise = jax.pure_callback(draw, jax.ShapeDtypeStruct((4,), jnp.float32), batch["x"][0, 0])
+    random, shape = np.random.default_rng(), jax.ShapeDtypeStruct((4,), jnp.float32)
+    draw = lambda _: random.normal(size=4).astype(np.float32)  # noqa: E731
+    noise = jax.pure_callback(draw, shape, batch["x"][0, 0])
     return errors(model, {**batch, "y": batch["y"] + jax.lax.stop_gradient(noise)})
 
 
 def traced_random(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, batch) * np.float32(1 + np.random.rand())
-
-
-def reduced_by_hand(model: Any, batch: Any, key: Any) -> Any:
-    return jax.lax.psum(errors(model, batch), "data")
 
 
 class RunningMean(nn.Module):
@@ -148,19 +161,14 @@ class RunningMean(nn.Module):
         return nn.Dense(4)(x - mean.value)
 
 
-def running_mean_model() -> Any:
-    module = RunningMean()
-    return module.bind(module.init(KEY, jnp.zeros((1, 6)), train=False))
-
-
 def linen_loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean((model(batch["x"], train=key is not None) - batch["y"]) ** 2, axis=-1)
+    return squares(model(batch["x"], train=key is not None), batch)
 
 
+@in_training
 def factor_by_rows_seen(model: Any, batch: Any, key: Any) -> Any:
     """In training only, so that leaving rows out in evaluation does not show it."""
-    values = errors(model, batch)
-    return values if key is None else values * (ROWS / batch["x"].shape[0])
+    return errors(model, batch) * (ROWS / batch["x"].shape[0])
 
 
 def clipped_by_hand(model: Any, batch: Any, key: Any) -> Any:
@@ -169,39 +177,47 @@ def clipped_by_hand(model: Any, batch: Any, key: Any) -> Any:
     return values / jax.lax.stop_gradient(jnp.max(values))
 
 
+SHARDED: dict[str, Any] = {"arguments": {"mode": "shard_map"}}
+EXACT: dict[str, Any] = {"arguments": {"mode": "exact"}}
 BROKEN = {
     "mean of means": Entry(mean_of_weighted_rows, words="mean of means"),
-    "mean of means, shard_map": Entry(
-        mean_of_weighted_rows, words="rx.Weighted", arguments={"mode": "shard_map"}
-    ),
+    "mean of means, shard_map": Entry(mean_of_weighted_rows, words="rx.Weighted", **SHARDED),
     "divides by its rows": Entry(divided_by_rows, words="divides by"),
     "sum": Entry(sum_over_rows, words="a sum over"),
-    "constant batch size": Entry(constant_batch_size, words="multiplies by"),
-    "factor in training": Entry(factor_by_rows_seen, words="exactly 4 times"),
-    "contrastive, shard_map": Entry(
-        contrastive, words="one another", arguments={"mode": "shard_map"}
+    # Right as long as a step sees the whole batch: wrong only in micro-batches, or replicas.
+    "constant batch size": Entry(
+        lambda model, batch, key: errors(model, batch) * (batch["x"].shape[0] / ROWS),
+        words="multiplies by",
     ),
+    "factor in training": Entry(factor_by_rows_seen, words="exactly 4 times"),
+    "contrastive, shard_map": Entry(contrastive, words="one another", **SHARDED),
     "contrastive, micro-batches": Entry(
         contrastive, words="one another", arguments={"accumulate": 2}
     ),
-    "contrastive scalar, shard_map": Entry(
-        contrastive_mean, words="one another", arguments={"mode": "shard_map"}
-    ),
-    "scaled by the largest, shard_map": Entry(
-        clipped_by_hand, words="one another", arguments={"mode": "shard_map"}
-    ),
+    "contrastive scalar, shard_map": Entry(contrastive_mean, words="one another", **SHARDED),
+    "scaled by the largest, shard_map": Entry(clipped_by_hand, words="one another", **SHARDED),
     "constant key": Entry(constant_key, words="constant key,"),
-    "dead parameter": Entry(model=dead_parameter, words="['unused']"),
+    "fixed key": Entry(fixed_key, words="its position"),
+    "fixed key, shard_map": Entry(fixed_key, words="its position", **SHARDED),
+    "fixed seed": Entry(fixed_seed, words="its position"),
+    "fixed seed in training": Entry(in_training(fixed_seed), words="its position"),
+    "dead parameter": Entry(model=lambda: {**network(), "unused": jnp.ones(3)}, words="['unused']"),
     "host random": Entry(host_random, words="pure_callback"),
     "traced random": Entry(traced_random, words="np.random"),
     "reduced by hand": Entry(
-        reduced_by_hand, words="reduces over the replicas itself", arguments={"mode": "shard_map"}
+        lambda *given: jax.lax.psum(good(*given), "data"),
+        words="reduces over the replicas itself",
+        **SHARDED,
     ),
     "own statistics, shard_map": Entry(
-        linen_loss,
-        running_mean_model,
-        words="BatchNorm statistics",
-        arguments={"mode": "shard_map"},
+        linen_loss, lambda: bound(RunningMean()), words="BatchNorm statistics", **SHARDED
+    ),
+    # As it was written for `pmap`, whose sums had to be divided.
+    "device count": Entry(
+        lambda *given: good(*given) / jax.device_count(), words="jax.device_count"
+    ),
+    "device count of a process": Entry(
+        lambda *given: good(*given) / jax.local_device_count(), words="jax.local_device_count"
     ),
 }
 
@@ -219,11 +235,6 @@ class LinenNorm(nn.Module):
         return nn.Dense(4)(x)
 
 
-def linen_norm_model() -> Any:
-    module = LinenNorm()
-    return module.bind(module.init(KEY, jnp.zeros((1, 6)), train=False))
-
-
 class NNXNetwork(nnx.Module):
     """Linear, BatchNorm, relu, Dropout, Linear."""
 
@@ -239,29 +250,26 @@ class NNXNetwork(nnx.Module):
 
 
 def nnx_loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return squares(model(batch["x"]), batch)
 
 
+@in_training
 def dropout(model: Any, batch: Any, key: Any) -> Any:
-    x = batch["x"]
-    if key is not None:
-        x = x * jax.random.bernoulli(key, 0.5, x.shape) * 2
-    return errors(model, {**batch, "x": x})
+    kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return errors(model, {**batch, "x": batch["x"] * kept * 2})
 
 
 def mixture(model: Any, batch: Any, key: Any) -> Any:
-    values = errors(model, batch)
     metrics = {"count": rx.Weighted(batch["label"].astype(jnp.float32), batch["weight"])}
-    return rx.Weighted(values, batch["weight"]), metrics
+    return rx.Weighted(errors(model, batch), batch["weight"]), metrics
 
 
 def recurrent(model: Any, batch: Any, key: Any) -> Any:
     def cell(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x[:, None] * model["first"][0] + carry + model["bias"]), None
 
-    start = jnp.zeros((batch["x"].shape[0], 8))
-    hidden, _ = jax.lax.scan(cell, start, batch["x"].T)
-    return jnp.mean((hidden @ model["last"] - batch["y"]) ** 2, axis=-1)
+    last, _ = jax.lax.scan(cell, jnp.zeros((len(batch["x"]), 8)), batch["x"].T)
+    return squares(last @ model["last"], batch)
 
 
 def tied_model() -> Any:
@@ -279,34 +287,21 @@ def frozen(model: Any, batch: Any, key: Any) -> Any:
 
 
 def frozen_optimizer() -> optax.GradientTransformation:
-    def labels(params: Any) -> Any:
-        return {name: "frozen" if name == "first" else "trained" for name in params}
-
-    return optax.multi_transform(
-        {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}, labels
-    )
-
-
-def gated_model() -> Any:
-    return {**network(), "gate": jnp.zeros(()), "behind": jnp.ones((6, 4))}
+    parts = {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}
+    return optax.multi_transform(parts, {"first": "frozen", "bias": "trained", "last": "trained"})
 
 
 def gated(model: Any, batch: Any, key: Any) -> Any:
     """A branch behind a gate of 0: no gradient at first, and no dead parameter."""
     branch = model["gate"] * (batch["x"] @ model["behind"])
-    return jnp.mean((outputs(model, batch["x"]) + branch - batch["y"]) ** 2, axis=-1)
+    return squares(outputs(model, batch["x"]) + branch, batch)
 
 
-def equal_mean(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean(errors(model, batch))
-
-
-def equinox_model() -> Any:
-    return eqx.nn.MLP(6, 4, 8, 1, activation=jnp.tanh, key=KEY)
+equal_mean = mean_of(good)
 
 
 def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return squares(jax.vmap(model)(batch["x"]), batch)
 
 
 def clipped_adamw() -> optax.GradientTransformation:
@@ -314,37 +309,91 @@ def clipped_adamw() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(rate))
 
 
+def bfloat16_leaf() -> Any:
+    weights = network()
+    return {**weights, "last": weights["last"].astype(jnp.bfloat16)}
+
+
+@in_training
+def mixup(model: Any, batch: Any, key: Any) -> Any:
+    """Rows mixed with others, by an order that is traced."""
+    order = jax.random.permutation(key, len(batch["x"]))
+    x, y = (0.7 * batch[name] + 0.3 * batch[name][order] for name in ("x", "y"))
+    return errors(model, {**batch, "x": x, "y": y})
+
+
+def picked_by_model(model: Any, batch: Any, key: Any) -> Any:
+    """An entry of each row of the batch, which the model chooses."""
+    scores = outputs(model, batch["x"])
+    rows = jnp.arange(len(batch["y"]))
+    return batch["y"][rows, jnp.argmax(scores, axis=1)] * jnp.max(scores, axis=1)
+
+
+def scalar_metric(model: Any, batch: Any, key: Any) -> Any:
+    values = errors(model, batch)
+    return values, {"mean": jnp.mean(values)}
+
+
+def two_products(model: Any, batch: Any, key: Any) -> Any:
+    return squares(batch["x"] @ model["a"] + jnp.tanh(batch["x"] @ model["c"]), batch)
+
+
+def two_matrices() -> Any:
+    keys = zip("ac", jax.random.split(KEY, 2), strict=True)
+    return {name: jax.random.normal(key, (6, 4)) for name, key in keys}
+
+
+def sharpness_aware() -> optax.GradientTransformation:
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(1e-2), ascent, 2)
+
+
+def rare_head(model: Any, batch: Any, key: Any) -> Any:
+    """Rows of label 7, of which there are none in a small batch, go through a head of their own."""
+    inner = hidden(model, batch["x"])
+    head = jnp.where((batch["label"] == 7)[:, None], inner @ model["rare"], inner @ model["last"])
+    return squares(head, batch)
+
+
 CORRECT = {
     "plain": Entry(),
-    "contrastive": Entry(contrastive),
+    "contrastive": Entry(contrastive, noted=("one another", "padding")),
     "contrastive scalar": Entry(contrastive_mean),
-    "contrastive gathered, shard_map": Entry(contrastive_gathered, arguments={"mode": "shard_map"}),
-    "linen BatchNorm": Entry(linen_loss, linen_norm_model),
-    "nnx BatchNorm": Entry(nnx_loss, lambda: NNXNetwork(0.0)),
-    "nnx BatchNorm, shard_map": Entry(
-        nnx_loss, lambda: NNXNetwork(0.0), arguments={"mode": "shard_map"}
+    "contrastive gathered, shard_map": Entry(
+        contrastive_gathered, noted=("gathers them from all replicas",), **SHARDED
     ),
+    "linen BatchNorm": Entry(linen_loss, lambda: bound(LinenNorm())),
+    "nnx BatchNorm": Entry(nnx_loss, lambda: NNXNetwork(0.0)),
+    "nnx BatchNorm, shard_map": Entry(nnx_loss, lambda: NNXNetwork(0.0), **SHARDED),
     "nnx Dropout": Entry(nnx_loss, lambda: NNXNetwork(0.5)),
-    "nnx Dropout, exact": Entry(nnx_loss, lambda: NNXNetwork(0.5), arguments={"mode": "exact"}),
-    "own statistics": Entry(linen_loss, running_mean_model),
+    "nnx Dropout, exact": Entry(nnx_loss, lambda: NNXNetwork(0.5), **EXACT),
+    "own statistics": Entry(
+        linen_loss, lambda: bound(RunningMean()), noted=("BatchNorm statistics",)
+    ),
     "mixture of weights": Entry(mixture, optimizer=clipped_adamw),
     "recurrent": Entry(recurrent),
     "tied embeddings": Entry(tied, tied_model),
-    "frozen by stop_gradient": Entry(frozen),
-    "frozen by optax": Entry(optimizer=frozen_optimizer),
-    "gate of 0": Entry(gated, gated_model),
-    "dropout, shard_map": Entry(dropout, arguments={"mode": "shard_map"}),
-    "equinox": Entry(equinox_loss, equinox_model),
+    "frozen by stop_gradient": Entry(frozen, noted=("frozen by stop_gradient",)),
+    "frozen by optax": Entry(optimizer=frozen_optimizer, noted=("do not change",)),
+    "gate of 0": Entry(
+        gated, lambda: {**network(), "gate": jnp.zeros(()), "behind": jnp.ones((6, 4))}
+    ),
+    "dropout, shard_map": Entry(dropout, **SHARDED),
+    "equinox": Entry(equinox_loss, lambda: eqx.nn.MLP(6, 4, 8, 1, activation=jnp.tanh, key=KEY)),
     "mean of equal rows": Entry(equal_mean),
     "bfloat16": Entry(arguments={"precision": "bfloat16"}),
     "fsdp": Entry(arguments={"layout": "fsdp"}),
     "zero1": Entry(arguments={"layout": "zero1"}),
+    "bfloat16 leaf": Entry(model=bfloat16_leaf),
+    "bfloat16 leaf, exact": Entry(model=bfloat16_leaf, **EXACT),
+    "mixup": Entry(mixup),
+    "picked by the model": Entry(picked_by_model),
+    "scalar metric": Entry(scalar_metric),
+    "two products": Entry(two_products, two_matrices),
+    "two products, exact": Entry(two_products, two_matrices, **EXACT),
+    "MultiSteps": Entry(
+        optimizer=lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
+    ),
+    "SAM": Entry(optimizer=sharpness_aware),
+    "rare head": Entry(rare_head, lambda: {**network(), "rare": jnp.ones((8, 4))}),
 }
-NOTED = {
-    "frozen by stop_gradient": "frozen by stop_gradient",
-    "frozen by optax": "do not change",
-    "contrastive": "one another",
-    "contrastive gathered, shard_map": "gathers them from all replicas",
-    "own statistics": "BatchNorm statistics",
-}
-"""What correct ones are told all the same."""
