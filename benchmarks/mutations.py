@@ -50,7 +50,7 @@ class Reached:
                 for line in numbits_to_nums(numbits):
                     self.tests[name, line].add(context.rpartition("|")[0])
         self.seconds: dict[str, float] = {}
-        for file in (root / "build" / "test-times").glob("*.json"):
+        for file in (root / "build" / "test-times").glob("**/*.json"):
             for row in json.loads(file.read_text())["rows"]:
                 self.seconds[row["test"]] = row["seconds"]
 

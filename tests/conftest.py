@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -28,6 +29,8 @@ import hypothesis
 import jax
 from support import programs
 from support.command_line import Main, runner
+
+from replicax.train.curves import draw_curves
 
 HERE = Path(__file__).parent
 DURATIONS = json.loads((HERE / "durations.json").read_text())
@@ -96,6 +99,20 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("REPLICAX_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_drawn() -> Iterator[None]:
+    """Runs draw nothing, which would take longer than they do."""
+    with mock.patch("replicax.train.curves.draw_curves", lambda records, path: path.touch()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Iterator[None]:
+    """Runs draw their curves, as for users."""
+    with mock.patch("replicax.train.curves.draw_curves", draw_curves):
+        yield
 
 
 @pytest.fixture

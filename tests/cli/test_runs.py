@@ -10,12 +10,10 @@ import pytest
 from support.command_line import REGRESSION, Main, refusal
 from support.figures import assert_mentions
 from support.recipe_runs import Ended, train
-from support.resumable import data_parallel, fit, no_curves
+from support.resumable import data_parallel, fit
 
 from replicax.train.checkpoints.store import Store
 from replicax.train.lease import take_lease
-
-__all__ = ["no_curves"]
 
 
 def table(out: str) -> dict[str, list[str]]:

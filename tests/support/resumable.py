@@ -153,12 +153,6 @@ def steps_saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs draw none, which takes longer than they do; import this where that is so."""
-    monkeypatch.setattr("replicax.train.curves.draw_curves", lambda *arguments: None)
-
-
 def undisturbed() -> Callable[..., rx.Fit]:
     """`fit` without a folder, once for the same arguments."""
     known: dict[tuple[rx.DataParallel, str], rx.Fit] = {}  # holds each, so that no id comes twice

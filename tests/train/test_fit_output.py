@@ -28,7 +28,9 @@ def dp() -> rx.DataParallel:
 
 
 @pytest.fixture(scope="module")
-def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[rx.Fit, Path]:
+def run(
+    dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory, drawn: None
+) -> tuple[rx.Fit, Path]:
     folder = tmp_path_factory.mktemp("runs") / "first"
     result = fit(
         dp,
@@ -105,6 +107,7 @@ class TestRunFolder:
             fit(dp, epochs=1, run_dir=tmp_path)
         assert (tmp_path / "records.jsonl").read_text() == "mine\n"
 
+    @pytest.mark.usefixtures("drawn")
     def test_without_matplotlib_the_run_says_that_there_are_no_curves(
         self,
         dp: rx.DataParallel,

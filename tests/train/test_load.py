@@ -11,7 +11,7 @@ import optax
 import pytest
 from support.command_line import RECIPE
 from support.recipe_runs import MLP, TINY_GPT2, Ended, train, write_texts
-from support.resumable import bits, data_parallel, fit, model, no_curves, rows, told
+from support.resumable import bits, data_parallel, fit, model, rows, told
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, StateError
@@ -20,8 +20,6 @@ from replicax.train import load as loading
 from replicax.train.checkpoints.store import Store
 from replicax.train.guarded import with_losses
 from replicax.train.lease import take_lease
-
-__all__ = ["no_curves"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from support.resumable import (
     crashing,
     data_parallel,
     fit,
-    no_curves,
     rows,
     steps_saved,
     told,
@@ -30,7 +29,6 @@ from replicax.train.stopping import Stopping
 from replicax.train.storage import Storage
 from replicax.train.summary import derived
 
-__all__ = ["no_curves"]
 EVALUATED = {"eval_source": rows(20, 2)}
 run = undisturbed()
 

@@ -21,7 +21,6 @@ from support.resumable import (
     fit,
     loss,
     model,
-    no_curves,
     rows,
     steps_saved,
     undisturbed,
@@ -33,7 +32,6 @@ from support.tiers import EXHAUSTIVE, only
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError
 
-__all__ = ["no_curves"]
 run = undisturbed()
 DEVICES = (8, 1, 4, 2)
 

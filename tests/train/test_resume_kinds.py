@@ -17,7 +17,6 @@ from support.resumable import (
     data_parallel,
     fit,
     model,
-    no_curves,
     rows,
     steps_saved,
     undisturbed,
@@ -26,7 +25,6 @@ from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 
-__all__ = ["no_curves"]
 run = undisturbed()
 
 OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]

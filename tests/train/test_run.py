@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.resumable import bits, check_same, no_curves, settle, steps_saved
+from support.resumable import bits, check_same, settle, steps_saved
 
 import replicax as rx
 from replicax.errors import ConfigError, StateError
 
-__all__ = ["no_curves"]
 ROWS, BATCH, EPOCH = 28, 8, 4
 STEPS = 3 * EPOCH
 X = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import PyTreeCheckpointer, PyTreeCheckpointHandler
-from support.resumable import bits, data_parallel, fit, model, no_curves, rows
+from support.resumable import bits, data_parallel, fit, model, rows
 from support.saved_checkpoint import sealed
 from support.tiers import only
 
@@ -22,8 +22,6 @@ from replicax.core.update import TrainState
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.arrays import abstract, array_entries, begin_writing, read
 from replicax.train.checkpoints.store import verify
-
-__all__ = ["no_curves"]
 
 RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
 OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]
