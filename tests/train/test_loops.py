@@ -1,17 +1,14 @@
 """Examples with an `rx.Run`, killed again and again, end as if nothing had happened."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.examples import FOLDER
-from support.processes import SUPPORT
+from support.processes import SUPPORT, run_job
 from support.resumable import written
 from support.tiers import EXHAUSTIVE
 
@@ -24,17 +21,11 @@ def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[in
     """The exit code, and what a start that was not killed printed last."""
     flags = ("--run-dir", run, "--steps", STEPS[name])
     command = (SUPPORT / "job_example.py", FOLDER / f"{name}.py", step, seconds, *flags)
-    ended = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(SUPPORT.parent)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if ended.returncode == -signal.SIGKILL:
-        return ended.returncode, None
-    assert ended.returncode == 0, ended.stderr
-    return 0, json.loads(ended.stdout.splitlines()[-1])
+    (ended,) = run_job(*command, processes=1, devices=2)
+    if ended.code == -signal.SIGKILL:
+        return ended.code, None
+    assert ended.code == 0, ended.err
+    return 0, json.loads(ended.out.splitlines()[-1])
 
 
 @EXHAUSTIVE
