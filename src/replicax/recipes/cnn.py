@@ -1,7 +1,6 @@
 """A convolutional network with BatchNorm and Dropout, in Flax NNX."""
 
 import dataclasses
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import optax
 from replicax.core.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
-from replicax.recipes.datasets import ImageDataset, fashion_mnist
+from replicax.recipes.datasets import OnFashionMNIST
 
 nnx = require("flax.nnx", "flax")
 
@@ -39,7 +38,7 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class CNN:
+class CNN(OnFashionMNIST):
     """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
     batch_size: int = 256
@@ -69,23 +68,3 @@ class CNN:
     def optimizer(self) -> optax.GradientTransformation:
         """Return Adam."""
         return optax.adam(self.learning_rate)
-
-    def train_source(self) -> dict[str, Any]:
-        """Return `image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
-        return self._data.train
-
-    def eval_source(self) -> dict[str, Any]:
-        """Return the test images."""
-        return self._data.test
-
-    def eval_data(self, path: Path) -> dict[str, Any]:
-        """Return the test images in the folder `path`."""
-        return fashion_mnist(path).test
-
-    def data_description(self) -> str:
-        """Describe the images and their location."""
-        return f"{self._data.name}: {self._data.source}"
-
-    @cached_property
-    def _data(self) -> ImageDataset:
-        return fashion_mnist(self.data_dir)

@@ -7,7 +7,9 @@ import os
 import threading
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -69,6 +71,32 @@ FASHION_MNIST = {
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 UPSTREAM = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 ANSWER_WITHIN_SECONDS = 4.0
+
+
+class OnFashionMNIST:
+    """The data of a recipe: Fashion-MNIST, from `data_dir` or wherever it is found."""
+
+    data_dir: Path | None
+
+    def train_source(self) -> dict[str, Any]:
+        """Return `image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
+        return self._data.train
+
+    def eval_source(self) -> dict[str, Any]:
+        """Return the test images."""
+        return self._data.test
+
+    def eval_data(self, path: Path) -> dict[str, Any]:
+        """Return the test images in the folder `path`."""
+        return fashion_mnist(path).test
+
+    def data_description(self) -> str:
+        """Describe the images and their location."""
+        return f"{self._data.name}: {self._data.source}"
+
+    @cached_property
+    def _data(self) -> ImageDataset:
+        return fashion_mnist(self.data_dir)
 
 
 def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:

@@ -1,9 +1,7 @@
 """LeNet: two convolutions with average pools and two dense layers, as a plain pytree."""
 
 import dataclasses
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from jax import lax
 
 from replicax.core.precision import to_sum
 from replicax.recipes import cpu
-from replicax.recipes.datasets import ImageDataset, fashion_mnist
+from replicax.recipes.datasets import OnFashionMNIST
 
 Params = dict[str, dict[str, jax.Array]]
 
@@ -21,7 +19,7 @@ _he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class LeNet:
+class LeNet(OnFashionMNIST):
     """LeNet on Fashion-MNIST, as a plain pytree of arrays."""
 
     batch_size: int = 256
@@ -69,26 +67,6 @@ class LeNet:
         rows = len(self._data.train["label"])
         steps = self.epochs * -(-rows // self.batch_size)
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
-
-    def train_source(self) -> dict[str, Any]:
-        """Return `image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
-        return self._data.train
-
-    def eval_source(self) -> dict[str, Any]:
-        """Return the test images."""
-        return self._data.test
-
-    def eval_data(self, path: Path) -> dict[str, Any]:
-        """Return the test images in the folder `path`."""
-        return fashion_mnist(path).test
-
-    def data_description(self) -> str:
-        """Describe the images and their location."""
-        return f"{self._data.name}: {self._data.source}"
-
-    @cached_property
-    def _data(self) -> ImageDataset:
-        return fashion_mnist(self.data_dir)
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:
