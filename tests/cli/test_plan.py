@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
+from plan.plans import make_plan
 from support.command_line import RECIPE, Main, refusal
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE, only
@@ -94,11 +95,10 @@ def test_json_alone_on_standard_output(main: Main) -> None:
 def given(main: Main, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
     """What the command asks `rx.plan` for."""
     asked: dict[str, Any] = {}
-    real = command.rx.plan
 
     def plan(dp: Any, model: Any, batch: Any, **options: Any) -> Plan:
         asked.update(options, dp=dp, model=model, batch=batch)
-        return real(dp, model, batch, **{**options, "by_formula": True})
+        return make_plan(options["target"])
 
     monkeypatch.setattr(command.rx, "plan", plan)
     shown(main, *arguments)

@@ -41,9 +41,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def trained(texts: Path) -> tuple[GPT2, Params, dict[str, float]]:
-    """A recipe, its model after the training, and the metrics of the held-out text."""
+@EXHAUSTIVE
+def test_it_learns(texts: Path) -> None:
     recipe = GPT2(
         data=texts, **TINY, epochs=8, learning_rate=1e-2, sample=LINE[:20].decode(), temperature=0
     )
@@ -57,12 +56,7 @@ def trained(texts: Path) -> tuple[GPT2, Params, dict[str, float]]:
         eval_source=recipe.eval_source(),
         progress=False,
     )
-    return recipe, dp.model(result.state), result.metrics
-
-
-@EXHAUSTIVE
-def test_it_learns(trained: tuple[GPT2, Params, dict[str, float]]) -> None:
-    recipe, model, metrics = trained
+    model, metrics = dp.model(result.state), result.metrics
     untrained = math.log2(257)
     assert metrics["bits_per_byte"] < untrained / 4
     continued = recipe.after_training(model)
@@ -70,11 +64,11 @@ def test_it_learns(trained: tuple[GPT2, Params, dict[str, float]]) -> None:
     assert continued.startswith((LINE * 2).decode()[:60])
 
 
-def test_bits_per_byte_are_those_of_a_hand_count(
-    trained: tuple[GPT2, Params, dict[str, float]],
-) -> None:
-    recipe, model, found = trained
-    source = recipe.eval_source()
+def test_bits_per_byte_are_those_of_a_hand_count(texts: Path) -> None:
+    recipe = GPT2(data=texts, **TINY)
+    model, source = recipe.model(jax.random.key(0)), recipe.eval_source()
+    dp = rx.DataParallel(recipe.loss, optax.sgd(0.1), mode="single")
+    found = dp.evaluate(dp.init(model), dp.feed(source, 9))
     assert source["length"].tolist() == [16] * 10 + [1]
     # The last row's one target ends the text: no byte, and yet it takes bits to say.
     assert source["bytes"].tolist() == [16] * 10 + [0]
@@ -90,7 +84,7 @@ def test_bits_per_byte_are_those_of_a_hand_count(
     assert found["loss"] == pytest.approx(nats / targets, rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(HELD_OUT), rel=1e-6)
     dp = rx.DataParallel(recipe.loss, optax.sgd(0.1))  # on eight devices, and padded
-    padded = dp.evaluate(dp.init(jax.device_get(model)), dp.feed(source, 9))
+    padded = dp.evaluate(dp.init(model), dp.feed(source, 9))
     assert {name: padded[name] for name in found} == pytest.approx(found, rel=1e-6)
 
 
