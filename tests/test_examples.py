@@ -25,7 +25,7 @@ KEPT = [("shard_map", 4)]
 PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\S+) \|$", PAGE, re.MULTILINE)
 OF_PEERS = {"torch_dataloader"}
-QUICK = {"clip", "lora", "ppo", "wgan_gp"}
+QUICK = {"clip", "lora", "ppo"}
 
 # torch's tensors do not know of NumPy 2's `copy`, and are copied all the same.
 pytestmark = pytest.mark.filterwarnings(

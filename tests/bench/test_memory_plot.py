@@ -7,6 +7,7 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from support.tiers import exhaustive
 
 from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
 from replicax.bench.memory_plot import COLOURS, STATE_COLOUR, draw_memory
@@ -97,9 +98,9 @@ def test_a_short_peak_is_seen_and_a_short_gap_is_not(tmp_path: Path) -> None:
     "data",
     [
         timeline(USUAL, measured=False),
-        timeline(USUAL, state=0),
-        timeline([(FORWARD, 1.0, 3)], state=1),
-        timeline([(FORWARD, 1.0, 3 << 40), (BACKWARD, 1.0, 5 << 40)], state=1 << 40),
+        exhaustive(timeline(USUAL, state=0)),
+        exhaustive(timeline([(FORWARD, 1.0, 3)], state=1)),
+        exhaustive(timeline([(FORWARD, 1.0, 3 << 40), (BACKWARD, 1.0, 5 << 40)], state=1 << 40)),
         timeline([*USUAL[:2] * 500, *USUAL[2:]]),
     ],
     ids=["schedule", "no state", "three bytes", "terabytes", "1,000 phases"],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bench.results import CASE, extreme, layouts, make_bench, scaled
 from matplotlib.text import Text
+from support.tiers import exhaustive
 
 from replicax.bench.bench_result import Bench
 from replicax.bench.plots import figure_of
@@ -35,7 +36,7 @@ def test_json_has_every_round_and_what_follows() -> None:
 
 @pytest.mark.parametrize(
     "bench",
-    [scaled(1, 2, 8), scaled(2, 6), scaled(4), make_bench(CASE), extreme()],
+    [scaled(1, 2, 8), *map(exhaustive, [scaled(2, 6), scaled(4), make_bench(CASE)]), extreme()],
     ids=["usual", "no single device", "one count", "one case", "extreme"],
 )
 def test_all_files_are_written(bench: Bench, tmp_path: Path) -> None:

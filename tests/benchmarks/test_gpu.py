@@ -42,6 +42,7 @@ def test_a_part_that_says_nothing_has_failed(gpu: ModuleType) -> None:
     assert answer(gpu, "")["error"] == "exited with 0: no output"
 
 
+@EXHAUSTIVE
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     gpu: ModuleType, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_other_losses_are_told(gpu: ModuleType) -> None:
     assert line.startswith("three: ")
 
 
+@EXHAUSTIVE
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     done = run_gpu("--out", tmp_path)
     assert done.returncode == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.command_line import RECIPE, REGRESSION, Main, one_line, refusal
 from support.figures import assert_mentions
+from support.tiers import EXHAUSTIVE
 from support.waiting import HANG_SECONDS
 
 from replicax import cli
@@ -384,6 +385,7 @@ class TestProcess:
         assert "--devices 0" in one_line(done.stderr)
         assert done.stdout == ""
 
+    @EXHAUSTIVE
     def test_ctrl_c_ends_a_run_with_everything_written(
         self, environment: dict[str, str], folder: Path
     ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from support.command_line import Main, one_line, refusal
 from support.object_store import register
 from support.recipe_runs import Ended
+from support.tiers import only
 
 from replicax.train.checkpoints.store import Store
 from replicax.train.places import copy_files, place
@@ -16,7 +17,7 @@ from replicax.train.places import copy_files, place
 HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
 
 
-@pytest.mark.parametrize("recipe", ["mlp", "gpt2"])
+@pytest.mark.parametrize("recipe", only(["mlp"], ["mlp", "gpt2"]))
 def test_the_figures_are_those_of_the_last_evaluation(
     recipe: str, main: Main, there: dict[str, Ended]
 ) -> None:

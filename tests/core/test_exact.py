@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case, first_key
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -52,7 +52,8 @@ def test_the_same_bits_with_any_split_into_micro_batches(devices: int, accumulat
     assert trained("weighted", devices, accumulate=accumulate) == trained("weighted", 1)
 
 
-@pytest.mark.parametrize("name", only(["weighted"], ["weighted", "gpt2"]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", ["weighted", "gpt2"])
 def test_the_same_bits_in_bfloat16(name: str) -> None:
     assert trained(name, 8, precision="bfloat16") == trained(name, 2, precision="bfloat16")
 

@@ -366,7 +366,7 @@ def test_a_step_of_ones_own_is_planned(by_formula: bool, request: pytest.Fixture
     strict(found)
 
 
-@pytest.mark.parametrize("mode", ["pmap", "jit"])
+@pytest.mark.parametrize("mode", only(["pmap"], ["pmap", "jit"]))
 def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str) -> None:
     def planned(mode: str) -> Plan:
         dp = step(mode=mode)

@@ -12,6 +12,7 @@ import pytest
 from support.command_line import RECIPE
 from support.recipe_runs import MLP, TINY_GPT2, Ended, train, write_texts
 from support.resumable import bits, data_parallel, fit, model, rows, told
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, StateError
@@ -235,6 +236,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         rx.load(tmp_path)
 
 
+@EXHAUSTIVE
 def test_fields_come_back_as_what_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import free_port
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 from support.waiting import HANG_SECONDS, within
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "replicax"
@@ -168,6 +168,7 @@ def test_all_of_a_job_end_when_one_is_told_to(victim: int, jobs: Jobs) -> None:
     within(3.0, seconds_to_end)
 
 
+@EXHAUSTIVE
 def test_all_may_be_told_at_once(jobs: Jobs) -> None:
     processes = [jobs.start(COMPILES, process, 3) for process in range(3)]
     for process in processes:

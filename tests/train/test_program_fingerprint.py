@@ -15,7 +15,7 @@ import optax
 import pytest
 from support import cases
 from support.resumable import loss, model, rows
-from support.tiers import EXHAUSTIVE, only
+from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
 from replicax.core.job import Alone
@@ -294,8 +294,11 @@ def in_batches() -> Any:
     return [{name: array[at : at + 8] for name, array in ROWS.items()} for at in (0, 8)]
 
 
-@pytest.mark.parametrize("source", [ROWS, in_batches()], ids=["arrays", "a loader"])
-@pytest.mark.parametrize("more", only([2], [0, 2]))
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [(ROWS, 2), *(exhaustive((in_batches(), more)) for more in (0, 2))],
+    ids=["arrays", "a loader, no more", "a loader"],
+)
 def test_a_run_is_not_gone_on_with_by_another_program(
     tmp_path: Path, source: Any, more: int
 ) -> None:

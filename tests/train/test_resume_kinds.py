@@ -193,8 +193,9 @@ def test_noise_is_measured_at_the_same_steps(dp: rx.DataParallel, tmp_path: Path
     assert sum(record.kind == "noise" for record in found.records) > 2
 
 
-@pytest.mark.parametrize(("every", "settings"), [(2, {}), (4, {"log_every": 7})])
-@pytest.mark.parametrize("restore", ["stop", "restore"])
+@pytest.mark.parametrize(
+    ("every", "settings", "restore"), [(2, {}, "stop"), (4, {"log_every": 7}, "restore")]
+)
 def test_audits(
     dp: rx.DataParallel, tmp_path: Path, every: int, settings: dict[str, Any], restore: str
 ) -> None:

@@ -90,7 +90,7 @@ class Silent(Wire):
         return 0.0
 
 
-@IN_EVERY_MODE
+@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap", "exact"]))
 @pytest.mark.parametrize("broken", only([Dropping], [Dropping, Coarse, Silent]))
 def test_a_broken_one_fails(broken: type[Wire], mode: str) -> None:
     assert verdicts(make(mode, broken("bfloat16", jnp.bfloat16))) == ["fail"] * 3

@@ -4,7 +4,7 @@ import pytest
 from support.tiers import EXHAUSTIVE, only
 from verify.zoo_recipes import BROKEN, CORRECT
 
-USUAL = ("mean of means, shard_map", "reduced by hand", "device count", "fixed seed")
+USUAL = ("mean of means, shard_map", "fixed seed")
 
 
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))

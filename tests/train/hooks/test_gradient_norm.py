@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -76,6 +76,7 @@ def test_it_is_the_norm_of_the_global_mean_gradient(settings: dict[str, Any]) ->
     np.testing.assert_allclose(first_norm(**settings), expected, rtol=near)
 
 
+@EXHAUSTIVE
 @pytest.mark.usefixtures("optimized")
 def test_in_mode_exact_its_bits_are_those_of_any_number_of_devices() -> None:
     meshes = [rx.make_mesh(devices=jax.devices()[:count]) for count in (1, 8)]
