@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOMS = ("core", "train", "cluster")
+DRAWN = ("file", "line", "operator", "before", "after")
 REMOVED = ast.Expr | ast.AugAssign | ast.Raise | ast.Delete | ast.Assert
 
 
@@ -223,7 +224,8 @@ def main() -> None:
     if options.verb == "draw":
         draws = draw(root, options.count, options.seed)
     else:
-        draws = json.loads(options.draws.read_text())["draws"]
+        every = json.loads(options.draws.read_text())["draws"]  # with what came of them elsewhere
+        draws = [{name: each[name] for name in DRAWN} for each in every]
         run(root, options.python, draws, options.most_seconds, options.jobs)
     counts = {name: sum(d.get("outcome") == name for d in draws) for name in ("caught", "missed")}
     options.out.write_text(json.dumps({**counts, "seed": options.seed, "draws": draws}, indent=1))
