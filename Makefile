@@ -26,7 +26,7 @@ ARGS ?=
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
-	@echo 'make test       every promise once, in minutes (PYTHON=python3.13: on that one)'
+	@echo 'make test       every promise once, in minutes (PYTHON=python3.13, WORKERS=8)'
 	@echo 'make test-fast  those of them that take no second'
 	@echo 'make test-all   chosen products, real launchers and compilers; installs what they need'
 	@echo 'make newest     what stands on JAX itself, on the newest Python and jax here'
@@ -148,15 +148,16 @@ docs: $(DOCS)
 tutorials: $(STAMP)
 	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
 
+# Each takes up to 3 GB.
+WORKERS ?= 2
 # A file's tests run in one worker, which makes their fixtures once; tests/conftest.py orders files.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
 test-fast: $(STAMP)
 	$(PYTEST) --fast -m "not exhaustive" $(ARGS)
-
 
 test-all: $(STAMP) data peers engines compilers loggers $(DOCS)
 	$(PYTEST) -m "exhaustive and not everything" $(ARGS)

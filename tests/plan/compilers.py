@@ -1,5 +1,6 @@
 """Where the compilers for described hardware are, and why they cannot be asked."""
 
+import functools
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
@@ -30,4 +31,9 @@ def needs(platform: str) -> pytest.MarkDecorator:
 
 
 def _has(path: list[str], platform: str) -> bool:
-    return any(each.name == PACKAGES[platform] for each in distributions(path=path))
+    return PACKAGES[platform] in _names(tuple(path))
+
+
+@functools.cache
+def _names(path: tuple[str, ...]) -> set[str]:
+    return {each.name for each in distributions(path=list(path))}
