@@ -82,9 +82,7 @@ class SameProgram:
         )
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Run it on global arrays laid out as in `into`; split results are for other programs,
-        or for `as_global`.
-        """
+        """Run it on global arrays laid out as in `into`; `as_global` reads a split result."""
         return self._call(*arrays)
 
     @cached_property
