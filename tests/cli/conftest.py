@@ -15,7 +15,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         texts = write_texts(folder / "texts")
         how = ["--devices", "2", "--layout", "zero1", "--save-every", "3"]
         found = {"mlp": train("mlp", *MLP, *how)}
-        how = ["--data", texts, "--learning-rate", "1e-2", "--epochs", "2", "--devices", "1"]
+        how = ["--data", texts, "--learning-rate", "1e-2", "--epochs", "3", "--devices", "1"]
         found["gpt2"] = train("gpt2", "gpt2", *TINY_GPT2, *how)
     return found
 

@@ -1,6 +1,7 @@
 """`replicax plan` as it is run."""
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -95,8 +96,10 @@ def test_json_alone_on_standard_output(main: Main) -> None:
 def given(main: Main, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
     """What the command asks `rx.plan` for."""
     asked: dict[str, Any] = {}
+    signature = inspect.signature(command.rx.plan)
 
     def plan(dp: Any, model: Any, batch: Any, **options: Any) -> Plan:
+        signature.bind(dp, model, batch, **options)
         asked.update(options, dp=dp, model=model, batch=batch)
         return make_plan(options["target"])
 

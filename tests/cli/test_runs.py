@@ -32,7 +32,7 @@ def test_each_run_is_a_line(main: Main, there: dict[str, Ended]) -> None:
         *_, last = (each for each in ended.result.records if each.kind == "eval")
         recipe, step, epoch, figures, _, size, state = table(out)[name]
         assert (recipe, step, state) == (name, str(ended.result.step), "done")
-        assert epoch == {"mlp": "2/2", "gpt2": "2/2"}[name]
+        assert epoch == {"mlp": "2/2", "gpt2": "3/3"}[name]
         assert figures.startswith(f"loss {last.metrics['loss']:.4g}")
         total = sum(path.lstat().st_size for path in ended.folder.rglob("*") if path.is_file())
         assert float(size.split()[0]) == pytest.approx(total / 1e3, rel=1e-2)

@@ -1,5 +1,6 @@
 """The blocked attention against float64 NumPy and JAX's own, in value and in every gradient."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -160,7 +161,13 @@ def test_without_cuda_the_gpus_branch_is_the_plain_one() -> None:
     assert plain == on_cuda
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cuda", jnp.bfloat16), ("tpu", jnp.float32)])
+@pytest.mark.parametrize(
+    ("platform", "dtype"),
+    only(
+        [("cuda", jnp.bfloat16), ("tpu", jnp.float32)],
+        itertools.product(["cuda", "tpu"], [jnp.float32, jnp.bfloat16]),
+    ),
+)
 def test_it_lowers_for_an_accelerator_without_one(platform: str, dtype: Any) -> None:
     arrays = inputs(256, dtype)
     traced = jax.jit(with_gradients).trace(*arrays)

@@ -296,8 +296,8 @@ def in_batches() -> Any:
 
 @pytest.mark.parametrize(
     ("source", "more"),
-    [(ROWS, 2), *(exhaustive((in_batches(), more)) for more in (0, 2))],
-    ids=["arrays", "a loader, no more", "a loader"],
+    [(ROWS, 2), *map(exhaustive, [(ROWS, 0), (in_batches(), 0), (in_batches(), 2)])],
+    ids=["arrays", "arrays, no more", "a loader, no more", "a loader"],
 )
 def test_a_run_is_not_gone_on_with_by_another_program(
     tmp_path: Path, source: Any, more: int

@@ -157,7 +157,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_records(tmp_path, 0) == []
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | st.text().map(str.encode) | JSON.map(lambda x: json.dumps(x).encode()))
 def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "records.jsonl").write_bytes(line)

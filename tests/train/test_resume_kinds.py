@@ -194,7 +194,13 @@ def test_noise_is_measured_at_the_same_steps(dp: rx.DataParallel, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("every", "settings", "restore"), [(2, {}, "stop"), (4, {"log_every": 7}, "restore")]
+    ("every", "settings", "restore"),
+    [
+        (2, {}, "stop"),
+        (4, {"log_every": 7}, "restore"),
+        exhaustive((2, {}, "restore")),
+        exhaustive((4, {"log_every": 7}, "stop")),
+    ],
 )
 def test_audits(
     dp: rx.DataParallel, tmp_path: Path, every: int, settings: dict[str, Any], restore: str
