@@ -44,7 +44,7 @@ class Part:
 MACHINE = Part("machine", 60, ("gpu_machine.py",))
 PARTS = (
     Part("ceilings", 45, ("gpu_ceilings.py",)),
-    Part("gpt2, single", 120, ("gpu_gpt.py", "--mode", "single", "--profile")),
+    Part("gpt2, single", 120, ("gpu_gpt.py", "--mode", "single")),
     Part("gpt2, torch compile", 100, ("gpu_torch.py", "--how", "compile")),
     Part("gpt2, jax by hand", 90, ("gpu_gpt.py", "--mode", "by hand")),
     Part("gpt2, jit", 70, ("gpu_gpt.py", "--mode", "jit")),
@@ -52,6 +52,7 @@ PARTS = (
     Part("gpt2, exact", 80, ("gpu_gpt.py", "--mode", "exact")),
     Part("same bits in mode exact", 90, ("gpu_bits.py",)),
     Part("parity with mode single", 90, ("gpu_parity.py",)),
+    Part("gpt2, single, by kernel", 70, ("gpu_gpt.py", "--mode", "single", "--profile")),
     Part("plan of gpt2, single", 70, ("gpu_plan.py",)),
     Part("lenet and cnn", 60, ("gpu_images.py",)),
     Part("overhead", 60, ("gpu_overhead.py",)),

@@ -7,6 +7,7 @@ those of the other contenders. The plan is read from the program that runs.
 
 import argparse
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from replicax.recipes.gpt2 import GPT2
 
 PRECISION = "bfloat16"
 BY_HAND = "by hand"
+NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 TINY = {"layers": 2, "heads": 2, "width": 64, "context": 64}
 
 
@@ -58,6 +60,8 @@ def subject(args: argparse.Namespace) -> Subject:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure losses, then times, and plan Replicax's step."""
+    if args.profile:  # the profiler sees the kernels of a command buffer as one
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}"
     given = subject(args)
     if args.mode == BY_HAND:
         params = transformer.init(given.shape, jax.random.key(0))

@@ -6,6 +6,7 @@ the shapes of one device, and every device of a mesh runs the program as a repli
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.core import jax_internals  # JAX has no public way to run a program as replicas
@@ -25,6 +27,8 @@ which then have shape `[devices]`. None for an array that is equal on all device
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sums whose order depends on thread timing."""
+
+_BACKWARD_ATTENTION = re.compile(r"__cudnn\$fmha\w*Backward")
 
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
 
@@ -43,6 +47,26 @@ def as_global(array: jax.Array) -> jax.Array:
     """
     parts = [part.data for part in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def make_attention_deterministic(module: ir.Module) -> None:
+    """Make every backward pass of cuDNN's attention deterministic.
+
+    `xla_gpu_deterministic_ops` does this to the first of several equal calls only, whose kernel the
+    others then do not find: XLA ends with an IndexError (jaxlib 0.11.2).
+    """
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and _BACKWARD_ATTENTION.match(
+            attributes["call_target_name"].value
+        ):
+            config = json.loads(attributes["backend_config"].value)
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+            attributes["backend_config"] = ir.StringAttr.get(json.dumps(config), module.context)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
 
 
 class SameProgram:
@@ -117,9 +141,11 @@ class SameProgram:
             backend=chosen["backend"],
         )
         device_list = jax_internals.xla_client.DeviceList(tuple(devices))
+        module = computation.stablehlo()
+        make_attention_deterministic(module)
         executable = jax_internals.compile_or_get_cached(
             chosen["backend"],
-            computation.stablehlo(),
+            module,
             devices,
             options,
             chosen["host_callbacks"],
