@@ -1,6 +1,7 @@
 """Programs that are compiled once for all devices, and what a step is cut into."""
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,12 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.micro_sharded import MicroSharded
-from replicax.core.same_program import SameProgram, as_global, sharding_of
+from replicax.core.same_program import (
+    SameProgram,
+    as_global,
+    make_attention_deterministic,
+    sharding_of,
+)
 from replicax.errors import LossError
 from replicax.train.fingerprint import sha256
 
@@ -65,6 +71,26 @@ def test_each_device_runs_it_on_its_own_rows() -> None:
 
 def test_another_program_has_another_digest() -> None:
     assert products(1)[0] != products(1, scale=2.0)[0]
+
+
+def test_every_backward_pass_of_attention_is_deterministic() -> None:
+    """XLA would mark the first of equal calls alone, and not find the kernel of the second."""
+    targets = ["Softmax", "SoftmaxBackward", "SoftmaxBackward", "ScaleBiasSoftmaxBackward"]
+    config = json.dumps({"cudnn_fmha_backend_config": {"fmha_scale": 0.125}})
+
+    def attention(x: jax.Array) -> jax.Array:
+        for target in targets:
+            call = f"__cudnn$fmha{target}"
+            x = jax.ffi.ffi_call(call, x, custom_call_api_version=2, legacy_backend_config=config)(
+                x
+            )
+        return x
+
+    module = jax.jit(attention).lower(X).compiler_ir()
+    make_attention_deterministic(module)
+    calls = [line for line in str(module).splitlines() if "custom_call" in line]
+    found = ["force_deterministic\\22: true" in line for line in calls]
+    assert found == [False, True, True, True]
 
 
 # What a step is cut into.
