@@ -58,10 +58,10 @@ def make_attention_deterministic(module: ir.Module) -> None:
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
         attributes = operation.attributes
-        if operation.name == "stablehlo.custom_call" and _BACKWARD_ATTENTION.match(
-            attributes["call_target_name"].value
+        if operation.name == "stablehlo.custom_call" and _BACKWARD_ATTENTION.search(
+            str(attributes["call_target_name"])
         ):
-            config = json.loads(attributes["backend_config"].value)
+            config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
             config["cudnn_fmha_backend_config"]["force_deterministic"] = True
             attributes["backend_config"] = ir.StringAttr.get(json.dumps(config), module.context)
         return ir.WalkResult.ADVANCE
