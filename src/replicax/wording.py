@@ -24,7 +24,7 @@ def counted(number: int, noun: str) -> str:
 def size_text(size_bytes: float) -> str:
     """Return a size such as `1.5 MB`, in powers of 1000."""
     size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and units[1:]:
+    while abs(size) >= 999.5 and units[1:]:
         size, units = size / 1000, units[1:]
     return f"{size:.3g} {units[0]}"
 

@@ -17,8 +17,8 @@ from replicax.core.micro_sharded import MicroSharded
 from replicax.core.same_program import (
     SameProgram,
     as_global,
-    make_attention_deterministic,
     sharding_of,
+    with_deterministic_attention,
 )
 from replicax.errors import LossError
 from replicax.train.fingerprint import sha256
@@ -86,8 +86,7 @@ def test_every_backward_pass_of_attention_is_deterministic() -> None:
             )
         return x
 
-    module = jax.jit(attention).lower(X).compiler_ir()
-    make_attention_deterministic(module)
+    module = with_deterministic_attention(jax.jit(attention).lower(X).compiler_ir())
     calls = [line for line in str(module).splitlines() if "custom_call" in line]
     found = ["force_deterministic\\22: true" in line for line in calls]
     assert found == [False, True, True, True]

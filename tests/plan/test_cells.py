@@ -9,13 +9,13 @@ from replicax.plan.cells import (
     WIDTH,
     columns,
     counted,
-    freed_text,
     line,
     of_text,
     percent,
     short,
     time_text,
 )
+from replicax.wording import size_text
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_seconds_in_the_unit_that_fits(seconds: float, text: str) -> None:
 
 def test_shares_sizes_and_counts() -> None:
     assert [percent(share) for share in (0.974, 0.004, 0.0, 1.0)] == ["97%", "0.4%", "0%", "100%"]
-    assert freed_text(-2_000_000) == "-2 MB"
+    assert size_text(-2_000_000) == "-2 MB"
     assert of_text(11.2e9, 16.9e9) == "11.2 of 16.9 GB"
     assert of_text(340e6, 16.9e9) == "340 MB of 16.9 GB"
     assert (counted(1, "row"), counted(2_000, "row")) == ("1 row", "2,000 rows")

@@ -11,14 +11,14 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.verify.devices_asked import devices_asked
-from replicax.verify.facts import draws_from_a_constant, loss_draws_from_a_constant
+from replicax.verify.facts import follow_keys, loss_draws_from_a_constant
 from replicax.verify.subject import Subject
 
 
 def draws(function: Any) -> bool:
     data = jax.random.key_data(jax.random.key(1))
     jaxpr = jax.make_jaxpr(lambda data, x: function(jax.random.wrap_key_data(data), x))(data, 1.0)
-    return draws_from_a_constant(jaxpr.jaxpr, [True, False])
+    return follow_keys(jaxpr.jaxpr, [True, False])[1]
 
 
 def in_a_loop(key: jax.Array, x: Any) -> Any:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import parse, shown_as
-from replicax.cli.opened import RunOptions, about_line, metrics_text
+from replicax.cli.opened import RunOptions, about_line
 from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import data_lines
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
+from replicax.train.summary import metrics_text
 
 ANOTHER_ROUNDING = 1e-2
 """Relative difference of a metric that other devices may cause, at most (in bfloat16)."""

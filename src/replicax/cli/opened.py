@@ -1,7 +1,6 @@
 """Open a run again, for the commands that need one."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -56,9 +55,3 @@ def about_line(loaded: Loaded) -> str:
     """Return `run    runs/first · lenet · step 400`."""
     recipe = recipe_name(type(loaded.recipe))
     return f"run    {loaded.path.parent.parent} · {recipe} · step {loaded.step:,}"
-
-
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return `loss 0.3964 accuracy 0.8513`; the loss comes first."""
-    names = sorted(metrics, key=lambda name: name != "loss")
-    return " ".join(f"{name} {metrics[name]:.4g}" for name in names)

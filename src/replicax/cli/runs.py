@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.opened import metrics_text
 from replicax.cli.output import RUNS
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.lease import is_held
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
+from replicax.train.summary import metrics_text
 from replicax.wording import shortened, size_text
 
 WIDTH = 80

@@ -28,8 +28,6 @@ which then have shape `[devices]`. None for an array that is equal on all device
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sums whose order depends on thread timing."""
 
-_BACKWARD_ATTENTION = re.compile(r"__cudnn\$fmha\w*Backward")
-
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
 
 
@@ -49,8 +47,8 @@ def as_global(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-def make_attention_deterministic(module: ir.Module) -> None:
-    """Make every backward pass of cuDNN's attention deterministic.
+def with_deterministic_attention(module: ir.Module) -> ir.Module:
+    """Make every backward pass of cuDNN's attention in `module` deterministic, and return it.
 
     `xla_gpu_deterministic_ops` does this to the first of several equal calls only, whose kernel the
     others then do not find: XLA ends with an IndexError (jaxlib 0.11.2).
@@ -58,15 +56,15 @@ def make_attention_deterministic(module: ir.Module) -> None:
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
         attributes = operation.attributes
-        if operation.name == "stablehlo.custom_call" and _BACKWARD_ATTENTION.search(
-            str(attributes["call_target_name"])
-        ):
+        called = str(attributes["call_target_name"]) if "call_target_name" in attributes else ""
+        if re.search(r"__cudnn\$fmha\w*Backward", called):
             config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
             config["cudnn_fmha_backend_config"]["force_deterministic"] = True
             attributes["backend_config"] = ir.StringAttr.get(json.dumps(config), module.context)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
+    return module
 
 
 class SameProgram:
@@ -141,11 +139,9 @@ class SameProgram:
             backend=chosen["backend"],
         )
         device_list = jax_internals.xla_client.DeviceList(tuple(devices))
-        module = computation.stablehlo()
-        make_attention_deterministic(module)
         executable = jax_internals.compile_or_get_cached(
             chosen["backend"],
-            module,
+            with_deterministic_attention(computation.stablehlo()),
             devices,
             options,
             chosen["host_callbacks"],

@@ -98,11 +98,6 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def freed_text(size_bytes: int) -> str:
-    """Format freed memory as `size_text` does, with a minus sign if memory grows."""
-    return f"{'-' if size_bytes < 0 else ''}{size_text(abs(size_bytes))}"
-
-
 def of_text(part: float, whole: float) -> str:
     """`11.2 of 16.9 GB`, or with both units if they differ."""
     first, second = size_text(part), size_text(whole)

@@ -11,7 +11,6 @@ from replicax.plan.cells import (
     Line,
     columns,
     counted,
-    freed_text,
     line,
     of_text,
     percent,
@@ -239,7 +238,7 @@ def _changes(plan: Plan) -> list[str]:
         little = abs(each.freed_bytes) < _SMALL * plan.asked.bytes
         figures = (
             size_text(each.need.bytes),
-            "nothing" if little else freed_text(each.freed_bytes),
+            "nothing" if little else size_text(each.freed_bytes),
             _known(each.step_seconds, time_text),
             _known(each.wire_bytes, size_text),
         )

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -173,7 +174,7 @@ def epoch_line(
     if trained:
         parts.append(f"loss {trained[-1].metrics['loss']:.4g}")
     if scored:
-        parts.append(f"eval {_metrics(scored.metrics)}")
+        parts.append(f"eval {metrics_text(scored.metrics)}")
     if rate := _rows_per_second(trained):
         parts.append(f"{rate:,.0f} rows/s")
     return " · ".join(parts)
@@ -181,7 +182,7 @@ def epoch_line(
 
 def eval_line(record: Record) -> str:
     """Format the metrics of an evaluation in the middle of an epoch."""
-    return f"eval   step {record.step:,}: {_metrics(record.metrics)}"
+    return f"eval   step {record.step:,}: {metrics_text(record.metrics)}"
 
 
 def skip_line(record: Record) -> str:
@@ -213,7 +214,7 @@ def summary(result: Fit, total: int | None) -> list[str]:
         lines = [f"complete at step {first:,}: nothing was trained"]
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
-        lines.append(f"{kind:<6} {_metrics(result.metrics)}")
+        lines.append(f"{kind:<6} {metrics_text(result.metrics)}")
     if skipped := sum(record.kind == "skip" for record in result.records):
         lines.append(f"skip   {counted(skipped, 'step')}; see records.jsonl for their examples")
     if result.stopped is not None:
@@ -229,6 +230,7 @@ def _rows_per_second(records: list[Record]) -> float:
     return sum(record.rows for record in timed) / seconds if seconds else 0.0
 
 
-def _metrics(metrics: dict[str, float]) -> str:
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return `loss 0.3964 accuracy 0.8513`; the loss comes first."""
     names = sorted(metrics, key=lambda name: name != "loss")
     return " ".join(f"{name} {metrics[name]:.4g}" for name in names)

@@ -77,17 +77,7 @@ def same_bits(left: Leaves, right: Leaves) -> bool:
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
 
 
-def draws_from_a_constant(jaxpr: Jaxpr, keyed: Sequence[bool]) -> bool:
-    """Whether a traced function draws random numbers that depend on none of the keyed arguments.
-
-    Args:
-        jaxpr: the jaxpr of the function.
-        keyed: for each argument, whether random numbers may depend on it.
-    """
-    return _follow(jaxpr, keyed)[1]
-
-
-def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
+def follow_keys(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
     """Return which results depend on the `keyed` arguments, and whether any draw does not."""
     known: dict[Any, bool] = dict(zip(jaxpr.invars, keyed, strict=True))
 
@@ -102,7 +92,7 @@ def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
             # Inputs of loops and branches do not match those of their bodies: treat them as one.
             alike = len(inner.invars) == len(inputs)
             entered = inputs if alike else [any(inputs)] * len(inner.invars)
-            results, inside = _follow(inner, entered)
+            results, inside = follow_keys(inner, entered)
             drawn |= inside
             if alike and len(results) == len(outputs):
                 outputs = results
@@ -124,7 +114,7 @@ def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: B
     key_data = jax.random.key_data(jax.random.key(0))
     jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
     keyed = [True] + [False] * (len(jaxpr.invars) - 1)
-    return draws_from_a_constant(jaxpr, keyed)
+    return follow_keys(jaxpr, keyed)[1]
 
 
 def dead_and_stopped(
