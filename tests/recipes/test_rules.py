@@ -46,7 +46,8 @@ def subject(request: pytest.FixtureRequest) -> Any:
 
 
 def trained(recipe: Any, model: Any, batch: Any, **settings: Any) -> tuple[list[float], Any]:
-    dp = rx.DataParallel(recipe.loss, optax.adamw(1e-3), **settings)
+    # Adam's default eps would turn the rounding of a gradient near 0 into a step of full size.
+    dp = rx.DataParallel(recipe.loss, optax.adamw(1e-3, eps=1e-4), **settings)
     state, losses = dp.init(model), []
     for _ in range(STEPS):
         state, metrics = dp.step(state, batch)
@@ -72,8 +73,9 @@ def test_devices_that_share_a_layer_compute_what_one_does(
     options = StepOptions(layout=layout, model_parallel=model_parallel)
     settings = {"mesh": options.mesh(devices), "layout": options.layout_of(recipe)}
     found = trained(recipe, model, batch, **settings)
-    # Within four roundings of a loss of 5.5; 1e-6 were two, which takes LLVM's optimizations.
-    np.testing.assert_allclose(found[0], losses, rtol=3.5e-7, atol=0)
+    # Within eight roundings of a loss of 5.5. A mean over 138 tokens errs by about six, the square
+    # root of that many halves, when they are added in another order; how many differs by processor.
+    np.testing.assert_allclose(found[0], losses, rtol=7e-7, atol=0)
     for leaf, wanted in zip(*map(jax.tree.leaves, (found[1], params)), strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6)
 
