@@ -368,7 +368,7 @@ class Loop(Running):
         self.dp.job.in_flight.forget()
         self._bad_steps.rewind(position.bad_steps)
         begun = position.step > 0
-        self._meter.rewind(extra["meter"], resumed=begun, compiled=self._begun and begun)
+        self._meter.rewind(extra.get("meter", {}), resumed=begun, compiled=self._begun and begun)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
 
