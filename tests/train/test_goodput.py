@@ -68,7 +68,7 @@ def test_the_buckets_add_up_to_the_time_since_the_ledger_was_made() -> None:
         "restoring": 4,
     }
     assert goodput.wall_seconds == clock.time - 1000
-    assert (goodput.seconds["productive"], goodput.wall_seconds) == (31.125, 48.375)
+    assert goodput.productive_fraction == 31.125 / 48.375
     assert (goodput.starts, goodput.down_seconds) == (1, 0)
 
 
@@ -403,4 +403,4 @@ def test_the_closing_summary() -> None:
 def test_any_summary_fits_80_columns(spent: list[float], starts: int, down: float) -> None:
     goodput = Goodput(dict(zip(BUCKETS, spent, strict=True)), starts, down)
     assert all(len(line) <= 80 for line in goodput.lines())
-    assert 0 <= goodput.seconds["productive"] <= goodput.wall_seconds
+    assert 0 <= goodput.productive_fraction <= 1

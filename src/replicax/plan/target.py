@@ -257,7 +257,10 @@ def _simulated(text: str, numbers: Topology) -> Target:
 
 def _host_shared_by(devices: int) -> Chip:
     """Return a CPU device with its share of this host's memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
+    except (AttributeError, ValueError, OSError):
+        return replace(CPU, devices_per_host=devices)
     told = "sysconf of this host: its memory, shared by its devices"
     return replace(
         CPU,

@@ -54,6 +54,11 @@ class Goodput:
     def wall_seconds(self) -> float:
         return math.fsum(self.seconds.values())
 
+    @property
+    def productive_fraction(self) -> float:
+        wall = self.wall_seconds
+        return self.seconds["productive"] / wall if wall > 0 else 0.0
+
     def lines(self) -> list[str]:
         """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
         wall, blank = self.wall_seconds, "\N{NO-BREAK SPACE}"

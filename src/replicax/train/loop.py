@@ -367,8 +367,9 @@ class Loop(Running):
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
         self.dp.job.in_flight.forget()
         self._bad_steps.rewind(position.bad_steps)
-        begun = position.step > 0
-        self._meter.rewind(extra.get("meter", {}), resumed=begun, compiled=self._begun and begun)
+        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
+        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
+        self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
 

@@ -113,8 +113,7 @@ def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: B
     rest = (state.params, state.extras, batch)
     key_data = jax.random.key_data(jax.random.key(0))
     jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
-    keyed = [True] + [False] * (len(jaxpr.invars) - 1)
-    return follow_keys(jaxpr, keyed)[1]
+    return follow_keys(jaxpr, [True] + [False] * (len(jaxpr.invars) - 1))[1]
 
 
 def dead_and_stopped(
