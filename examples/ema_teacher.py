@@ -58,14 +58,14 @@ def step(state, batch, key):
     means, gradient = rx.value_and_grad(loss)(state["student"], seen, key)
     updates, moments = optimizer.update(gradient, state["moments"], state["student"])
     student = optax.apply_updates(state["student"], updates)
-    of_classes = jax.vmap(rx.mean, in_axes=2)
+    centre, shares = rx.mean((jnp.mean(said, axis=1), jnp.mean(taught, axis=1)))
     after = {
         "student": student,
         "teacher": optax.incremental_update(student, state["teacher"], SHARE),
-        "centre": optax.incremental_update(of_classes(said), state["centre"], CENTRE_SHARE),
+        "centre": optax.incremental_update(centre, state["centre"], CENTRE_SHARE),
         "moments": moments,
     }
-    return after, {**means, "largest": jnp.max(of_classes(taught))}
+    return after, {**means, "largest": jnp.max(shares)}
 
 
 def disagreement(state, batch, key):

@@ -14,6 +14,7 @@ from replicax.core.batch import Shared as Shared
 from replicax.core.data_parallel import DataParallel as DataParallel
 from replicax.core.feed import Feed as Feed
 from replicax.core.inside import gather as gather
+from replicax.core.inside import independent as independent
 from replicax.core.inside import row_weights as row_weights
 from replicax.core.inside import step_number as step_number
 from replicax.core.job import Job as Job
@@ -190,6 +191,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "bench",
     "fit",
     "gather",
+    "independent",
     "initialize",
     "layout",
     "load",

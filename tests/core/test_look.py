@@ -14,7 +14,10 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.batch import Batch
+from replicax.core.examiner import of_loss
 from replicax.core.look import Look
+from replicax.core.row_trials import Division
+from replicax.core.update import step_key
 
 Loss = Callable[[Any, Any, Any], Any]
 ROWS = 16
@@ -81,7 +84,7 @@ def dropped(model: Any, batch: Any, key: Any) -> Any:
 
 
 def mixed_up(model: Any, batch: Any, key: Any) -> Any:
-    """Rows are mixed in training alone, at random: another draw on each replica, no other loss."""
+    """Rows are mixed in training alone, with others drawn at random."""
     x = batch["x"] if key is None else batch["x"] + jax.random.permutation(key, batch["x"])
     return errors(model, {**batch, "x": x}, key)
 
@@ -97,9 +100,9 @@ def there_and_back(model: Any, batch: Any, key: Any) -> Any:
 
 MEET = [
     *(contrastive, normalised, by_count, by_place, by_largest_weight, normalised_where_true),
-    *(total, masked_mean),
+    *(total, masked_mean, mixed_up),
 ]
-STAY_APART = [errors, mean, dropped, mixed_up, always_random, there_and_back]
+STAY_APART = [errors, mean, dropped, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
 
 
@@ -209,8 +212,12 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
     step(loss, model(), **arguments)
 
 
-def looked(loss: Loss, *, divided: bool = True) -> tuple[Look, int]:
-    """And how often the loss was traced."""
+@pytest.mark.parametrize(
+    ("loss", "traces", "said"),
+    [(errors, 2, ""), (dropped, 2, ""), (mean, 2, ""), (there_and_back, 3, ""), (contrastive, 3, "loss")],
+)
+def test_what_looking_costs(loss: Loss, traces: int, said: str) -> None:
+    """Two traces where they tell; else one more, of the rows of one part."""
     calls = []
 
     def counted(model: Any, batch: Any, key: Any) -> Any:
@@ -218,22 +225,9 @@ def looked(loss: Loss, *, divided: bool = True) -> tuple[Look, int]:
         return loss(model, batch, key)
 
     dp = rx.DataParallel(counted, optax.sgd(0.01))
+    state = dp.init(MODEL)
     batch = Batch(DATA, np.ones(ROWS, np.float32), np.arange(ROWS))
-    objective = dp.program(MODEL).objective
-    return Look(objective, dp.init(MODEL), batch, divided=divided), len(calls)
-
-
-@pytest.mark.parametrize(
-    ("loss", "traces"),
-    [(errors, 1), (dropped, 1), (mixed_up, 2), (mean, 5), (there_and_back, 5), (contrastive, 5)],
-)
-def test_what_looking_costs(loss: Loss, traces: int) -> None:
-    """One trace where that tells; one more in evaluation; else three for as many computed rows."""
-    look, counted = looked(loss)
-    assert counted == traces
-    assert look.rows_meet == (loss is contrastive)
-
-
-def test_one_number_is_not_looked_into_where_the_batch_is_one() -> None:
-    look, counted = looked(total, divided=False)
-    assert (look.scalars, look.rows_meet, counted) == (("loss",), False, 1)
+    look = Look(of_loss(dp.program(MODEL).objective, step_key), state, batch)
+    broken = look.broken(Division(np.arange(ROWS).reshape(4, 4)), state, batch)
+    assert "".join(each.name for each in broken) == said
+    assert len(calls) == traces

@@ -118,16 +118,23 @@ def test_a_scalar_loss_is_exact_on_full_batches(mode: str, accumulate: int) -> N
     np.testing.assert_allclose(metrics["loss"], np.mean((2 * source["x"]) ** 2), rtol=1e-6)
 
 
-def test_a_scalar_loss_is_refused_before_the_padded_batch_comes() -> None:
-    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mode="single")
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_short_batch_of_a_scalar_loss_is_refused_or_not_padded(devices: int) -> None:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=mesh, donate=False)
     state = dp.init(MODEL)
-    first = next(iter(dp.feed(SOURCE, 4)))
+    first, *_, last = dp.feed(SOURCE, 4)
+    if devices == 1:
+        _, metrics = dp.step(state, last)
+        rows = {name: leaf[-2:] for name, leaf in SOURCE.items()}
+        assert float(metrics["loss"]) == pytest.approx(float(scalar_loss(MODEL, rows, None)))
+        return
     with pytest.raises(rx.LossError, match=r"2 of 4 rows .* padding"):
-        dp.step(state, first)
+        dp.step(state, first)  # before the padded batch comes
 
 
 def test_a_scalar_loss_is_refused_on_a_padded_batch_of_unknown_length() -> None:
-    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mode="single")
+    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
     state = dp.init(MODEL)
     full, short = dp.feed([{"x": SOURCE["x"][:4]}, {"x": SOURCE["x"][:3]}])
     state, _ = dp.step(state, full)
@@ -140,7 +147,7 @@ def test_a_scalar_metric_is_refused_in_evaluation_with_padding() -> None:
         values = model["w"] * batch["x"]
         return values, {"largest": jnp.max(values)}
 
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
     with pytest.raises(rx.LossError, match=r"\blargest\b.*\bone number"):
         dp.evaluate(dp.init(MODEL), dp.feed(SOURCE, 4))
 

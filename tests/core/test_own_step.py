@@ -49,7 +49,7 @@ def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:
     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
     trained = optax.apply_updates(state["model"], updates)
     after = {"model": trained, "moments": moments, "done": state["done"] + 1}
-    return after, {**means, "mean": rx.mean(batch["y"])}
+    return after, {**means, "mean": rx.mean(batch["y"][:, 0])}
 
 
 def of_state(state: State, batch: Any, key: Any) -> Any:
@@ -259,7 +259,7 @@ def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
     def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:
         wrong = jnp.where(rx.step_number() == 1, jnp.inf, 0.0)
         model = jax.tree.map(lambda leaf: leaf + wrong, state["model"])
-        return {**state, "model": model}, {"loss": rx.mean(batch["y"])}
+        return {**state, "model": model}, {"loss": rx.mean(batch["y"][:, 0])}
 
     dp = parallel(step, donate=False)
     first = dp.init(begin)
@@ -324,7 +324,9 @@ def test_replicas_that_would_differ_are_refused(own: Any, said: str) -> None:
 def test_rows_of_the_step_itself_need_real_rows() -> None:
     own = changed(seen=lambda s, b, k: jnp.mean(b["y"]))
     with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
-        trained(parallel(own, "jit"), state())
+        trained(parallel(own, "jit", 8), state())
+    _, told = trained(parallel(own, "jit"), state())  # 20 rows are 5 for each device
+    assert told[1]["seen"] == pytest.approx(rows()["y"][BATCH:].mean(), rel=1e-5)
     weighed = changed(seen=lambda s, b, k: jnp.sum(b["y"][:, 0] * rx.row_weights(b["y"])))
     trained(parallel(weighed, "jit"), state())
 
@@ -332,7 +334,7 @@ def test_rows_of_the_step_itself_need_real_rows() -> None:
 def test_gathered_rows_need_real_rows_too() -> None:
     own = changed(seen=lambda s, b, k: jnp.mean(rx.gather(b["y"])))
     with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
-        trained(parallel(own), state())
+        trained(parallel(own, devices=8), state())
     _, told = trained(parallel(own), state(), batch_size=52)
     assert told[0]["seen"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
 
@@ -362,7 +364,7 @@ def test_a_loss_whose_rows_meet_is_refused() -> None:
     with pytest.raises(rx.LossError, match="accumulate=1"):
         trained(parallel(with_loss(contrastive), "jit", accumulate=2), state())
     with pytest.raises(rx.LossError, match="row_weights"):
-        trained(parallel(with_loss(contrastive), "jit"), state())
+        trained(parallel(with_loss(contrastive), "jit", 8), state())
     trained(parallel(with_loss(contrastive), "jit"), state(), batch_size=52)
     trained(parallel(with_loss(normalised)), state())
 

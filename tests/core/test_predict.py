@@ -236,7 +236,7 @@ def test_any_loss_is_evaluated(mode: str, devices: int, layout: str) -> None:
 def test_another_loss_is_looked_at_as_the_first_is(
     other: Any, mode: str, error: type[Exception], said: str
 ) -> None:
-    dp = parallel(mode)
+    dp = parallel(mode, devices=8)
     state = dp.init(MODEL)
     dp.evaluate(state, dp.feed(DATA, BATCH))
     with pytest.raises(error, match=said) as caught:

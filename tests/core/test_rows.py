@@ -9,8 +9,9 @@ import optax
 import pytest
 from jax import lax
 
+from replicax.core.row_counts import Count, Total
 from replicax.core.row_rules import MIXED, Rows
-from replicax.core.rows import follow
+from replicax.core.rows import Follow, Unlike
 
 ROWS = 6
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 4, 5)), jnp.float32)
@@ -19,17 +20,20 @@ TABLE = jnp.ones((4, 5))
 
 
 def rows_of(function: Any) -> list[Any]:
-    """Of `function(x [rows, 4, 5], labels [rows])`."""
-    traced = jax.make_jaxpr(function)(X, LABELS)
-    return follow(traced, [Rows(0), Rows(0)])
+    """Of `function(x [rows, 4, 5], labels [rows])`, traced with 6 and with 12 rows."""
+    one, two = (
+        jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4)
+        for rows in (ROWS, 2 * ROWS)
+    )
+    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0)])
 
 
 def attention(x: Any, _: Any) -> Any:
-    heads = jnp.einsum("btd,de->bte", x, jnp.ones((5, 6))).reshape(ROWS, 4, 2, 3)
+    heads = jnp.einsum("btd,de->bte", x, jnp.ones((5, 6))).reshape(-1, 4, 2, 3)
     scores = jnp.einsum("bqhd,bkhd->bhqk", heads, heads)
     mask = jnp.tril(jnp.ones((4, 4), bool))
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, heads).reshape(ROWS, 4, 6)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, heads).reshape(-1, 4, 6)
 
 
 def recurrent(x: Any, _: Any) -> Any:
@@ -37,7 +41,7 @@ def recurrent(x: Any, _: Any) -> Any:
         carry = jnp.tanh(carry @ jnp.ones((5, 5)) + now)
         return carry, carry.sum(1)
 
-    last, all_of = lax.scan(step, jnp.zeros((ROWS, 5)), jnp.swapaxes(x, 0, 1))
+    last, all_of = lax.scan(step, jnp.zeros((len(x), 5)), jnp.swapaxes(x, 0, 1))
     return last, all_of.T
 
 
@@ -51,7 +55,7 @@ APART = {
     "layer norm": lambda x, _: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
     "attention": attention,
     "recurrent": recurrent,
-    "rows and positions in one dim": lambda x, _: jnp.tanh(x.reshape(-1, 5)).reshape(ROWS, 4, 5),
+    "rows and positions in one dim": lambda x, _: jnp.tanh(x.reshape(-1, 5)).reshape(-1, 4, 5),
     "vmap": lambda x, t: jax.vmap(lambda row, label: row[0] * label)(x, t),
     "checkpoint": lambda x, _: jax.checkpoint(lambda v: jnp.sin(v) ** 2)(x),
     "custom gradients": lambda x, _: jax.nn.relu(x) + jax.nn.silu(x),
@@ -63,13 +67,26 @@ APART = {
     "cumulative within": lambda x, _: jnp.cumsum(x, axis=1),
     "convolution": lambda x, _: lax.conv(x, jnp.ones((3, 4, 2)), (1,), "SAME"),
     "pooled": lambda x, _: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "SAME"),
-    "constant": lambda x, _: jnp.ones((ROWS, 2)),
+    "own entry by number": lambda x, t: x[jnp.arange(len(t)), t],
+    "drawn": lambda x, _: x * jax.random.normal(jax.random.key(0), x.shape),
+    "a key for each": lambda x, _: jax.vmap(jax.random.normal)(
+        jax.random.split(jax.random.key(0), len(x))
+    ),
+    "linear algebra of each": lambda x, _: jnp.linalg.cholesky(x @ jnp.swapaxes(x, 1, 2)),
+    "constant": lambda x, _: jnp.ones((len(x), 2)),
 }
 
 MET = {
     "mean": lambda x, _: x - x.mean(0),
     "logits of all": lambda x, _: x[:, 0] @ x[:, 0].T,
-    "sum": lambda x, _: jnp.sum(x),
+    "divided by the square of their number": lambda x, _: x / len(x) ** 2 * len(x),
+    "numbered": lambda x, _: x[:, 0, 0] * jnp.arange(len(x)),
+    "largest of all": lambda x, _: jnp.max(x),
+    "root of the mean": lambda x, _: jnp.sqrt(jnp.mean(x)),
+    "weighted mean": lambda x, t: jnp.average(x[:, 0, 0], weights=1.0 * t),
+    "to the power of their number": lambda x, _: x ** len(x),
+    "as often as there are": lambda x, _: lax.fori_loop(0, len(x), lambda i, v: v * 2, x),
+    "shuffled": lambda x, _: jax.random.permutation(jax.random.key(0), x),
     "largest": lambda x, _: x / jnp.max(x),
     "reversed": lambda x, _: x[::-1],
     "rolled": lambda x, _: jnp.roll(x, 1, axis=0),
@@ -80,7 +97,7 @@ MET = {
     "picked by labels": lambda x, t: x[t],
     "scan over rows": lambda x, _: lax.scan(lambda c, v: (c + v, c), jnp.zeros((4, 5)), x)[1],
     "while a row lives": lambda x, _: lax.while_loop(lambda v: v[0, 0, 0] < 9, lambda v: v + 1, x),
-    "halves": lambda x, _: x.reshape(2, ROWS // 2, 4, 5).sum(0),
+    "halves": lambda x, _: x.reshape(2, -1, 4, 5).sum(0),
     "transposed against itself": lambda x, _: x[:, :, 0] * x[:4, 0, 0],
     "linear algebra": lambda x, _: jnp.linalg.inv(x[:4, :, :4]),
     "fourier": lambda x, _: jnp.fft.fft(x, axis=0).real,
@@ -97,7 +114,31 @@ def test_rows_stay_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", MET)
 def test_rows_may_have_met(name: str) -> None:
-    assert MIXED in rows_of(MET[name])
+    assert set(rows_of(MET[name])) & {MIXED, Rows(0, power=-1)}
+
+
+NUMBERS = {
+    "sum": (lambda x, _: jnp.sum(x), Total(0)),
+    "mean": (lambda x, _: jnp.mean(x), Total(-1)),
+    "mean and a constant": (lambda x, _: 2 * jnp.mean(x, (0, 1)) + 1, Total(-1)),
+    "sum over their number": (lambda x, _: jnp.vdot(x, x) / len(x), Total(-1)),
+    "accuracy": (lambda x, t: jnp.mean(jnp.argmax(x[:, 0], 1) == t), Total(-1)),
+    "count": (lambda x, _: jnp.sum(x > 0), Total(0)),
+    "each over their number": (lambda x, _: x / len(x), Rows(0, power=-1)),
+    "weights that add up to 1": (lambda x, t: jnp.sum(x[:, 0, 0] * jnp.full(len(t), 1 / len(t))), Total(-1)),
+    "a constant over their number": (lambda x, _: jnp.float32(3 / len(x)), Count(-1)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_sums_and_means_are_told_apart(name: str) -> None:
+    function, place = NUMBERS[name]
+    assert rows_of(function) == [place]
+
+
+def test_traces_that_do_not_correspond_tell_nothing() -> None:
+    with pytest.raises(Unlike):
+        rows_of(lambda x, _: sum(x[i] for i in range(len(x))))
 
 
 @pytest.mark.parametrize("name", APART)

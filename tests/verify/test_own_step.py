@@ -36,7 +36,7 @@ def updated(state: Any, gradient: Any) -> Any:
 def step_of(loss: Any) -> Any:
     def step(state: Any, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
-        return updated(state, gradient), {**means, "y": rx.mean(batch["y"])}
+        return updated(state, gradient), {**means, "y": rx.mean(batch["y"][:, 0])}
 
     return step
 

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.batch import Batch
+from replicax.core.examiner import of_loss
 from replicax.core.look import Look
 from replicax.core.models.definition import View
 from replicax.core.objective import Objective
 from replicax.core.traced_for import cuda_capability
-from replicax.core.update import TrainState
+from replicax.core.update import TrainState, step_key
 
 Sums = Callable[[TrainState, Batch], Any]
 
@@ -46,8 +47,7 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
         return False
     for rows in (batch, _of_other_rows(batch)):
         with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
-            look = Look(objective, state, rows, divided=True, compute=False)
-            if not (look.rows_meet or look.unsure or look.gathers or look.scalars):
+            if Look(of_loss(objective, step_key), state, rows).takes_padding:
                 return True
     return False
 

@@ -24,7 +24,7 @@ from replicax.core.objective import LossFunction
 from replicax.core.optimizer import Trainable
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
-from replicax.core.ready import Ready, agree_on_model
+from replicax.core.ready import STEP, Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.refused import check_kind
 from replicax.core.sources import as_source
@@ -177,17 +177,21 @@ class DataParallel(Configured):
         """
         if type(batch) is not Batch:
             batch = self._known.placed(batch)
-        self.prepare(state, batch)
+        batch = self.prepare(state, batch)
         state, metrics = self._known.step(state, batch)
         self.job.move()
         self.job.in_flight.add(metrics[LOSS])
         self._checks.check_result(state, metrics)
         return state, metrics
 
-    def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Prepare the first `step`: check the loss, agree with other processes, and compile."""
-        self._checks.check("the step", self._known.step, state, batch)
+    def prepare(self, state: TrainState, batch: Batch) -> Batch:
+        """Prepare the first `step`: check the loss, agree with other processes, and compile.
+
+        Returns the batch to compute, usually `batch`.
+        """
+        batch = self._checks.check(STEP, self._known.step, state, batch)
         self._checks.check_memory(state, batch)
+        return batch
 
     def evaluate(
         self,
@@ -239,9 +243,8 @@ class DataParallel(Configured):
         return self._evaluation.rows(function, state, batches)
 
     def check(self, feed: Feed) -> None:
-        """Raise `LossError` if the loss, once examined by `step`, cannot be exact on `feed`."""
-        if feed.padding:
-            self._checks.check_padding(feed.split.padded(feed.source.batch_size), feed.padding)
+        """Raise `LossError` if the loss, once examined by `step`, cannot be evaluated on `feed`."""
+        self._checks.check_feed(feed)
 
     def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
         """Return the user's model with the arrays of `state`.

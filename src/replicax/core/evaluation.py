@@ -17,7 +17,7 @@ from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.program import Program
-from replicax.core.ready import Ready
+from replicax.core.ready import EVALUATION, Ready
 from replicax.core.refused import check_kind, check_loss, check_state
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, LossError
@@ -47,7 +47,7 @@ class ProgramEvaluation:
             program, ready = self._scoring[loss]
 
         def score(state: TrainState, batch: Batch) -> Any:
-            ready.check("the evaluation", program.score, state, batch)
+            batch = ready.check(EVALUATION, program.score, state, batch)
             return program.score(state, batch)
 
         totals = Totals()

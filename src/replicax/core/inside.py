@@ -33,8 +33,6 @@ class Inside:
     """The JAX trace in which it is called."""
     own: Any = None
     """The means that a custom step sums; None in a loss. See `replicax.core.own`."""
-    gathers: bool = False
-    """Whether `gather` was called."""
     weighs: bool = False
     """Whether `row_weights` was called."""
 
@@ -86,7 +84,6 @@ def gather(rows: PyTree) -> PyTree:
     here = _seeing("gather", rows)
     if here is None:
         return rows
-    here.gathers = True
     if here.view.part and here.view.gather is None:
         raise LossError(
             "rx.gather in a loss computed on micro-batches, which would only see rows of the same "
@@ -103,6 +100,27 @@ def gather(rows: PyTree) -> PyTree:
         return list(jax.vmap(unpack)(whole))
 
     return by_dtype(gathered, rows)
+
+
+def independent(rows: PyTree) -> PyTree:
+    """Declare that each row of `rows` is computed from the same row of the batch alone.
+
+    For a computation that Replicax cannot follow, such as a kernel of one's own; `rows` is returned
+    unchanged. `replicax verify` tests the declaration.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     rows = batch["x"][::-1] @ model["w"]  # in another order, and back
+        ...     return rx.independent(rows[::-1] - batch["y"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map")
+        >>> state, metrics = dp.step(dp.init(model), batch)
+
+    Args:
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss or the step sees.
+    """
+    if _seeing("independent", rows) is None:
+        return rows
+    return jax.tree.map(lambda leaf: rows_declared_independent(leaf)[0], rows)
 
 
 def row_weights(rows: PyTree) -> jax.Array:
@@ -176,3 +194,9 @@ def _check_trace(name: str, here: Inside) -> None:
 def rows_gathered_already(rows: PyTree) -> PyTree:
     """Return the global batch's rows unchanged; `replicax.core.rows` finds this by name."""
     return rows
+
+
+@jax.jit
+def rows_declared_independent(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `rows` and their sum; `replicax.core.rows` finds this, and their dim, by name."""
+    return rows, jnp.sum(rows, axis=0)

@@ -1,250 +1,182 @@
 """Examine a loss, or a custom step, before it first runs.
 
-Determine its outputs, whether its rows are independent, and what depends on one replica's rows.
+Determine whether its mean over all rows can be computed from parts of them, and with padding.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
-from replicax.core.inside import Inside, weighs
-from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
-from replicax.core.models.definition import PyTree, View
-from replicax.core.models.stateful import values_of
-from replicax.core.objective import Objective
-from replicax.core.own import keep
-from replicax.core.reduction import as_they_are
-from replicax.core.row_rules import MIXED, Place, Rows
-from replicax.core.rows import follow, gathers, holds_number, moves, numbers_places
+from replicax.core.examiner import AXIS, Examiner, Run, Trace, trace
+from replicax.core.row_counts import Place, Total
+from replicax.core.row_rules import MIXED, Rows
+from replicax.core.row_trials import Division, Found, Pair, Undecided, compared
+from replicax.core.rows import ENTERED, GATHERED, SUMMED, Follow, Unlike, moves
 from replicax.core.update import TrainState
-from replicax.errors import LossError
+from replicax.wording import first_line
 
-_UNITS = 512
-"""Maximum rounding difference between two values of one row, in units of eps."""
-_COARSEST = 0.1
-"""Upper bound on that difference for any dtype, as a share of the largest value."""
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A value that would differ on parts of a batch, or with padding."""
+
+    name: str
+    scalar: bool = False
+    """Whether it is one number for the whole batch."""
+    output: bool = False
+    """Whether it is a state or a metric that a custom step returns."""
+    why: str = ""
+    """Why it is not known whether it would; empty if it is."""
 
 
 class Look:
-    """Examine the loss of `objective` on the first step's state and batch.
+    """Examine a loss or a step, `run`, on the first state and batch.
 
-    Whether rows depend on each other often follows from the training trace, or else from the
-    evaluation trace, where BatchNorm averages nothing. Otherwise the loss is computed on two
-    quarters of the rows, separately and together (as many rows as one forward pass), here or, if
-    `compute` is False, by `decide`. A loss that cannot be computed this way is trusted. If the
-    batch is not `divided`, all rows are computed together, and scalars need no examination.
-    Raises `LossError` if the loss violates its contract.
+    Rows are followed through two traces, with different numbers of rows. Values that may depend on
+    other rows are computed, see `replicax.core.row_trials`. Raises `LossError` or `StateError` if
+    a loss, or the step, violates its contract.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        state: TrainState,
-        batch: Batch,
-        *,
-        divided: bool,
-        compute: bool = True,
-    ) -> None:
-        self.rows_meet = False
-        """Whether a row's loss depends on other rows, apart from gathered ones."""
-        self.unsure = False
-        """Whether the traces are inconclusive and `decide` must be called."""
-        self._objective, self._of = objective, (state, batch)
-        self._writes = getattr(objective.definition, "writes", False)
-        # Names of outputs that are scalars for the whole batch, and whether it reads row weights.
-        traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
-        self.moves = moves(traced, len(jax.tree.leaves(state.params)))
-        """Whether it has a gradient that is not identically 0."""
-        self.gathers = gathers(traced)
-        values, written = self._places(traced)
-        self.writes_alone = any(written)
-        """Whether the state it writes to a `Stateful` model depends on the visible rows."""
-        apart = self.gathers or self._apart(traced, values)
-        if not apart and self._writes and divided:
-            self.rows_meet = True  # possibly statistics of visible rows: evaluation has none
-        elif not apart and (divided or LOSS not in self.scalars):
-            with contextlib.suppress(Exception):  # the user's loss, in evaluation
-                traced = self._trace(None)[0]
-                self.unsure = not self._apart(traced, self._places(traced)[0])
-        del self._of  # do not keep the arrays alive
-        if self.unsure and compute:
-            self.decide(jax.jit(self.differences)(state, batch))
+    def __init__(self, run: Run, state: TrainState, batch: Batch) -> None:
+        self._run, self._rows = run, batch.size
+        self._given = jax.eval_shape(lambda *given: given, state, batch)
+        self._one = self._traced(self._rows, Examiner(self._rows))
+        examiner = self._one.examiner
+        self.gathers, self.weighs = examiner.gathers, examiner.weighs
+        self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
+        """Names of outputs that a loss returns as one number for the whole batch."""
+        self._twins: dict[bool, Trace | None] = {}
 
-    @property
-    def needs_real_rows(self) -> bool:
-        """Whether padding rows would change the loss, as it does not read their mask."""
-        depends = bool(self.scalars) or self.gathers or self.rows_meet
-        return depends and not self.weighs
+    @cached_property
+    def moves(self) -> bool:
+        """Whether the loss has a gradient that is not identically 0."""
+        before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
+        return moves(self._one.jaxpr, before, (AXIS, 1))
 
-    def _trace(self, key: jax.Array | None) -> tuple[ClosedJaxpr, tuple[tuple[str, ...], bool]]:
-        """Trace the loss; also find which outputs are scalars, and whether it reads row weights."""
-        found: list[tuple[tuple[str, ...], bool]] = []
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Whether the traces show that padding changes nothing."""
+        return not any(self._doubted(Division(np.zeros((1, self._rows)), padded=True)))
 
-        def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
-            returned = self._objective.loss(model, data, key)
-            found.append((scalars(values_of(returned)), weighs()))
-            return returned
+    @cached_property
+    def from_key(self) -> list[str]:
+        """Names of outputs that depend on the step's key, which differs between replicas."""
+        state, batch = self._given
+        seeds = [leaf is state.seed for leaf in jax.tree.leaves(state)]
+        inputs = [MIXED if each else None for each in seeds] + [None] * len(jax.tree.leaves(batch))
+        jaxpr = self._one.jaxpr
+        places = Follow((1, 1), {SUMMED: None})(jaxpr, jaxpr, inputs)
+        return [name for name, place in zip(self._one.outputs, places, strict=False) if place]
 
-        def values(params: PyTree, extras: PyTree, batch: Batch) -> tuple[Any, Any]:
-            view = View(key, step=jnp.int32(0))
-            returned, after = watching.returned(params, extras, batch, view)
-            sums(returned, batch.mask)  # raises for invalid returns
-            return arrays_of_loss(returned), after if self._writes else ()
+    def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
+        """Return what differs on parts of `division`, and names or labels of what may."""
+        outputs, labels = self._doubted(division)
+        examiner = self._one.examiner
+        if division.padded and self.weighs:
+            return [], [*labels, *outputs]
+        found = [Broken(name, output=True) for name in outputs]
+        if division.padded:
+            scalars = [label for label in labels if label in examiner.scalars]
+            needed = labels if self.gathers else scalars
+            found += [Broken(examiner.names[each], scalar=each in scalars) for each in needed]
+        return found, labels
 
-        watching = dataclasses.replace(self._objective, loss=observed)
-        state, batch = self._of
-        return jax.make_jaxpr(values)(state.params, state.extras, batch), found[0]
-
-    def _places(self, traced: ClosedJaxpr) -> tuple[list[Place], list[Place]]:
-        """Return where rows are in the loss's values, and in the state it writes."""
-        state, batch = self._of
-        inputs = places_of(batch, Rows(0))
-        held = [None] * (len(traced.jaxpr.invars) - len(inputs))
-        places = follow(traced, [*held, *inputs])
-        values = len(places) - len(jax.tree.leaves(state.extras)) * self._writes
-        return places[:values], places[values:]
-
-    def _apart(self, traced: ClosedJaxpr, values: list[Place]) -> bool:
-        """Whether a trace of the loss shows that each row's loss depends on that row alone.
-
-        It may not depend on the number of rows or on the row's position either.
-        """
-        size = self._of[1].size
-        apart = all(each in (None, Rows(0)) for each in values)
-        return apart and not (holds_number(traced, _counts(size)) or numbers_places(traced, size))
-
-    def differences(self, state: TrainState, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
-        """Return differences between two quarters of the rows computed apart and together."""
-        batch, quarter = batch.whole(), batch.size // 4
-
-        def values(first: int, last: int) -> tuple[Any, ...]:
-            rows = jax.tree.map(lambda leaf: leaf[first * quarter : last * quarter], batch)
-            view = View(step=state.step)
-            returned, _ = self._objective.returned(state.params, state.extras, rows, view)
-            return tuple(map(jnp.asarray, arrays_of_loss(returned)))
-
-        def beside(one: jax.Array, other: jax.Array) -> jax.Array:
-            return jnp.concatenate([one, other]) if one.ndim else (one + other) / 2
-
-        with contextlib.suppress(Exception):  # the user's loss, on few rows
-            together = values(0, 2)
-            alone = jax.tree.map(beside, values(0, 1), values(1, 2))
-            unit = self._objective.precision.eps
-            return [_share(*pair, unit) for pair in zip(alone, together, strict=True)]
-        return []
-
-    def decide(self, differences: list[tuple[jax.Array, jax.Array]]) -> None:
-        """Set `rows_meet` from the `differences` of this loss."""
-        self.rows_meet = any(share > bound for share, bound in differences)
-
-
-class StepLook:
-    """Examine a custom `step` on the first step's state and batch.
-
-    The step is traced once, as for one device, and each loss once more by itself. A loss with an
-    inconclusive trace is computed as in `Look`, or trusted if it is in a loop of the step.
-    Raises `LossError` or `StateError` if a loss, or the step, violates its contract.
-    """
-
-    def __init__(
-        self, step: Callable[..., Any], state: TrainState, batch: Batch, *, divided: bool
-    ) -> None:
-        self._divided = divided
-        self._looks: list[Look] = []
-        self._unsure: list[tuple[Look, Any]] = []
-        self._weighs = self._gathers = False
-
-        def run(state: TrainState, batch: Batch) -> Any:
-            after, metrics = step(
-                *(state, batch, None),
-                accumulator=Sequential(),
-                reduce=as_they_are,
-                apply=keep,
-                examiner=self,
-            )
-            return {"state": after.params, "metrics": metrics}, [each for _, each in self._unsure]
-
+    def broken(self, division: Division, state: TrainState, batch: Batch) -> list[Broken]:
+        """Return what would differ if the parts of `division` were computed by themselves."""
+        found, labels = self.doubts(division)
+        if found or not labels:
+            return found
+        trials, why, examiner = {}, "", self._one.examiner
         try:
-            traced, (shapes, _) = jax.make_jaxpr(run, return_shape=True)(state, batch)
-        except NameError as error:
-            if "unbound axis name" not in str(error):
-                raise
-            raise LossError(
-                "the step reduces over the replicas itself (psum or pmean over an axis), but must "
-                "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
-            ) from error
-        names = [
-            jax.tree_util.keystr(path, simple=True, separator=".")
-            for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
-        ]
+            trials = self.compared(division, labels, state, batch)
+        except Undecided as reason:
+            why = str(reason)
+        for label in labels:
+            trial = trials.get(label)
+            if trial is None or trial.differs or not trial.decided:
+                said = why or ("" if trial and trial.differs else "it is never finite")
+                name, is_output = examiner.names.get(label, label), label not in examiner.names
+                found.append(Broken(name, label in examiner.scalars, is_output, said))
+        return found
 
-        def depending(seed: Place, rows: Place) -> list[str]:
-            inputs = [seed if leaf is state.seed else None for leaf in jax.tree.leaves(state)]
-            places = follow(traced, [*inputs, *places_of(batch, rows)])[: len(names)]
-            return [name for name, place in zip(names, places, strict=True) if place]
+    def compared(
+        self, division: Division, labels: list[str], state: TrainState, batch: Batch
+    ) -> dict[str, Found]:
+        """Compute values on parts and on the whole; may raise `Undecided`."""
+        try:
+            part = self._part(division)
+        except Exception as error:  # the user's code, on few rows
+            raise Undecided(f"on {division.size} rows it raises {first_line(error)}") from error
+        return compared(self._pair(part, division), division, labels, state, batch)
 
-        self.from_rows = depending(None, Rows(0))
-        """Names of outputs of the step that depend on rows without a sum over all of them."""
-        self.from_key = depending(MIXED, None)
-        """Names of outputs that depend on its key, which differs between replicas."""
-        if self._unsure:
-            shares = jax.jit(lambda *leaves: jaxpr_as_fun(traced)(*leaves)[len(names) :])
-            found = iter(shares(*jax.tree.leaves((state, batch))))
-            for look, differences in self._unsure:
-                look.decide([(next(found), next(found)) for _ in differences])
-        del self._unsure
-        self.rows_meet = any(look.rows_meet for look in self._looks)
-        """Whether some loss of a row depends on other rows, apart from gathered ones."""
-        self.writes_alone = any(look.writes_alone for look in self._looks)
-        """Whether some loss writes model state that depends on the visible rows."""
-        self.scalars = tuple(name for look in self._looks for name in look.scalars)
-        """Names of outputs that a loss returns as a scalar for the whole batch."""
-        depends = (bool(self.from_rows) or self._gathers) and not self._weighs
-        self.needs_real_rows = depends or any(look.needs_real_rows for look in self._looks)
-        """Whether padding rows would change the step."""
+    def _doubted(self, division: Division) -> tuple[list[str], list[str]]:
+        """Return outputs, and labels of values, that the traces do not show to be the same."""
+        twin, one = self._twin(division.within), self._one
+        known: dict[str, Place] = {SUMMED: None, GATHERED: MIXED if division.padded else None}
+        if division.within:
+            known[ENTERED] = Rows(0)
+        follow = Follow((self._rows, 2 * self._rows), known)
+        inputs = self._places(division)
+        try:
+            if twin is None:
+                raise Unlike
+            places = follow(one.jaxpr, twin.jaxpr, inputs)
+            labels = [
+                label
+                for label in one.examiner.names
+                if not all(map(self._allowed(label, division), follow.seen[label]))
+            ]
+        except Unlike:
+            places = Follow((1, 1), known)(one.jaxpr, one.jaxpr, inputs)
+            labels = list(one.examiner.names)
+        pairs = zip(one.outputs, places, strict=False)
+        return [name for name, place in pairs if place and not division.within], labels
 
-    def loss(self, objective: Objective, state: TrainState, rows: Batch, outside: bool) -> None:
-        """Examine one of the step's losses."""
-        look = Look(objective, state, rows, divided=self._divided, compute=False)
-        self._looks.append(look)
-        if look.unsure and outside:
-            self._unsure.append((look, look.differences(state, rows)))
+    def _allowed(self, label: str, division: Division) -> Any:
+        if label not in self._one.examiner.scalars:
+            return {None, Total(0)}.__contains__
+        return ({None} if division.padded else {None, Total(-1)}).__contains__
 
-    def step(self, here: Inside) -> None:
-        """Record which functions the step itself called."""
-        self._weighs, self._gathers = here.weighs, here.gathers
+    def _places(self, division: Division) -> list[Place]:
+        state, batch = self._given
+        shared = len(jax.tree.leaves(batch.shared))
+        rows = None if division.within else Rows(0)
+        by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
+        return [None] * len(jax.tree.leaves(state)) + by_row + [None] * shared
 
+    def _traced(self, rows: int, examiner: Examiner) -> Trace:
+        return trace(self._run, *self._given, rows, examiner)
 
-def places_of(batch: Batch, rows: Place) -> list[Place]:
-    """Return where rows are in each leaf of `batch`: `rows` if it has rows, else None."""
-    shared = len(jax.tree.leaves(batch.shared))
-    return [rows] * (len(jax.tree.leaves(batch)) - shared) + [None] * shared
+    def _twin(self, within: bool) -> Trace | None:
+        """Return the trace with twice the rows, if the user's code can be traced with them."""
+        if within not in self._twins:
+            rows, twice = self._rows, 2 * self._rows
+            try:
+                examiner = Examiner(rows, twice if within else None)
+                self._twins[within] = self._traced(rows if within else twice, examiner)
+            except Exception:  # the user's code, on other rows
+                self._twins[within] = None
+        return self._twins[within]
 
+    def _part(self, division: Division) -> Trace:
+        size = division.size
+        if division.within:
+            return self._traced(self._rows, Examiner(self._rows, size))
+        return self._traced(size, Examiner(size if division.padded else self._rows))
 
-def _counts(rows: int) -> set[float]:
-    """Return constants found in a loss that divides or multiplies by its number of rows."""
-    counts = {float(rows), rows - 1.0} - {0.0, 1.0}
-    return {float(np.float32(each)) for count in counts for each in (count, 1 / count)}
-
-
-def _share(alone: jax.Array, together: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
-    """Return the largest difference relative to the largest value, and its rounding bound.
-
-    The bound covers the eps `unit` of the computation and that of the returned dtype.
-    """
-    if together.dtype == bool:  # weights, which have no subtraction
-        alone, together = alone.astype(jnp.int32), together.astype(jnp.int32)
-    floating = jnp.issubdtype(together.dtype, jnp.floating)
-    eps = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
-    unit = max(unit, float(eps)) if floating else 0.0
-    largest = jnp.max(jnp.abs(jnp.stack([alone, together])))
-    gap = jnp.max(jnp.abs(alone - together))
-    return gap / jnp.where(largest > 0, largest, 1), jnp.minimum(_UNITS * unit, _COARSEST)
+    def _pair(self, part: Trace, division: Division) -> Pair:
+        one, counts, inputs = self._one, (self._rows, division.size), self._places(division)
+        known: dict[str, Place] = {SUMMED: None}
+        if division.within:
+            known[ENTERED] = Rows(0)
+        of_whole, of_part = Follow(counts, known), Follow(counts[::-1], known)
+        try:
+            of_whole(one.jaxpr, part.jaxpr, inputs)
+            of_part(part.jaxpr, one.jaxpr, inputs)
+        except Unlike:
+            return Pair(one, part, Follow(counts), Follow(counts), alike=False)
+        return Pair(one, part, of_whole, of_part, alike=True)

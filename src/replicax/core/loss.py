@@ -41,7 +41,7 @@ class Weighted:
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """Numerator and denominator of a mean, which can be added to others; both float32 scalars."""
+    """Numerator and denominator of a mean, which can be added to others; both float32."""
 
     total: jax.Array
     weight: jax.Array
@@ -88,7 +88,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
     `mask` is 0 on padding.
     """
-    named = _named(returned)
+    named = values_by_name(returned)
     dtype = jnp.result_type(_values(named[LOSS]))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(
@@ -98,18 +98,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     return {name: weighted_sum(name, value, mask) for name, value in named.items()}
 
 
-def arrays_of_loss(returned: Any) -> tuple[Any, ...]:
-    """Return the values of the loss from a loss function's result, and its weights if any."""
-    loss = _named(returned)[LOSS]
-    return (loss.values, loss.weights) if isinstance(loss, Weighted) else (loss,)
-
-
-def scalars(returned: Any) -> tuple[str, ...]:
-    """Return the names of the scalars (one number for the whole batch) in a loss's result."""
-    return tuple(name for name, value in _named(returned).items() if not jnp.ndim(_values(value)))
-
-
-def _named(returned: Any) -> dict[str, Any]:
+def values_by_name(returned: Any) -> dict[str, Any]:
     """Return the loss and the metrics by name."""
     if not isinstance(returned, tuple):
         return {LOSS: returned}
@@ -140,8 +129,13 @@ def _values(value: Any) -> Any:
     return values
 
 
-def weighted_sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
-    """Return the sum behind one value of a loss's result; errors refer to it as `name`."""
+def weighted_sum(
+    name: str, value: Any, mask: jax.Array, axis: int | None = None
+) -> WeightedSum:
+    """Return the sum behind one value of a loss's result; errors refer to it as `name`.
+
+    It is the sum over all dims, or over the rows alone if `axis` is 0.
+    """
     values = to_sum(jnp.asarray(_values(value)))
     if values.ndim == 0:
         if isinstance(value, Weighted):
@@ -159,7 +153,7 @@ def weighted_sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
     weights = jnp.broadcast_to(weights, values.shape)
     # A value with zero weight may be anything, including NaN and infinity.
     counted = jnp.where(weights != 0, values, 0)
-    return WeightedSum(jnp.sum(counted * weights), jnp.sum(weights))
+    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:

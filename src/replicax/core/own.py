@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
 from replicax.core.batch import Batch, row_count
 from replicax.core.inside import Inside, current, inside
-from replicax.core.loss import LOSS, WeightedSum, weighted_sum
+from replicax.core.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import PyTree, View, is_trainable
 from replicax.core.models.pytree import OwnState
@@ -29,8 +29,13 @@ StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 class Examiner(Protocol):
     """Observes a step while it is traced."""
 
-    def loss(self, objective: Objective, state: TrainState, rows: Batch, outside: bool) -> None:
-        """Called when a loss is summed over `rows`; `outside` is whether outside any loop."""
+    def step_sums(
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """Return what `objective.step_sums` does."""
+
+    def see(self, name: str, value: Any) -> None:
+        """Called with rows whose mean is taken."""
 
     def step(self, here: Inside) -> None:
         """Called when the step has returned; `here` records its requests."""
@@ -87,12 +92,9 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
                 "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
             )
         primitives, state, rows = _seen("value_and_grad", batch, params, extras)
-        objective = Objective(definition, loss, primitives.precision)
-        if primitives.examiner is not None:
-            here = current()
-            outside = here is not None and here.trace == get_opaque_trace_state()
-            primitives.examiner.loss(objective, state, rows, outside)
-        total, after, _ = primitives.summing(objective.step_sums, state, rows, key)
+        objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
+        part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
+        total, after, _ = primitives.summing(part, state, rows, key)
         found = total.means(), mean_gradient(total, params)
         (means, gradient), after = sums_of_all_replicas((found, after))
         if hasattr(definition, "write"):
@@ -102,11 +104,10 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
     return means_and_gradient
 
 
-def mean(values: Any) -> jax.Array:
+def mean(values: PyTree) -> PyTree:
     """Return the mean of `values` over the rows of the global batch, excluding padding.
 
-    For a custom step; the result is equal on all replicas. Outside a step, the plain mean. It is a
-    scalar; `jax.vmap(rx.mean, in_axes=-1)` returns one for each entry of the last dim.
+    For a custom step; the result is equal on all replicas. Outside a step, the plain mean.
 
     Examples:
         >>> def step(state, batch, key):
@@ -115,22 +116,33 @@ def mean(values: Any) -> jax.Array:
         >>> state, metrics = dp.step(dp.init(model), batch)
 
     Args:
-        values: floats `[rows, ...]`, or an `rx.Weighted` of floats.
+        values: a pytree of floats `[rows, ...]`, such as the gradients of each row, or of
+            `rx.Weighted` of floats.
 
     Returns:
-        float32 scalar; NaN if the total weight is 0.
+        The same pytree with float32 arrays `[...]`; NaN where the total weight is 0.
 
     Raises:
         LossError: `values` has not the rows of the step's batch, or is differentiated.
     """
     primitives, state, rows = _seen("mean", values, (), ())
+    each, structure = jax.tree.flatten(values, is_leaf=_is_weighted)
 
     def part(_params: PyTree, extras: PyTree, rows: Batch, _view: View) -> Any:
-        return StepSums((), {LOSS: weighted_sum("rx.mean", rows.data, rows.mask)}), extras
+        named = dict(zip(map(str, range(len(each))), structure.flatten_up_to(rows.data), strict=True))
+        if primitives.examiner:
+            for value in named.values():
+                primitives.examiner.see("rx.mean", value)
+        sums = {n: weighted_sum("rx.mean", value, rows.mask, axis=0) for n, value in named.items()}
+        return StepSums((), sums), extras
 
     total, _, _ = primitives.summing(part, state, rows, None)
-    found: jax.Array = sums_of_all_replicas(total.means()[LOSS])
-    return found
+    found = sums_of_all_replicas(list(total.means().values()))
+    return jax.tree.unflatten(structure, found)
+
+
+def _is_weighted(node: Any) -> bool:
+    return isinstance(node, Weighted)
 
 
 def own_update(

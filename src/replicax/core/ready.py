@@ -1,25 +1,39 @@
 """The checks before a program first runs: the loss, the other processes, the memory."""
 
+import dataclasses
+import logging
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from replicax.core import row_errors
+from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.configuration import Configuration
+from replicax.core.examiner import Examiner, of_loss
+from replicax.core.feed import Feed
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves, shapes_by_path
-from replicax.core.look import Look, StepLook
+from replicax.core.look import Broken, Look
 from replicax.core.loss import LOSS
+from replicax.core.mesh import by_rows
 from replicax.core.models.definition import PyTree
+from replicax.core.own import keep
 from replicax.core.program import Program
+from replicax.core.reduction import as_they_are
 from replicax.core.refused import check_kind, check_outside_jit, check_state, check_unused
-from replicax.core.update import Metrics, TrainState
+from replicax.core.row_trials import Division
+from replicax.core.update import Metrics, TrainState, step_key
 from replicax.errors import LossError
+
+STEP, EVALUATION = "the step", "the evaluation"
+_log = logging.getLogger("replicax")
 
 
 class Ready:
@@ -28,14 +42,20 @@ class Ready:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._look: Look | StepLook | None = None
+        self._looks: dict[str, Look] = {}
+        self._padding: dict[tuple[str, int, int], Broken | None] = {}
+        self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
         self._fits = False
         self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
 
-    def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
-        """Check the state and the loss, and that all processes agree on `function`."""
+    def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> Batch:
+        """Check the state and the loss, and that all processes agree on `function`.
+
+        Returns the batch to compute: without its padding, if the loss depends on padded rows and
+        the others can be split evenly.
+        """
         check_outside_jit(batch.mask)
         if state is self._latest():
             check_unused(state.step)
@@ -43,22 +63,17 @@ class Ready:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
-        if self._look is None:
-            self._look = self._looked(state, batch)
-        if what == "the step" and isinstance(self._look, Look) and not self._look.moves:
-            raise LossError(
-                "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
-                "it from them in floats: without argmax, round, == or stop_gradient"
-            )
-        if self._look.needs_real_rows:
-            rows = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
-            self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
+        if what not in self._looks:
+            self._shapes = jax.eval_shape(lambda batch: batch, batch)
+            self._looks[what] = self._looked(what, state, batch)
+        batch = self._padded_or_not(what, state, batch)
         configuration = self._program.configuration
         if configuration.job.processes > 1:
             shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
             if shapes not in self._agreed:
                 agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
                 self._agreed.add(shapes)
+        return batch
 
     def check_memory(self, state: TrainState, batch: Batch) -> None:
         """Raise `ConfigError` if the first step needs more memory than available."""
@@ -83,80 +98,143 @@ class Ready:
             )
         self._finite = True
 
-    def check_padding(self, size: int, padding: int | None) -> None:
-        """Raise `LossError` if the loss, once checked, depends on padded rows."""
-        look = self._look
-        if not padding or look is None or not look.needs_real_rows:
+    def check_feed(self, feed: Feed) -> None:
+        """Raise `LossError` if the traces show that the loss cannot be evaluated on `feed`."""
+        padding = feed.padding
+        if not padding or self._shapes is None or self._program.configuration.step is not None:
             return
-        where = f"{padding} of {size} rows in a batch of this feed are padding"
-        if isinstance(look, StepLook) and look.from_rows:
-            raise LossError(
-                f"{look.from_rows[0]} depends on rows in the step itself, and {where}: take "
-                "rx.mean of them, exclude padding with rx.row_weights(rows), or choose a batch "
-                "size that divides the rows"
-            )
-        if look.scalars:
-            raise LossError(
-                f"{look.scalars[0]} is one number per batch, and {where}, which it cannot exclude: "
-                "return one value per row, or choose a batch size that divides the rows"
-            )
-        raise LossError(
-            f"the loss of a row depends on the other rows, and {where}: exclude them with "
-            "rx.row_weights(rows), 0 on padding, or choose a batch size that divides the rows"
-        )
+        size = feed.split.padded(feed.source.batch_size)
+        look = self._looks.get(EVALUATION) or self._trace(EVALUATION, self._abstract, self._shapes)
+        broken, _ = look.doubts(_real(size - padding))
+        if broken and (size - padding) % self._parts:
+            raise row_errors.padded(broken[0], padding, size)
 
-    def _looked(self, state: TrainState, batch: Batch) -> Look | StepLook:
+    def _trace(self, what: str, state: TrainState, batch: Batch) -> Look:
+        """Trace the loss or the step."""
+        program = self._program
+        if what == STEP and program.configuration.step is not None:
+            return Look(partial(_run_step, program.own_step), state, batch)
+        of = step_key if what == STEP else lambda _: None
+        return Look(of_loss(program.objective, of), state, batch)
+
+    def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
+        program, look = self._program, self._trace(what, state, batch)
+        own = what == STEP and program.configuration.step is not None
+        if what == STEP and not own and not look.moves:
+            raise LossError(
+                "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
+                "it from them in floats: without argmax, round, == or stop_gradient"
+            )
+        for division, sees in self._divisions(batch.size, own):
+            broken = look.broken(division, state, batch)
+            alike = own and not division.within and not program.configuration.mode.bitwise
+            if alike and look.from_key and not broken:
+                broken = [Broken(look.from_key[0], output=True, why="key")]
+            if broken and broken[0].output and not own:
+                raise row_errors.written(sees)
+            if broken:
+                raise row_errors.divided(broken[0], sees, self._fix())
+        return look
+
+    def _padded_or_not(self, what: str, state: TrainState, batch: Batch) -> Batch:
+        """Return `batch`, or its real rows if the loss depends on padded ones."""
+        if self._looks[what].takes_padding:
+            return batch
+        real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
+        own = batch.size - real
+        broken = None
+        for padding in sorted({own, batch.feed_padding or own} - {0}):
+            key = what, batch.size, padding
+            if key not in self._padding:
+                self._padding[key] = self._depends_on_padding(what, padding, state, batch)
+            broken = self._padding[key] if padding == own else broken
+        if broken is None:
+            return batch
+        where = by_rows(self._program.mesh)
+        short = batch.map_rows(lambda leaf: jax.device_put(leaf[:real], where))
+        return dataclasses.replace(short, rows=real, feed_padding=None)
+
+    def _depends_on_padding(
+        self, what: str, padding: int, state: TrainState, batch: Batch
+    ) -> Broken | None:
+        """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
+        real = batch.size - padding
+        broken = self._looks[what].broken(_real(real), state, batch)
+        if not broken:
+            return None
+        if real % self._parts or self._program.configuration.job.processes > 1:
+            raise row_errors.padded(broken[0], padding, batch.size)
+        _log.warning(
+            f"{broken[0].name} depends on padded rows: batches of {real} rows are computed without "
+            "padding, by another program"
+        )
+        return broken[0]
+
+    @property
+    def _parts(self) -> int:
+        return self._program.split.replicas * self._program.split.micro_batches
+
+    def _divisions(self, rows: int, own: bool) -> list[tuple[Division, str]]:
+        """Return which rows are computed without the others, and what computes them."""
         configuration, split = self._program.configuration, self._program.split
-        mode = configuration.mode
-        alone = mode.per_replica or self._program.split_objective.per_replica
-        alone = alone and split.replicas > 1
-        seen_by = [f"{split.replicas} replicas"] * alone
-        seen_by += [f"{split.micro_batches} micro-batches"] * (split.micro_batches > 1)
-        look: Look | StepLook
-        if configuration.step is None:
-            look = Look(self._program.objective, state, batch, divided=bool(seen_by))
+        mode, micro = configuration.mode, split.micro_batches
+        apart = mode.per_replica or self._program.split_objective.per_replica
+        replicas = split.replicas if apart else 1
+        blocks = np.arange(rows).reshape(replicas, -1)
+        named = [f"{replicas} replicas"] * (replicas > 1) + [f"{micro} micro-batches"] * (micro > 1)
+        found = []
+        if mode.bitwise:
+            found.append(Division(np.arange(rows).reshape(replicas * micro, -1)))
+        elif own:
+            found.append(Division(blocks))
+            found.append(Division(_strided(blocks, micro), within=True))
         else:
-            look = StepLook(self._program.own_step, state, batch, divided=bool(seen_by))
-            if alone:
-                _check_alike(look, split.replicas)
-        if (alone or mode.bitwise) and look.writes_alone:
-            raise LossError(
-                "the loss updates the model's state from the rows it sees, which differ between "
-                f"{' and '.join(seen_by)}: use mode='jit', or rx.gather the rows"
-            )
-        if not (seen_by and look.rows_meet):
-            return look
-        some = f"each of {' and '.join(seen_by)} sees only some of the rows"
-        if LOSS in look.scalars:
-            raise LossError(
-                "the loss is one number, and averaging it over equal parts of a batch differs from "
-                f"the loss of the whole batch; {some}: return one value per row, as "
-                "rx.Weighted(values, weights) if they have different weights"
-            )
-        fix = "gather the rows of all replicas with rx.gather(x)"
-        if split.micro_batches > 1 and not mode.bitwise:
-            fix = "use accumulate=1"
+            found.append(Division(_strided(blocks, micro)))
+        return [(each, " and ".join(named)) for each in found if len(each.parts) > 1]
+
+    def _fix(self) -> str:
+        """Return how all rows are seen."""
+        mode, split = self._program.configuration.mode, self._program.split
         if self._program.split_objective.per_replica:
-            fix = "use a mesh without stages"
-        raise LossError(
-            f"the loss of a row depends on the other rows, and {some}, which changes it: {fix}"
-        )
+            return "use a mesh without stages"
+        if split.micro_batches > 1 and not mode.bitwise:
+            return "use accumulate=1"
+        return "gather the rows of all replicas with rx.gather(x)"
 
 
-def _check_alike(look: StepLook, replicas: int) -> None:
-    """Raise `LossError` if a step gives replicas different states or metrics."""
-    if look.from_rows:
-        raise LossError(
-            f"{look.from_rows[0]} depends on rows in the step itself, which differ between the "
-            f"{replicas} replicas, but replicas must stay equal: take rx.mean of rows, "
-            "rx.value_and_grad of a loss of them, or rx.gather them"
+def _real(rows: int) -> Division:
+    """Return the division of a batch into its first `rows` and the padding."""
+    return Division(np.arange(rows)[None], padded=True)
+
+
+def _run_step(
+    own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: Examiner
+) -> tuple[PyTree, None]:
+    """Run a custom step for `Look`: the state and the metrics must not depend on rows."""
+    try:
+        after, metrics = own_step(
+            *(state, batch, None),
+            accumulator=Sequential(),
+            reduce=as_they_are,
+            apply=keep,
+            examiner=examiner,
+            gather=examiner.gather,
         )
-    if look.from_key:
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
         raise LossError(
-            f"{look.from_key[0]} depends on the step's key, which differs between the {replicas} "
-            "replicas, but replicas must stay equal: draw in a loss, or keep a key in the state"
-        )
+            "the step reduces over the replicas itself (psum or pmean over an axis), but must "
+            "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
+        ) from error
+    return {"state": after.params, "metrics": metrics}, None
+
+
+def _strided(blocks: np.ndarray, micro: int) -> np.ndarray:
+    """Return the rows of each micro-batch, those of a replica being a block."""
+    parts = blocks.reshape(len(blocks), -1, micro)
+    return np.swapaxes(parts, 1, 2).reshape(len(blocks) * micro, -1)
 
 
 def agree_on_model(job: Job, model: PyTree, seed: int) -> None:

@@ -14,6 +14,8 @@ class Rows:
 
     dim: int
     each: int = 1
+    power: float = 0
+    """The entries are multiplied by the number of rows to this power."""
 
 
 Place = Rows | None
@@ -131,6 +133,12 @@ def _dot(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> 
     return joined(found)
 
 
+def _matrices(_params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+    """Rule of linear algebra on the last two dims."""
+    rows = joined(places)
+    return rows if rows and all(rows.dim < len(shape) - 2 for shape in shapes) else MIXED
+
+
 def _convolution(params: Any, places: list[Place], *_: Any) -> Place:
     numbers, rows = params["dimension_numbers"], places[0]
     apart = places[1] is None and params["batch_group_count"] == 1
@@ -165,7 +173,10 @@ _BY_ENTRY = """
     imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
     or population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor"""
+    stop_gradient sub tan tanh xor
+
+    bessel_i0e bessel_i1e bitcast_convert_type igamma igamma_grad_a igammac polygamma
+    random_gamma_grad regularized_incomplete_beta zeta"""
 BY_ENTRY = frozenset(_BY_ENTRY.split())
 """Elementwise primitives."""
 _REDUCING = (
@@ -180,6 +191,7 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _across("dimension"),
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
     "dot_general": _dot,
     "dot_product_attention_fwd_wrapper": _whole_dim,  # from cuDNN
     "gather": _gather,

@@ -1,9 +1,11 @@
-"""Determine from a jaxpr whether each row of a result depends on only one row of a batch.
+"""Determine from jaxprs whether each row of a result depends on only one row of a batch.
 
 Unknown primitives count as mixing rows, so independence is never assumed without proof.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,130 +14,250 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import CALLS, REMATS, called, closed, evaluate, of_scan, settle
-from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
+from replicax.core.equations import CALLS, REMATS, called, closed, of_scan, settle
+from replicax.core.row_counts import (
+    Columns,
+    Count,
+    Index,
+    Place,
+    Total,
+    constant,
+    either,
+    is_plain,
+    quantity,
+)
+from replicax.core.row_rules import MIXED, Rows
 
 GATHERED = "rows_gathered_already"
 """Name of the function that stands for `gather` if one device has the whole batch."""
 SUMMED = "sums_of_all_replicas"
 """Name of the function that returns sums over the rows of all replicas."""
+ENTERED = "rows_enter_a_loss"
+"""Name of the function whose results are the rows that a loss in a custom step is given."""
+DECLARED = "rows_declared_independent"
+"""Prefix of the names of functions that declare rows independent."""
+SEEN = "rows_seen_"
+"""Prefix of the names of functions whose last result is recorded, in the place it has."""
+STEPPED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
+"""Primitives that only call a jaxpr."""
 
 
-def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
-    """Return the row placements in the outputs of `jaxpr`, given those in its inputs."""
-    return evaluate(jaxpr, inputs, _outputs, lambda _: None)
+class Unlike(Exception):  # noqa: N818
+    """Raised if two traces of a function, with different numbers of rows, do not correspond."""
 
 
-def gathers(jaxpr: ClosedJaxpr) -> bool:
-    """Whether rows are gathered anywhere in `jaxpr`."""
-    eqns = (eqn for inner in _all_within(jaxpr) for eqn in inner.jaxpr.eqns)
-    return any(eqn.params.get("name") == GATHERED for eqn in eqns)
+class Follow:
+    """Follows rows through two traces of a function, made with different numbers of `rows`.
+
+    What differs between the traces depends on the number of rows. `known` holds the places of the
+    results of functions, by name.
+    """
+
+    def __init__(
+        self, rows: tuple[int, int], known: Mapping[str, Place] = MappingProxyType({})
+    ) -> None:
+        self._rows, self._known = rows, known
+        self.seen: dict[str, list[Place]] = {}
+        """Places of the arguments of each function in `SEEN`, by name."""
+        self.places: dict[Any, Place] = {}
+        """Places of the variables of the first trace."""
+        self.drawn: dict[Any, int] = {}
+        """Dims along which random numbers of the first trace are drawn by row."""
+
+    def __call__(
+        self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]
+    ) -> list[Place]:
+        """Return the places of the results, given those of the `inputs`; may raise `Unlike`."""
+        first, second = closed(one), closed(two)
+        known: dict[Any, Place] = {}
+
+        def set_all(variables: Sequence[Any], places: Sequence[Place]) -> None:
+            for variable, place in zip(variables, places, strict=True):
+                known[variable] = place
+                before = self.places.get(variable, place)
+                self.places[variable] = place if before == place else MIXED
+
+        def place_of(atom: Any, twin: Any) -> Place:
+            if isinstance(atom, Literal) and isinstance(twin, Literal):
+                return self._constant(atom.val, twin.val)
+            if isinstance(atom, Literal) or isinstance(twin, Literal):
+                raise Unlike
+            return known[atom]
+
+        if len(first.jaxpr.eqns) != len(second.jaxpr.eqns):
+            raise Unlike
+        set_all(first.jaxpr.constvars, list(map(self._constant, first.consts, second.consts)))
+        set_all(first.jaxpr.invars, inputs)
+        for eqn, twin in zip(first.jaxpr.eqns, second.jaxpr.eqns, strict=True):
+            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+                raise Unlike
+            places = list(map(place_of, eqn.invars, twin.invars))
+            set_all(eqn.outvars, self._outputs(eqn, twin, places))
+        return list(map(place_of, first.jaxpr.outvars, second.jaxpr.outvars))
+
+    def _constant(self, one: Any, two: Any) -> Place:
+        if one is two:
+            return None
+        if jnp.issubdtype(jnp.result_type(one), jax.dtypes.extended):
+            return MIXED
+        if np.array_equal(one, two, equal_nan=_is_float(one)):
+            return None
+        if np.shape(one) == np.shape(two) == ():
+            return constant(float(one), float(two), self._rows)
+        arrays = np.asarray(one), np.asarray(two)
+        return Index(0) if all(np.array_equal(a, range(len(a))) for a in arrays) else MIXED
+
+    def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        label = label_of(eqn)
+        if label in self._known or name in SUMS_OF_REPLICAS:
+            return [self._known.get(label)] * count
+        if label.startswith(DECLARED):
+            return [Rows(row_dim(called(eqn))), Total()]
+        if name == "optimization_barrier":
+            return places
+        if name in _WITH_INNER:
+            return _WITH_INNER[name](self, eqn.params, twin.params, places)
+        if name in STEPPED:
+            found = self(called(eqn), called(twin), places)
+            if label.startswith(SEEN):
+                self.seen.setdefault(label, []).append(found[-1])
+            return found
+        if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
+            return [places[1]]
+        if MIXED in places or _numbers(eqn.params) != _numbers(twin.params):
+            return [MIXED] * count
+        return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
+
+    def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
+        name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
+        pairs = zip(shape, twin.aval.shape, strict=True)
+        grown = [dim for dim, (size, other) in enumerate(pairs) if size != other]
+        if not grown and not any(places):
+            return None
+        if len(grown) == 1 and name in RANDOM:
+            self.drawn[out] = grown[0]
+            return Rows(grown[0])
+        if grown and all(place is None or isinstance(place, Count) for place in places):
+            dim, each = grown[0], shape[grown[0]] // rows
+            if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
+                return MIXED
+            if name == "iota" and eqn.params["dimension"] == dim:
+                return Index(dim) if each == 1 else MIXED
+            return Rows(dim, each, places[0].power if places and places[0] else 0)
+        found = _of(eqn, places, out.aval)
+        return found if grown == _dims(found) or self._rows[0] == self._rows[1] else MIXED
 
 
-def holds_number(jaxpr: ClosedJaxpr, numbers: Collection[float]) -> bool:
-    """Whether one of `numbers`, in float32, is a floating-point constant anywhere in `jaxpr`."""
-    return any(
-        _is_float(value) and float(value) in numbers
-        for inner in _all_within(jaxpr)
-        for value in (*inner.consts, *_literals(inner.jaxpr))
-    )
+def label_of(eqn: Any) -> str:
+    """Return the name of the function that `eqn` calls, or nothing."""
+    return eqn.params.get("name", "") if eqn.primitive.name in CALLS else ""
 
 
-def numbers_places(jaxpr: ClosedJaxpr, count: int) -> bool:
-    """Whether `jaxpr` has values that may differ by index in `count`: an `arange`, or constants."""
-    return any(
-        count in np.shape(const) for inner in _all_within(jaxpr) for const in inner.consts
-    ) or any(
-        eqn.primitive.name == "iota" and eqn.params["shape"][eqn.params["dimension"]] == count
-        for inner in _all_within(jaxpr)
-        for eqn in inner.jaxpr.eqns
-    )
+def row_dim(jaxpr: ClosedJaxpr) -> int:
+    """Return the dim of the rows in a function that sums over them."""
+    sums = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "reduce_sum")
+    return int(next(sums).params["axes"][0])
 
 
-def _literals(jaxpr: Jaxpr) -> Iterator[Any]:
-    return (atom.val for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal))
+def _dims(place: Place) -> list[int]:
+    """Return the dims that grow with the number of rows."""
+    return [place.dim] if isinstance(place, Rows | Index | Columns) else []
+
+
+def _of(eqn: Any, places: list[Place], out: Any) -> Place:
+    name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
+    if name == "convert_element_type" and not is_plain(places[0]):
+        if _is_float_dtype(avals[0].dtype) and not _is_float_dtype(out.dtype):
+            return MIXED
+    zero = len(places) > 1 and _is_zero(eqn.invars[1])
+    return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
+
+
+def _is_float_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _is_float(value: Any) -> bool:
-    if isinstance(value, jax.core.Tracer):  # from a custom step around the loss
-        return False
-    if hasattr(value, "dtype"):
-        return np.shape(value) == () and bool(jnp.issubdtype(value.dtype, np.floating))
-    return isinstance(value, float)
+    return _is_float_dtype(jnp.result_type(value)) if hasattr(value, "dtype") else False
 
 
-def _all_within(jaxpr: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
-    yield jaxpr
-    for eqn in jaxpr.jaxpr.eqns:
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _all_within(closed(inner))
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val == 0)
 
 
-def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    if not count or eqn.params.get("name") in _OF_ALL or not any(places):
-        return [None] * count
-    if name == "optimization_barrier":
-        return places
-    if name in _WITH_INNER:
-        return _WITH_INNER[name](eqn.params, places)
-    if name in _CALLS:
-        return follow(called(eqn), places)
-    if MIXED in places:
-        return [MIXED] * count
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    out = eqn.outvars[0].aval.shape
-    rule = RULES.get(name)
-    return [rule(eqn.params, places, shapes, out) if rule else MIXED] * count
+def _numbers(params: Any) -> dict[str, Any]:
+    """Return the parameters that are numbers: exponents, lengths and axes."""
+    return {name: value for name, value in params.items() if isinstance(value, int | float)}
 
 
 # Primitives that call other jaxprs.
 
 
-def _scan(params: Any, places: list[Place]) -> list[Place]:
+def _scan(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[Place]:
     fixed, carry, over = of_scan(params, places)
-    steps = [each and (Rows(each.dim - 1, each.each) if each.dim > 0 else MIXED) for each in over]
-    carry, ys = settle(
-        lambda carry: follow(params["jaxpr"], [*fixed, *carry, *steps]), carry, joined
-    )
-    stacked = [each if each in (None, MIXED) else Rows(each.dim + 1, each.each) for each in ys]
-    return [*carry, *stacked]
+    steps: list[Place] = []
+    for each in over:
+        rows = isinstance(each, Rows) and each.dim > 0
+        steps.append(Rows(each.dim - 1, each.each, each.power) if rows else each and MIXED)
+    body = lambda carry: follow(params["jaxpr"], twin["jaxpr"], [*fixed, *carry, *steps])  # noqa: E731
+    carry, ys = settle(body, carry, either)
+    stacked = [_stacked(each) for each in ys]
+    found = [*carry, *stacked]
+    return [each and MIXED for each in found] if params["length"] != twin["length"] else found
 
 
-def _while(params: Any, places: list[Place]) -> list[Place]:
+def _stacked(place: Place) -> Place:
+    if isinstance(place, Rows) and place != MIXED:
+        return Rows(place.dim + 1, place.each, place.power)
+    return place if is_plain(place) else MIXED
+
+
+def _while(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[Place]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
-    carry, _ = settle(lambda carry: follow(params["body_jaxpr"], [*body, *carry]), carry, joined)
-    goes_on = follow(params["cond_jaxpr"], [*places[:of_cond], *carry])
-    return [MIXED] * len(carry) if any(goes_on) else carry
+    run = lambda carry: follow(params["body_jaxpr"], twin["body_jaxpr"], [*body, *carry])  # noqa: E731
+    carry, _ = settle(run, carry, either)
+    cond = params["cond_jaxpr"], twin["cond_jaxpr"]
+    return [MIXED] * len(carry) if any(follow(*cond, [*places[:of_cond], *carry])) else carry
 
 
-def _cond(params: Any, places: list[Place]) -> list[Place]:
+def _cond(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[Place]:
     which, *operands = places
-    branches = [follow(branch, operands) for branch in params["branches"]]
-    return [MIXED if which else joined(each) for each in zip(*branches, strict=True)]
+    pairs = zip(params["branches"], twin["branches"], strict=True)
+    branches = [follow(*pair, operands) for pair in pairs]
+    return [MIXED if which else either(each) for each in zip(*branches, strict=True)]
 
 
-_OF_ALL = {GATHERED, SUMMED}
-"""Names of functions whose results are equal on all replicas."""
-
-_CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
+SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"}
+"""Primitives over the replicas: only of batch statistics, which replicas share."""
+RANDOM = {"random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap"}
 
 
-def moves(traced: ClosedJaxpr, count: int) -> bool:
-    """Whether the first output has a nonzero derivative by any of the first `count` inputs."""
+def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+    """Return the places of the results of `jaxpr`, given those of its inputs, whatever depends on
+    the number of rows.
+    """
+    return Follow((1, 1))(jaxpr, jaxpr, inputs)
+
+
+def moves(traced: ClosedJaxpr, count: int, axis: tuple[str, int]) -> bool:
+    """Whether the last output has a nonzero derivative by any of the first `count` inputs.
+
+    `axis` is the name and size of an axis that it may reduce over.
+    """
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
     moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
 
     def derivative(values: list[Any], tangents: list[Any]) -> Any:
-        def first(*own: Any) -> Any:
+        def last(*own: Any) -> Any:
             known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
-            return jaxpr_as_fun(traced)(*known.values())[0]
+            return jaxpr_as_fun(traced)(*known.values())[-1]
 
-        return jax.jvp(first, tuple(values[i] for i in moved), tuple(tangents))[1]
+        return jax.jvp(last, tuple(values[i] for i in moved), tuple(tangents))[1]
 
-    jaxpr = jax.make_jaxpr(derivative)(shapes, [shapes[i] for i in moved]).jaxpr
+    make = jax.make_jaxpr(derivative, axis_env=[axis])
+    jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
     _, used = dce_jaxpr(jaxpr, [True])
     return any(used[len(shapes) :])

@@ -11,11 +11,12 @@ from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.batch import Batch
+from replicax.core.examiner import of_loss
 from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import View
 from replicax.core.objective import Objective
-from replicax.core.update import TrainState
+from replicax.core.update import TrainState, step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import Independence, examine_rows
@@ -52,7 +53,7 @@ def examine(subject: Subject) -> Facts:
     other = subject.measured(subject.single, subject.full, reseeded)
     repeatable = same_bits(first, second)
     with devices_asked() as asked:
-        look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
+        look = Look(of_loss(subject.objective, step_key), subject.state, subject.full.apart())
     random = not repeatable or not same_bits(first, other)
     return Facts(
         repeatable,
@@ -66,8 +67,8 @@ def examine(subject: Subject) -> Facts:
             subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
         ),
         examine_rows(subject, look.gathers, random),
-        not look.needs_real_rows,
-        frozenset(look.scalars),
+        look.takes_padding or look.weighs,
+        look.scalars,
         asked,
     )
 

@@ -1,0 +1,152 @@
+"""Trace a loss or a custom step so that its rows can be followed.
+
+The trace is that of one device, without gradients. Functions of the names in `replicax.core.rows`
+mark the values whose mean is taken, the rows that are gathered, and sums over all replicas.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from replicax.core.batch import Batch
+from replicax.core.inside import Inside, weighs
+from replicax.core.loss import LOSS, Weighted, sums, values_by_name
+from replicax.core.models.definition import PyTree, View
+from replicax.core.models.stateful import values_of
+from replicax.core.objective import Objective, StepSums
+from replicax.core.precision import to_sum
+from replicax.core.rows import ENTERED, GATHERED, SEEN
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError
+
+Run = Callable[[TrainState, Batch, "Examiner"], tuple[PyTree, jax.Array | None]]
+"""Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
+
+AXIS = "replicax_examined"
+"""An axis of size 1 over which BatchNorm averages its statistics, so that they are recognised."""
+
+
+@dataclasses.dataclass
+class Examiner:
+    """Records what a loss or a step computes while it is traced."""
+
+    gathered: int
+    """Number of rows that `rx.gather` returns."""
+    entered: int | None = None
+    """Number of rows of a loss in a custom step; None for those that it is given."""
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Names, for errors, of the values whose mean is taken, by label."""
+    scalars: set[str] = dataclasses.field(default_factory=set)
+    """Labels of values that are one number for the whole batch."""
+    gathers: bool = False
+    weighs: bool = False
+    """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
+
+    def step_sums(
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """Return what `objective.step_sums` does, with zeros for the gradient."""
+        rows = rows.map_rows(self._enter)
+
+        def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
+            found = objective.loss(model, data, key)
+            self.weighs |= weighs()
+            return found
+
+        watched = dataclasses.replace(objective, loss=observed)
+        view = dataclasses.replace(view, axis=AXIS, gather=self.gather)
+        try:
+            returned, after = watched.returned(params, extras, rows, view)
+        except ConfigError:  # a model that writes what no axis averages, as it may in mode jit
+            view = dataclasses.replace(view, axis=None)
+            returned, after = watched.returned(params, extras, rows, view)
+        weighted = sums(returned, rows.mask)
+        for name, value in values_by_name(returned).items():
+            self.see(name, value)
+        return StepSums(jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted), after
+
+    def see(self, name: str, value: Any) -> None:
+        """Mark the values, and weights, of a mean."""
+        for each in (value.values, value.weights) if isinstance(value, Weighted) else (value,):
+            array, label = to_sum(jnp.asarray(each)), f"{SEEN}{len(self.names)}"
+            self.names[label] = name
+            if not array.ndim:
+                self.scalars.add(label)
+            _call(label, _itself if not array.ndim else _with_sum, array)
+
+    def gather(self, rows: jax.Array) -> jax.Array:
+        """Return as many rows as the global batch has, whatever the number of `rows`."""
+        self.gathers = True
+        found: jax.Array = _call(GATHERED, partial(_resized, count=self.gathered), rows)
+        return found
+
+    def step(self, here: Inside) -> None:
+        """Record which functions a custom step itself called."""
+        self.weighs |= here.weighs
+
+    def _enter(self, leaf: jax.Array) -> Any:
+        return _call(ENTERED, partial(_resized, count=self.entered or len(leaf)), leaf)
+
+
+def _call(label: str, function: Callable[[jax.Array], Any], array: jax.Array) -> Any:
+    def named_function(array: jax.Array) -> Any:
+        return function(array)
+
+    named_function.__name__ = label
+    return jax.jit(named_function)(array)
+
+
+def _resized(array: jax.Array, count: int) -> jax.Array:
+    return array if len(array) == count else jnp.resize(array, (count, *array.shape[1:]))
+
+
+def _itself(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _with_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `array` and its sum over rows; see `replicax.core.rows.row_dim`."""
+    return array, jnp.sum(array, axis=0)
+
+
+def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | None]) -> Run:
+    """Return a loss, in training or in evaluation, to be examined."""
+
+    def run(state: TrainState, batch: Batch, examiner: Examiner) -> tuple[PyTree, jax.Array]:
+        view = View(key_of(state), step=state.step)
+        total, after = examiner.step_sums(objective, state.params, state.extras, batch, view)
+        writes = getattr(objective.definition, "writes", False)
+        return {"state": after if writes else ()}, total.weighted[LOSS].total
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A loss or a step, traced with some number of rows."""
+
+    jaxpr: ClosedJaxpr
+    examiner: Examiner
+    outputs: tuple[str, ...]
+    """Paths of the results that must not depend on rows; the loss may follow them."""
+
+
+def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: Examiner) -> Trace:
+    """Trace `run` as for one device with a batch of so many `rows`."""
+    state, batch = jax.eval_shape(lambda *given: given, state, batch)
+    sized = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype))
+    with jax.default_matmul_precision("highest"):
+        make = jax.make_jaxpr(
+            lambda state, batch: run(state, batch, examiner),
+            axis_env=[(AXIS, 1)],
+            return_shape=True,
+        )
+        jaxpr, (shapes, _) = make(state, sized)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
+    return Trace(jaxpr, examiner, tuple(names))

@@ -1,0 +1,177 @@
+"""Values that depend on the number or order of the rows: sums, means, counts and positions.
+
+`quantity` locates them in the result of an equation; `replicax.core.row_rules` locates plain rows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from replicax.core.row_rules import MIXED, RULES, Rows, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over all rows, times the number of rows to the `power`: for a mean, -1.
+
+    To a mean, constants may have been added; all rows have equal weights.
+    """
+
+    power: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """A constant times the number of rows to the `power`."""
+
+    power: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The number of each row along `dim`; if `negative`, whether it is below 0."""
+
+    dim: int
+    negative: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Indices with one row along `dim` and one column per entry of the last dim."""
+
+    dim: int
+    each: tuple[Any, ...]
+
+
+Place = Rows | Total | Count | Index | Columns | None
+"""None for a value that depends on neither rows nor their number."""
+
+
+def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
+    """Return the place of a number that is `one` and `two` in traces of different `rows`."""
+    if one == two:
+        return None
+    if one and two and two / one > 0:
+        power = math.log(two / one) / math.log(rows[1] / rows[0])
+        if abs(2 * power - round(2 * power)) < 1e-4 and abs(power) <= 4:
+            return Count(round(2 * power) / 2)
+    return MIXED
+
+
+def either(places: Sequence[Place]) -> Place:
+    """Return the place of a sum of values, or of a choice between them."""
+    found = {each for each in places if each}
+    if len(found) > 1 or (None in places and not all(map(_may_shift, found))):
+        return MIXED
+    return next(iter(found), None)
+
+
+def _may_shift(place: Place) -> bool:
+    """Whether adding a constant to a value leaves it in its place."""
+    return place == Total(-1) or (isinstance(place, Rows) and not place.power)
+
+
+def is_plain(place: Place) -> bool:
+    """Whether `place` is that of rows, or none."""
+    return place is None or (isinstance(place, Rows) and not place.power)
+
+
+def quantity(
+    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, zero: bool
+) -> Place:
+    """Return the place of the result of primitive `name`, given those of its inputs.
+
+    `zero`: whether its second input is the literal 0.
+    """
+    if any(isinstance(each, Index | Columns) for each in places):
+        return _of_index(name, params, places, shapes, out, zero)
+    if name == "reduce_sum":
+        [place] = places
+        if isinstance(place, Rows) and place.dim in params["axes"]:
+            return Total(place.power)
+    if name == "dot_general":
+        return _of_dot(params, places, shapes, out)
+    if name in ("mul", "div"):
+        return _of_product(places[0], places[1], 1 if name == "mul" else -1, params, shapes, out)
+    if name in ("add", "add_any", "sub", "select_n", "concatenate"):
+        found = either(places)
+        if isinstance(found, Rows) and found != MIXED:
+            return _along(name, params, places, shapes, out, found.power)
+        return MIXED if name == "select_n" and places[0] is not None else found
+    if name in _LINEAR and len(places) == 1:
+        place = places[0]
+        if isinstance(place, Rows):
+            return _along(name, params, places, shapes, out, place.power)
+        return place
+    return _along(name, params, places, shapes, out, 0) if all(map(is_plain, places)) else MIXED
+
+
+def _along(
+    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, power: float
+) -> Place:
+    """Return where the rule of `name` puts rows, now with this `power`."""
+    rule = RULES.get(name)
+    if rule is None or MIXED in places or not any(places):
+        return MIXED
+    plain = [dataclasses.replace(p, power=0) if isinstance(p, Rows) else None for p in places]
+    found = rule(params, plain, shapes, out)
+    return found if found in (None, MIXED) else dataclasses.replace(found, power=power)
+
+
+def _of_product(
+    left: Place, right: Place, sign: int, params: Any, shapes: list[Shape], out: Shape
+) -> Place:
+    power = getattr(left, "power", 0) + sign * getattr(right, "power", 0)
+    kinds = {type(left), type(right)}
+    if Total in kinds:
+        alone = Rows not in kinds and kinds != {Total} and (sign > 0 or isinstance(left, Total))
+        return Total(power) if alone else MIXED
+    if Rows in kinds:
+        return _along("mul", params, [left, right], shapes, out, power)
+    return Count(power) if power else None
+
+
+def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    left, right = places
+    power = sum(getattr(each, "power", 0) for each in places)
+    if Total in map(type, places):
+        return Total(power) if None in places or Count in map(type, places) else MIXED
+    if isinstance(left, Rows) and isinstance(right, Rows) and MIXED not in places:
+        of_left, of_right = (list(dims) for dims in params["dimension_numbers"][0])
+        if left.dim in of_left and right.dim in of_right and left.each == right.each:
+            same = of_left.index(left.dim) == of_right.index(right.dim)
+            return Total(power) if same else MIXED
+    return _along("dot_general", params, places, shapes, out, power)
+
+
+def _of_index(
+    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, zero: bool
+) -> Place:
+    """Return the place of a result computed from row numbers, as in `x[jnp.arange(n), labels]`."""
+    first = places[0]
+    if name == "lt" and isinstance(first, Index) and places[1] is None and zero:
+        return Index(first.dim, negative=True)
+    if name in ("convert_element_type", "broadcast_in_dim") and isinstance(first, Index):
+        found = RULES[name](params, [Rows(first.dim)], shapes, out)
+        return found if found in (None, MIXED) else Index(found.dim, first.negative)
+    if name == "concatenate" and params["dimension"] == len(out) - 1:
+        dims = {place.dim for place in places if isinstance(place, Rows | Index)}
+        single = all(shape[-1] == 1 for shape in shapes)
+        if single and len(dims) == 1 and MIXED not in places:
+            return Columns(dims.pop(), tuple(places))
+    if name == "gather" and isinstance(first, Rows) and isinstance(places[1], Columns):
+        picked, numbers = places[1], params["dimension_numbers"]
+        column = list(numbers.start_index_map).index(first.dim)
+        by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
+        if first.each == 1 and picked.each[column] == Index(picked.dim) and not first.power:
+            own = first.dim in numbers.collapsed_slice_dims
+            return Rows(by_pick[picked.dim]) if own else MIXED
+    return MIXED
+
+
+_LINEAR = frozenset(
+    """broadcast_in_dim convert_element_type copy neg real imag reduce_precision reduce_sum reshape
+    sharding_constraint slice squeeze stop_gradient transpose""".split()
+)
+"""Primitives of one array that keep sums sums, whatever the shape."""

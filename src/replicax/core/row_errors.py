@@ -1,0 +1,73 @@
+"""Errors for losses and steps whose values differ if rows are computed apart, or with padding."""
+
+from replicax.core.look import Broken
+from replicax.core.loss import LOSS
+from replicax.errors import LossError
+
+_DECLARE = "or declare it with rx.independent(values) if it does not"
+
+
+def divided(broken: Broken, sees: str, fix: str) -> LossError:
+    """Return the error for a value that needs all rows where each of `sees` has only some."""
+    name = broken.name
+    if broken.output and broken.why == "key":
+        return LossError(
+            f"{name} depends on the step's key, which differs between the {sees}, but replicas "
+            "must stay equal: draw in a loss, or keep a key in the state"
+        )
+    if broken.output:
+        return LossError(
+            f"{name} depends on rows in the step itself, which differ between the {sees}, but "
+            "replicas must stay equal: take rx.mean of rows, rx.value_and_grad of a loss of them, "
+            "or rx.gather them"
+        )
+    some = f"each of {sees} sees only some of the rows"
+    if broken.scalar and name == LOSS:
+        return LossError(
+            "the loss is one number, and averaging it over equal parts of a batch differs from "
+            f"the loss of the whole batch; {some}: return one value per row, as "
+            "rx.Weighted(values, weights) if they have different weights"
+        )
+    if broken.scalar:
+        return LossError(
+            f"the metric {name!r} is one number, and not the mean over rows; {some}: return its "
+            "values per row, or compute it from means after the step"
+        )
+    what = "the loss of a row" if name == LOSS else f"{name} of a row"
+    if broken.why:
+        return LossError(
+            f"{what} may depend on other rows ({broken.why}), and {some}: {fix}, {_DECLARE}"
+        )
+    return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
+
+
+def written(sees: str) -> LossError:
+    """Return the error for model state that a loss computes from the rows it sees."""
+    return LossError(
+        "the loss updates the model's state from the rows it sees, which differ between "
+        f"{sees}: use mode='jit', or rx.gather the rows"
+    )
+
+
+def padded(broken: Broken, padding: int, size: int) -> LossError:
+    """Return the error for a value that depends on padded rows."""
+    name, where = broken.name, f"{padding} of {size} rows in a batch of this feed are padding"
+    if broken.output:
+        return LossError(
+            f"{name} depends on rows in the step itself, and {where}: take rx.mean of them, "
+            "exclude padding with rx.row_weights(rows), or choose a batch size that divides the "
+            "rows"
+        )
+    if broken.scalar:
+        return LossError(
+            f"{name} is one number per batch, and {where}, which it cannot exclude: return one "
+            "value per row, or choose a batch size that divides the rows"
+        )
+    what = "the loss of a row" if name == LOSS else f"{name} of a row"
+    depends, declare = "depends on the other rows", ""
+    if broken.why:
+        depends, declare = f"may depend on the other rows ({broken.why})", f", {_DECLARE}"
+    return LossError(
+        f"{what} {depends}, and {where}: exclude them with rx.row_weights(rows), 0 on padding, or "
+        f"choose a batch size that divides the rows{declare}"
+    )

@@ -1,0 +1,426 @@
+"""Compare a traced loss or step on parts of a batch with the whole batch, in numbers.
+
+The program is evaluated equation by equation, as traced for training: with other parameters and
+rows, sums over all replicas replaced by other numbers, and conditions and scalar factors that do
+not depend on rows, such as schedules and gates, by random ones.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from replicax.core.batch import Batch
+from replicax.core.equations import bind, called, evaluate, of_scan
+from replicax.core.examiner import Trace
+from replicax.core.rows import (
+    DECLARED,
+    ENTERED,
+    GATHERED,
+    RANDOM,
+    SEEN,
+    STEPPED,
+    SUMMED,
+    SUMS_OF_REPLICAS,
+    Follow,
+    label_of,
+    row_dim,
+)
+from replicax.core.update import TrainState
+
+_EPS = float(np.finfo(np.float32).eps)
+_SHARP, _LOOSE = 8, 512
+"""Maximum differences of one row's values in units of eps: in the same program, and in another."""
+_OF_SUMS = 128
+"""The same of one number for a batch."""
+_COARSEST = 0.1
+"""Upper bound on these, for any dtype, as a share of the largest value."""
+_STEPS = (None, 1_000_003, 7)
+"""The step number of each trial; None for that of the state."""
+_QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
+"""Compiler options by platform."""
+
+Values = dict[str, list[tuple[jax.Array, int | None]]]
+"""What was seen, by label, and the dim of its rows."""
+
+
+class Undecided(Exception):  # noqa: N818
+    """Raised if numbers cannot tell whether rows depend on one another."""
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """Evaluates a jaxpr on arrays."""
+
+    follow: Follow
+    key: jax.Array
+    """Of everything replaced."""
+    changes: jax.Array
+    """bool: whether conditions and factors are replaced."""
+    pinned: jax.Array
+    """bool: whether all rows draw the same random numbers."""
+    enter: Callable[[jax.Array], jax.Array] | None = None
+    """Which rows a loss in a custom step is given."""
+    given: list[jax.Array] | None = None
+    """What `rx.gather` returns, in order; None for its rows themselves."""
+    inner: bool = False
+    """Whether in a loop or a branch."""
+    seen: Values = dataclasses.field(default_factory=dict)
+    gathered: list[jax.Array] = dataclasses.field(default_factory=list)
+    _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        return evaluate(jaxpr, values, self._apply, lambda value: value)
+
+    def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name, label = eqn.primitive.name, label_of(eqn)
+        if label == SUMMED or name in SUMS_OF_REPLICAS:
+            pairs = zip(eqn.outvars, values, strict=True)
+            return [self._replaced(var) if _is_float(var.aval) else value for var, value in pairs]
+        if label == ENTERED and self.enter:
+            return [self.enter(values[0])]
+        if label == GATHERED:
+            return [self._gather(values[0])]
+        values = self._changed(eqn, values)
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "cond" and not eqn.params.get("branches_platforms"):
+            return self._cond(eqn, values)
+        if name in STEPPED:
+            found = self(called(eqn), values)
+            if label.startswith((SEEN, DECLARED)):
+                dim = row_dim(called(eqn)) if len(found) > 1 else None
+                self.seen.setdefault(label, []).append((found[0], dim))
+            return found
+        found = bind(eqn, values)
+        if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
+            dim = self.follow.drawn[eqn.outvars[0]]
+            same = jnp.take(found[0], jnp.zeros(found[0].shape[dim], int), axis=dim)
+            found = [jnp.where(self.pinned, same, found[0])]
+        return found
+
+    def _gather(self, rows: jax.Array) -> jax.Array:
+        if self.inner:
+            raise Undecided("rx.gather in a loop or a branch")
+        self.gathered.append(rows)
+        return rows if self.given is None else self.given[len(self.gathered) - 1]
+
+    def _depends(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and self.follow.places.get(atom) is not None
+
+    def _changed(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Return `values` with numbers replaced that meet rows but do not depend on them."""
+        meets = eqn.primitive.name in ("broadcast_in_dim", "cond") or any(map(self._depends, eqn.invars))
+        if not meets:
+            return values
+        return [
+            jnp.where(self.changes, self._replaced(atom), value)
+            if not isinstance(atom, Literal) and _is_factor(atom.aval) and not self._depends(atom)
+            else value
+            for atom, value in zip(eqn.invars, values, strict=True)
+        ]
+
+    def _replaced(self, var: Any) -> jax.Array:
+        """Return another value, the same one in each evaluation with this key."""
+        aval = var.aval
+        number = self._numbers.setdefault(var, len(self._numbers))
+        key = jax.random.fold_in(self.key, number)
+        if aval.dtype == bool:
+            return jax.random.bernoulli(key, 0.5, aval.shape)
+        return jax.random.uniform(key, aval.shape, minval=0.5, maxval=1.5).astype(aval.dtype)
+
+    def _within(self) -> "Evaluation":
+        return dataclasses.replace(self, inner=True, seen={}, gathered=[])
+
+    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+        params = eqn.params
+        consts, carry, over = of_scan(params, values)
+        dims: dict[str, list[int | None]] = {}
+
+        def body(carry: list[Any], each: list[Any]) -> Any:
+            run = self._within()
+            found = run(params["jaxpr"], [*consts, *carry, *each])
+            arrays = {label: [value for value, _ in seen] for label, seen in run.seen.items()}
+            dims.update({label: [dim for _, dim in seen] for label, seen in run.seen.items()})
+            return found[: len(carry)], (found[len(carry) :], arrays)
+
+        more = {name: params[name] for name in ("length", "reverse")}
+        carry, (ys, arrays) = lax.scan(body, carry, over, **more)
+        for label, found in arrays.items():
+            pairs = zip(found, dims[label], strict=True)
+            shifted = [(value, None if dim is None else dim + 1) for value, dim in pairs]
+            self.seen.setdefault(label, []).extend(shifted)
+        return [*carry, *ys]
+
+    def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Evaluate all branches, and take one of them: another one if it depends on no rows."""
+        index, branches = values[0], eqn.params["branches"]
+        index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+        found = []
+        for branch in branches:
+            run = self._within()
+            found.append(run(branch, values[1:]))
+            for label, seen in run.seen.items():
+                self.seen.setdefault(label, []).extend(seen)
+        if not self._depends(eqn.invars[0]):
+            number = self._numbers.setdefault(eqn.invars[0], len(self._numbers))
+            other = jax.random.randint(jax.random.fold_in(self.key, number), (), 0, len(branches))
+            index = jnp.where(self.changes, other, index)
+        return [lax.select_n(index, *each) for each in zip(*found, strict=True)]
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _is_factor(aval: Any) -> bool:
+    return aval.shape == () and (aval.dtype == bool or _is_float(aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Which rows of a batch are computed without the others."""
+
+    parts: np.ndarray
+    """int `[parts, rows of one]`."""
+    within: bool = False
+    """Whether only the losses of a custom step are computed on a part, not its body."""
+    padded: bool = False
+    """Whether there is one part, of the real rows, and the others are padding."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows of a part."""
+        return int(self.parts.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A loss or a step traced on the whole batch and on one part, and where rows are in both."""
+
+    whole: Trace
+    part: Trace
+    of_whole: Follow
+    of_part: Follow
+    alike: bool
+    """Whether the traces correspond, so that what is replaced in one is in the other."""
+
+    @property
+    def eps(self) -> float:
+        """The rounding unit of the coarsest dtype computed in."""
+        avals = [*self.whole.jaxpr.in_avals, *(var.aval for var in self.of_whole.places)]
+        floats = {aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.floating)}
+        return max([_EPS, *(float(jnp.finfo(dtype).eps) for dtype in floats)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a value is on each part of the rows, alone and in the batch, in the first trial."""
+
+    alone: np.ndarray
+    together: np.ndarray
+    differs: bool
+    """Whether they differ by more than rounding, in any trial."""
+    decided: bool
+    """Whether any of it was finite."""
+
+
+def compared(
+    pair: Pair, division: Division, wanted: Sequence[str], state: TrainState, batch: Batch
+) -> dict[str, Found]:
+    """Return what each label in `wanted` is, on parts of the batch and on the whole batch.
+
+    Raises `Undecided` if numbers cannot tell.
+    """
+    if pair.of_whole.drawn and not pair.alike:
+        raise Undecided("random numbers for other rows")
+    compiled = partial(jax.jit, compiler_options=_QUICK.get(jax.default_backend()))
+    other, whole, parts = (
+        compiled(partial(each, pair, division, wanted)) for each in (_other, _whole, _parts)
+    )
+    by_row = frozenset(pair.whole.examiner.names) - pair.whole.examiner.scalars
+    judge = jax.jit(partial(_judged, division, pair.eps, wanted, by_row))
+    verdicts = []
+    for number, step in enumerate(_STEPS):
+        key, first = jax.random.key(number), jnp.int32(number % len(division.parts))
+        of_state, of_batch = other(state, batch, key, jnp.asarray(number > 0))
+        if step is not None:
+            of_state = dataclasses.replace(of_state, step=jnp.int32(step))
+        given = of_state, of_batch, key, jnp.asarray(number > 0 and pair.alike)
+        together, gathered = whole(*given, False, None, None)
+        again, _ = whole(*given, False, first, gathered)
+        pinned, gathered = whole(*given, True, None, None)
+        alone = parts(*given, gathered)
+        verdicts.append(jax.device_get(judge(first, together, again, pinned, alone)))
+    return {
+        label: Found(
+            *verdicts[0][label][:2],
+            any(bool(each[label][2]) for each in verdicts),
+            any(bool(each[label][3]) for each in verdicts),
+        )
+        for label in wanted
+    }
+
+
+def _other(
+    _pair: Pair,
+    division: Division,
+    _wanted: Sequence[str],
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    change: jax.Array,
+) -> tuple[TrainState, Batch]:
+    """Return `state` and `batch`, or others like them if `change`, with the mask of `division`."""
+    numbers = itertools.count()
+
+    def moved(leaf: Any) -> Any:
+        """Return a leaf with noise; it stays positive if it is."""
+        leaf, own = jnp.asarray(leaf), jax.random.fold_in(key, next(numbers))
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or not leaf.size:
+            return leaf
+        size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
+        noise = jnp.where(size > 0, size / 2, 0.1) * jax.random.normal(own, leaf.shape)
+        found = leaf + noise.astype(leaf.dtype)
+        if not jnp.iscomplexobj(leaf):
+            found = jnp.where(jnp.min(leaf) >= 0, jnp.abs(found), found)
+        return jnp.where(change, found, leaf)
+
+    def drawn(leaf: jax.Array) -> jax.Array:
+        """Return a leaf of uniform numbers in the range of its own."""
+        own = jax.random.fold_in(key, next(numbers))
+        if leaf.dtype == bool:
+            return jnp.where(change, jax.random.bernoulli(own, 0.5, leaf.shape), leaf)
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer):
+            return leaf
+        low, high = jnp.min(leaf).astype(jnp.float32), jnp.max(leaf).astype(jnp.float32)
+        same = low == high
+        low = jnp.where(same, jnp.minimum(low, 0), low)
+        high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
+        found = jax.random.uniform(own, leaf.shape, jnp.float32, low, high)
+        return jnp.where(change, found.astype(leaf.dtype), leaf)
+
+    changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
+    real = np.zeros(batch.size, np.float32)
+    real[division.parts.reshape(-1)] = 1
+    return dataclasses.replace(changed, step=state.step, seed=state.seed), dataclasses.replace(
+        batch,
+        data=jax.tree.map(drawn, batch.data),
+        shared=jax.tree.map(moved, batch.shared),
+        mask=jnp.asarray(real),
+    )
+
+
+def _whole(
+    pair: Pair,
+    division: Division,
+    wanted: Sequence[str],
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    changes: jax.Array,
+    pinned: bool | jax.Array,
+    first: jax.Array | None,
+    given: list[jax.Array] | None,
+) -> tuple[dict[str, list[jax.Array]], list[jax.Array]]:
+    """Return what is seen of the whole batch, and what it gathers.
+
+    If `first` is a part's number, with other rows in all other parts.
+    """
+    rows, mixed = jnp.arange(batch.size), lambda leaf: leaf
+    if first is not None:
+        own = jnp.zeros(batch.size, bool).at[jnp.asarray(division.parts)[first]].set(True)
+        offset = jax.random.randint(key, (), 1, max(batch.size, 2))
+        source = jnp.where(own, rows, (rows + offset) % batch.size)
+        mixed = lambda leaf: leaf[source]  # noqa: E731
+    if not division.within:
+        batch, mixed = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data)), None
+    run = Evaluation(pair.of_whole, key, changes, jnp.asarray(pinned), mixed, given)
+    found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
+    return _seen(run, wanted, pair.whole.outputs, found), run.gathered
+
+
+def _parts(
+    pair: Pair,
+    division: Division,
+    wanted: Sequence[str],
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    changes: jax.Array,
+    given: list[jax.Array],
+) -> dict[str, list[jax.Array]]:
+    """Return what is seen of each part of the batch, `[parts, ...]`."""
+
+    def one(rows: jax.Array) -> dict[str, list[jax.Array]]:
+        picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
+        enter = (lambda leaf: leaf[rows]) if division.within else None
+        gathered = None if division.padded else given
+        run = Evaluation(pair.of_part, key, changes, jnp.asarray(True), enter, gathered)
+        found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
+        return _seen(run, wanted, pair.whole.outputs, found)
+
+    found: dict[str, list[jax.Array]] = lax.map(one, jnp.asarray(division.parts))
+    return found
+
+
+def _seen(
+    run: Evaluation, wanted: Sequence[str], outputs: Sequence[str], found: Sequence[jax.Array]
+) -> dict[str, list[jax.Array]]:
+    """Return what was seen, rows first, and results by name."""
+    known = {name: [(value, None)] for name, value in zip(outputs, found, strict=False)} | run.seen
+    if missing := [label for label in wanted if label not in known]:
+        raise Undecided(f"{len(missing)} values in a while loop")
+    return {
+        label: [v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in known[label]]
+        for label in wanted
+    }
+
+
+def _judged(
+    division: Division,
+    eps: float,
+    wanted: Sequence[str],
+    by_row: frozenset[str],
+    first: jax.Array,
+    *results: dict[str, list[jax.Array]],
+) -> dict[str, tuple[jax.Array, ...]]:
+    """Return, of each label, its first value on parts and on the whole, and the verdicts."""
+    together, again, pinned, alone = results
+    parts = jnp.asarray(division.parts)
+    mine, all_rows = parts[first], parts.reshape(-1)
+
+    def verdict(label: str) -> tuple[jax.Array, ...]:
+        differ, finite = [], []
+        for of_whole, of_other, of_same, of_parts in zip(
+            *(each[label] for each in (together, again, pinned, alone)), strict=True
+        ):
+            if label in by_row:
+                flat = of_parts.reshape(-1, *of_parts.shape[2:])
+                differ.append(_gap(of_whole[mine], of_other[mine]) > _SHARP * _EPS)
+                gap, bound = _gap(flat, of_same[all_rows]), _LOOSE
+            else:
+                gap, bound = _gap(jnp.mean(of_parts, axis=0), of_same), _OF_SUMS
+            differ.append(gap > min(bound * eps, _COARSEST))
+            finite.append(jnp.any(jnp.isfinite(of_same)) & jnp.any(jnp.isfinite(of_parts)))
+        values = alone[label][0], pinned[label][0]
+        return *values, jnp.any(jnp.stack(differ)), jnp.all(jnp.stack(finite))
+
+    return {label: verdict(label) for label in wanted}
+
+
+def _gap(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the largest difference, as a share of the largest value; 0 between equal NaNs."""
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    both = jnp.stack([one, other])
+    scale = jnp.max(jnp.where(jnp.isfinite(both), jnp.abs(both), 0), initial=0)
+    gap = jnp.max(jnp.where(same, 0, jnp.abs(one - other)), initial=0)
+    return jnp.where(jnp.isnan(gap), jnp.inf, gap / jnp.where(scale > 0, scale, 1))
