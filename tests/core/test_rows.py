@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax import lax
 
-from replicax.core.row_counts import Count, Total
+from replicax.core.row_counts import Count, Key, Ratio, Total
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.rows import Follow, Unlike
 
@@ -20,12 +20,17 @@ TABLE = jnp.ones((4, 5))
 
 
 def rows_of(function: Any) -> list[Any]:
-    """Of `function(x [rows, 4, 5], labels [rows])`, traced with 6 and with 12 rows."""
+    """Of `function(x [rows, 4, 5], labels [rows], key)`, traced with 6 and with 12 rows."""
     one, two = (
-        jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4)
+        jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4, *given(function))
         for rows in (ROWS, 2 * ROWS)
     )
-    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0)])
+    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0), *(Key() for _ in given(function))])
+
+
+def given(function: Any) -> list[jax.Array]:
+    """A key if the function takes one."""
+    return [jax.random.key(0)] * (function.__code__.co_argcount == 3)
 
 
 def attention(x: Any, _: Any) -> Any:
@@ -68,10 +73,8 @@ APART = {
     "convolution": lambda x, _: lax.conv(x, jnp.ones((3, 4, 2)), (1,), "SAME"),
     "pooled": lambda x, _: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "SAME"),
     "own entry by number": lambda x, t: x[jnp.arange(len(t)), t],
-    "drawn": lambda x, _: x * jax.random.normal(jax.random.key(0), x.shape),
-    "a key for each": lambda x, _: jax.vmap(jax.random.normal)(
-        jax.random.split(jax.random.key(0), len(x))
-    ),
+    "drawn": lambda x, _, key: x * jax.random.normal(key, x.shape),
+    "a key for each": lambda x, _, key: jax.vmap(jax.random.normal)(jax.random.split(key, len(x))),
     "linear algebra of each": lambda x, _: jnp.linalg.cholesky(x @ jnp.swapaxes(x, 1, 2)),
     "constant": lambda x, _: jnp.ones((len(x), 2)),
 }
@@ -83,10 +86,10 @@ MET = {
     "numbered": lambda x, _: x[:, 0, 0] * jnp.arange(len(x)),
     "largest of all": lambda x, _: jnp.max(x),
     "root of the mean": lambda x, _: jnp.sqrt(jnp.mean(x)),
-    "weighted mean": lambda x, t: jnp.average(x[:, 0, 0], weights=1.0 * t),
     "to the power of their number": lambda x, _: x ** len(x),
     "as often as there are": lambda x, _: lax.fori_loop(0, len(x), lambda i, v: v * 2, x),
-    "shuffled": lambda x, _: jax.random.permutation(jax.random.key(0), x),
+    "shuffled": lambda x, _, key: jax.random.permutation(key, x),
+    "drawn from a constant": lambda x, _: x * jax.random.normal(jax.random.key(0), x.shape),
     "largest": lambda x, _: x / jnp.max(x),
     "reversed": lambda x, _: x[::-1],
     "rolled": lambda x, _: jnp.roll(x, 1, axis=0),
@@ -123,6 +126,7 @@ NUMBERS = {
     "mean and a constant": (lambda x, _: 2 * jnp.mean(x, (0, 1)) + 1, Total(-1)),
     "sum over their number": (lambda x, _: jnp.vdot(x, x) / len(x), Total(-1)),
     "accuracy": (lambda x, t: jnp.mean(jnp.argmax(x[:, 0], 1) == t), Total(-1)),
+    "weighted mean": (lambda x, t: jnp.average(x[:, 0, 0], weights=1.0 * t), Ratio()),
     "count": (lambda x, _: jnp.sum(x > 0), Total(0)),
     "each over their number": (lambda x, _: x / len(x), Rows(0, power=-1)),
     "weights that add up to 1": (lambda x, t: jnp.sum(x[:, 0, 0] * jnp.full(len(t), 1 / len(t))), Total(-1)),
@@ -144,6 +148,7 @@ def test_traces_that_do_not_correspond_tell_nothing() -> None:
 @pytest.mark.parametrize("name", APART)
 def test_what_is_apart_is_apart_in_numbers(name: str) -> None:
     """Another first row changes nothing in the others."""
-    before = APART[name](X, LABELS)
-    after = APART[name](X.at[0].add(1.0), LABELS.at[0].add(1))
+    key = given(APART[name])
+    before = APART[name](X, LABELS, *key)
+    after = APART[name](X.at[0].add(1.0), LABELS.at[0].add(1), *key)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:], b[1:]), before, after)

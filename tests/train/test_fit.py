@@ -206,12 +206,21 @@ class TestScalarLoss:
     def test_it_trains_where_the_batch_size_divides_the_rows(self, scalar: rx.DataParallel) -> None:
         assert fit(scalar, line(48), epochs=1, eval_source=line(32, 1)).steps == 3
 
+    def test_a_short_batch_that_divides_over_the_devices_is_not_padded(
+        self, scalar: rx.DataParallel
+    ) -> None:
+        one = rx.DataParallel(scalar_loss, optax.sgd(0.1), mode="single")
+        found, wanted = (fit(each, line(40), epochs=1) for each in (scalar, one))
+        assert found.records[-1].metrics["loss"] == pytest.approx(
+            wanted.records[-1].metrics["loss"], rel=1e-6
+        )
+
     def test_padding_in_the_last_batch_is_refused_at_the_first(
         self, scalar: rx.DataParallel
     ) -> None:
         state = scalar.init(model())
-        with pytest.raises(LossError, match=r"8 of 16 rows.*one value\b.*row\b"):
-            rx.fit(scalar, state, line(40), batch_size=16, epochs=1, progress=False)
+        with pytest.raises(LossError, match=r"11 of 16 rows.*one value\b.*row\b"):
+            rx.fit(scalar, state, line(37), batch_size=16, epochs=1, progress=False)
         assert int(state.step) == 0  # not consumed
 
     def test_padding_of_the_evaluation_is_refused_after_one_step(

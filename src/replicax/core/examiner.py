@@ -24,7 +24,7 @@ from replicax.core.rows import ENTERED, GATHERED, SEEN
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 
-Run = Callable[[TrainState, Batch, "Examiner"], tuple[PyTree, jax.Array | None]]
+Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
 """Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
 
 AXIS = "replicax_examined"
@@ -32,7 +32,7 @@ AXIS = "replicax_examined"
 
 
 @dataclasses.dataclass
-class Examiner:
+class RowExaminer:
     """Records what a loss or a step computes while it is traced."""
 
     gathered: int
@@ -117,7 +117,7 @@ def _with_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | None]) -> Run:
     """Return a loss, in training or in evaluation, to be examined."""
 
-    def run(state: TrainState, batch: Batch, examiner: Examiner) -> tuple[PyTree, jax.Array]:
+    def run(state: TrainState, batch: Batch, examiner: RowExaminer) -> tuple[PyTree, jax.Array]:
         view = View(key_of(state), step=state.step)
         total, after = examiner.step_sums(objective, state.params, state.extras, batch, view)
         writes = getattr(objective.definition, "writes", False)
@@ -131,12 +131,12 @@ class Trace:
     """A loss or a step, traced with some number of rows."""
 
     jaxpr: ClosedJaxpr
-    examiner: Examiner
+    examiner: RowExaminer
     outputs: tuple[str, ...]
     """Paths of the results that must not depend on rows; the loss may follow them."""
 
 
-def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: Examiner) -> Trace:
+def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: RowExaminer) -> Trace:
     """Trace `run` as for one device with a batch of so many `rows`."""
     state, batch = jax.eval_shape(lambda *given: given, state, batch)
     sized = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype))

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.examiner import AXIS, Examiner, Run, Trace, trace
-from replicax.core.row_counts import Place, Total
+from replicax.core.examiner import AXIS, RowExaminer, Run, Trace, trace
+from replicax.core.row_counts import Key, Place, Ratio, Total
 from replicax.core.row_rules import MIXED, Rows
-from replicax.core.row_trials import Division, Found, Pair, Undecided, compared
-from replicax.core.rows import ENTERED, GATHERED, SUMMED, Follow, Unlike, moves
+from replicax.core.row_evaluation import Undecided
+from replicax.core.row_trials import Division, Found, Pair, compared
+from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow, Unlike, moves
 from replicax.core.update import TrainState
-from replicax.wording import first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,15 @@ class Broken:
     """Why it is not known whether it would; empty if it is."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """What numbers tell of a value."""
+
+    found: Found
+    weighted: bool
+    """Whether it is a mean over rows with weights."""
+
+
 class Look:
     """Examine a loss or a step, `run`, on the first state and batch.
 
@@ -44,12 +53,14 @@ class Look:
     def __init__(self, run: Run, state: TrainState, batch: Batch) -> None:
         self._run, self._rows = run, batch.size
         self._given = jax.eval_shape(lambda *given: given, state, batch)
-        self._one = self._traced(self._rows, Examiner(self._rows))
+        self._one = self._traced(self._rows, RowExaminer(self._rows))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
         self._twins: dict[bool, Trace | None] = {}
+        self._seen: dict[str, list[Place]] = {}
+        self._declares = False
 
     @cached_property
     def moves(self) -> bool:
@@ -103,6 +114,23 @@ class Look:
                 found.append(Broken(name, label in examiner.scalars, is_output, said))
         return found
 
+    def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
+        """Return what numbers tell of each value, by name, and of rows declared independent.
+
+        May raise `Undecided`.
+        """
+        self._doubted(division)
+        names = self._one.examiner.names
+        declared = [DECLARED] if self._declares else []
+        found = self.compared(division, [*names, *declared], state, batch)
+        tested: dict[str, Tested] = {}
+        for label, each in found.items():
+            name = names.get(label, "rows declared independent")
+            places = tuple(self._seen.get(label, ()))
+            if name not in tested or each.differs:
+                tested[name] = Tested(each, Ratio() in places)
+        return tested
+
     def compared(
         self, division: Division, labels: list[str], state: TrainState, batch: Batch
     ) -> dict[str, Found]:
@@ -110,7 +138,8 @@ class Look:
         try:
             part = self._part(division)
         except Exception as error:  # the user's code, on few rows
-            raise Undecided(f"on {division.size} rows it raises {first_line(error)}") from error
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise Undecided(f"on {division.size} rows it raises {said}") from error
         return compared(self._pair(part, division), division, labels, state, batch)
 
     def _doubted(self, division: Division) -> tuple[list[str], list[str]]:
@@ -133,6 +162,7 @@ class Look:
         except Unlike:
             places = Follow((1, 1), known)(one.jaxpr, one.jaxpr, inputs)
             labels = list(one.examiner.names)
+        self._seen, self._declares = follow.seen, follow.declares
         pairs = zip(one.outputs, places, strict=False)
         return [name for name, place in pairs if place and not division.within], labels
 
@@ -146,9 +176,10 @@ class Look:
         shared = len(jax.tree.leaves(batch.shared))
         rows = None if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
-        return [None] * len(jax.tree.leaves(state)) + by_row + [None] * shared
+        of_state = [Key() if leaf is state.seed else None for leaf in jax.tree.leaves(state)]
+        return of_state + by_row + [None] * shared
 
-    def _traced(self, rows: int, examiner: Examiner) -> Trace:
+    def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
         return trace(self._run, *self._given, rows, examiner)
 
     def _twin(self, within: bool) -> Trace | None:
@@ -156,7 +187,7 @@ class Look:
         if within not in self._twins:
             rows, twice = self._rows, 2 * self._rows
             try:
-                examiner = Examiner(rows, twice if within else None)
+                examiner = RowExaminer(rows, twice if within else None)
                 self._twins[within] = self._traced(rows if within else twice, examiner)
             except Exception:  # the user's code, on other rows
                 self._twins[within] = None
@@ -165,8 +196,8 @@ class Look:
     def _part(self, division: Division) -> Trace:
         size = division.size
         if division.within:
-            return self._traced(self._rows, Examiner(self._rows, size))
-        return self._traced(size, Examiner(size if division.padded else self._rows))
+            return self._traced(self._rows, RowExaminer(self._rows, size))
+        return self._traced(size, RowExaminer(size if division.padded else self._rows))
 
     def _pair(self, part: Trace, division: Division) -> Pair:
         one, counts, inputs = self._one, (self._rows, division.size), self._places(division)

@@ -16,7 +16,7 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.configuration import Configuration
-from replicax.core.examiner import Examiner, of_loss
+from replicax.core.examiner import RowExaminer, of_loss
 from replicax.core.feed import Feed
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves, shapes_by_path
@@ -188,7 +188,8 @@ class Ready:
             found.append(Division(np.arange(rows).reshape(replicas * micro, -1)))
         elif own:
             found.append(Division(blocks))
-            found.append(Division(_strided(blocks, micro), within=True))
+            if micro > 1:
+                found.append(Division(_strided(blocks, micro), within=True))
         else:
             found.append(Division(_strided(blocks, micro)))
         return [(each, " and ".join(named)) for each in found if len(each.parts) > 1]
@@ -209,7 +210,7 @@ def _real(rows: int) -> Division:
 
 
 def _run_step(
-    own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: Examiner
+    own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
 ) -> tuple[PyTree, None]:
     """Run a custom step for `Look`: the state and the metrics must not depend on rows."""
     try:

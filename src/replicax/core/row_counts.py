@@ -22,6 +22,11 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A quotient of sums over all rows: a mean with weights, which parts cannot be averaged to."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Count:
     """A constant times the number of rows to the `power`."""
 
@@ -44,7 +49,15 @@ class Columns:
     each: tuple[Any, ...]
 
 
-Place = Rows | Total | Count | Index | Columns | None
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """The step's key, or one derived from it: random numbers of each row are drawn from it."""
+
+    def __bool__(self) -> bool:
+        return False  # it does not depend on the rows
+
+
+Place = Rows | Total | Ratio | Count | Index | Columns | Key | None
 """None for a value that depends on neither rows nor their number."""
 
 
@@ -62,19 +75,19 @@ def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
 def either(places: Sequence[Place]) -> Place:
     """Return the place of a sum of values, or of a choice between them."""
     found = {each for each in places if each}
-    if len(found) > 1 or (None in places and not all(map(_may_shift, found))):
+    if len(found) > 1 or (not all(places) and not all(map(_may_shift, found))):
         return MIXED
-    return next(iter(found), None)
+    return next(iter(found), Key() if Key() in places else None)
 
 
 def _may_shift(place: Place) -> bool:
     """Whether adding a constant to a value leaves it in its place."""
-    return place == Total(-1) or (isinstance(place, Rows) and not place.power)
+    return place in (Total(-1), Ratio()) or (isinstance(place, Rows) and not place.power)
 
 
 def is_plain(place: Place) -> bool:
     """Whether `place` is that of rows, or none."""
-    return place is None or (isinstance(place, Rows) and not place.power)
+    return not place or (isinstance(place, Rows) and not place.power)
 
 
 def quantity(
@@ -124,6 +137,10 @@ def _of_product(
 ) -> Place:
     power = getattr(left, "power", 0) + sign * getattr(right, "power", 0)
     kinds = {type(left), type(right)}
+    if Ratio in kinds:
+        return Ratio() if isinstance(left, Ratio) and not right or not left and sign > 0 else MIXED
+    if kinds == {Total} and sign < 0:
+        return Ratio()
     if Total in kinds:
         alone = Rows not in kinds and kinds != {Total} and (sign > 0 or isinstance(left, Total))
         return Total(power) if alone else MIXED
@@ -135,8 +152,8 @@ def _of_product(
 def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
     left, right = places
     power = sum(getattr(each, "power", 0) for each in places)
-    if Total in map(type, places):
-        return Total(power) if None in places or Count in map(type, places) else MIXED
+    if {Total, Ratio} & set(map(type, places)):
+        return MIXED if Ratio() in places else Total(power) if not all(places) or Count in map(type, places) else MIXED
     if isinstance(left, Rows) and isinstance(right, Rows) and MIXED not in places:
         of_left, of_right = (list(dims) for dims in params["dimension_numbers"][0])
         if left.dim in of_left and right.dim in of_right and left.each == right.each:
@@ -150,7 +167,7 @@ def _of_index(
 ) -> Place:
     """Return the place of a result computed from row numbers, as in `x[jnp.arange(n), labels]`."""
     first = places[0]
-    if name == "lt" and isinstance(first, Index) and places[1] is None and zero:
+    if name == "lt" and isinstance(first, Index) and not places[1] and zero:
         return Index(first.dim, negative=True)
     if name in ("convert_element_type", "broadcast_in_dim") and isinstance(first, Index):
         found = RULES[name](params, [Rows(first.dim)], shapes, out)

@@ -22,6 +22,8 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
             "or rx.gather them"
         )
     some = f"each of {sees} sees only some of the rows"
+    if broken.why:
+        some += f" ({broken.why})"
     if broken.scalar and name == LOSS:
         return LossError(
             "the loss is one number, and averaging it over equal parts of a batch differs from "
@@ -36,7 +38,7 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
     what = "the loss of a row" if name == LOSS else f"{name} of a row"
     if broken.why:
         return LossError(
-            f"{what} may depend on other rows ({broken.why}), and {some}: {fix}, {_DECLARE}"
+            f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}"
         )
     return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
 

@@ -1,13 +1,12 @@
 """Compare a traced loss or step on parts of a batch with the whole batch, in numbers.
 
-The program is evaluated equation by equation, as traced for training: with other parameters and
-rows, sums over all replicas replaced by other numbers, and conditions and scalar factors that do
-not depend on rows, such as schedules and gates, by random ones.
+It is computed as traced for training, once as it is and twice with other parameters, rows, step
+numbers, and whatever `replicax.core.row_evaluation` replaces.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,24 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
 
 from replicax.core.batch import Batch
-from replicax.core.equations import bind, called, evaluate, of_scan
 from replicax.core.examiner import Trace
-from replicax.core.rows import (
-    DECLARED,
-    ENTERED,
-    GATHERED,
-    RANDOM,
-    SEEN,
-    STEPPED,
-    SUMMED,
-    SUMS_OF_REPLICAS,
-    Follow,
-    label_of,
-    row_dim,
-)
+from replicax.core.row_evaluation import RowEvaluation, Undecided
+from replicax.core.rows import Follow
 from replicax.core.update import TrainState
 
 _EPS = float(np.finfo(np.float32).eps)
@@ -46,142 +32,6 @@ _STEPS = (None, 1_000_003, 7)
 """The step number of each trial; None for that of the state."""
 _QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
 """Compiler options by platform."""
-
-Values = dict[str, list[tuple[jax.Array, int | None]]]
-"""What was seen, by label, and the dim of its rows."""
-
-
-class Undecided(Exception):  # noqa: N818
-    """Raised if numbers cannot tell whether rows depend on one another."""
-
-
-@dataclasses.dataclass
-class Evaluation:
-    """Evaluates a jaxpr on arrays."""
-
-    follow: Follow
-    key: jax.Array
-    """Of everything replaced."""
-    changes: jax.Array
-    """bool: whether conditions and factors are replaced."""
-    pinned: jax.Array
-    """bool: whether all rows draw the same random numbers."""
-    enter: Callable[[jax.Array], jax.Array] | None = None
-    """Which rows a loss in a custom step is given."""
-    given: list[jax.Array] | None = None
-    """What `rx.gather` returns, in order; None for its rows themselves."""
-    inner: bool = False
-    """Whether in a loop or a branch."""
-    seen: Values = dataclasses.field(default_factory=dict)
-    gathered: list[jax.Array] = dataclasses.field(default_factory=list)
-    _numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        return evaluate(jaxpr, values, self._apply, lambda value: value)
-
-    def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
-        name, label = eqn.primitive.name, label_of(eqn)
-        if label == SUMMED or name in SUMS_OF_REPLICAS:
-            pairs = zip(eqn.outvars, values, strict=True)
-            return [self._replaced(var) if _is_float(var.aval) else value for var, value in pairs]
-        if label == ENTERED and self.enter:
-            return [self.enter(values[0])]
-        if label == GATHERED:
-            return [self._gather(values[0])]
-        values = self._changed(eqn, values)
-        if name == "scan":
-            return self._scan(eqn, values)
-        if name == "cond" and not eqn.params.get("branches_platforms"):
-            return self._cond(eqn, values)
-        if name in STEPPED:
-            found = self(called(eqn), values)
-            if label.startswith((SEEN, DECLARED)):
-                dim = row_dim(called(eqn)) if len(found) > 1 else None
-                self.seen.setdefault(label, []).append((found[0], dim))
-            return found
-        found = bind(eqn, values)
-        if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
-            dim = self.follow.drawn[eqn.outvars[0]]
-            same = jnp.take(found[0], jnp.zeros(found[0].shape[dim], int), axis=dim)
-            found = [jnp.where(self.pinned, same, found[0])]
-        return found
-
-    def _gather(self, rows: jax.Array) -> jax.Array:
-        if self.inner:
-            raise Undecided("rx.gather in a loop or a branch")
-        self.gathered.append(rows)
-        return rows if self.given is None else self.given[len(self.gathered) - 1]
-
-    def _depends(self, atom: Any) -> bool:
-        return not isinstance(atom, Literal) and self.follow.places.get(atom) is not None
-
-    def _changed(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Return `values` with numbers replaced that meet rows but do not depend on them."""
-        meets = eqn.primitive.name in ("broadcast_in_dim", "cond") or any(map(self._depends, eqn.invars))
-        if not meets:
-            return values
-        return [
-            jnp.where(self.changes, self._replaced(atom), value)
-            if not isinstance(atom, Literal) and _is_factor(atom.aval) and not self._depends(atom)
-            else value
-            for atom, value in zip(eqn.invars, values, strict=True)
-        ]
-
-    def _replaced(self, var: Any) -> jax.Array:
-        """Return another value, the same one in each evaluation with this key."""
-        aval = var.aval
-        number = self._numbers.setdefault(var, len(self._numbers))
-        key = jax.random.fold_in(self.key, number)
-        if aval.dtype == bool:
-            return jax.random.bernoulli(key, 0.5, aval.shape)
-        return jax.random.uniform(key, aval.shape, minval=0.5, maxval=1.5).astype(aval.dtype)
-
-    def _within(self) -> "Evaluation":
-        return dataclasses.replace(self, inner=True, seen={}, gathered=[])
-
-    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        params = eqn.params
-        consts, carry, over = of_scan(params, values)
-        dims: dict[str, list[int | None]] = {}
-
-        def body(carry: list[Any], each: list[Any]) -> Any:
-            run = self._within()
-            found = run(params["jaxpr"], [*consts, *carry, *each])
-            arrays = {label: [value for value, _ in seen] for label, seen in run.seen.items()}
-            dims.update({label: [dim for _, dim in seen] for label, seen in run.seen.items()})
-            return found[: len(carry)], (found[len(carry) :], arrays)
-
-        more = {name: params[name] for name in ("length", "reverse")}
-        carry, (ys, arrays) = lax.scan(body, carry, over, **more)
-        for label, found in arrays.items():
-            pairs = zip(found, dims[label], strict=True)
-            shifted = [(value, None if dim is None else dim + 1) for value, dim in pairs]
-            self.seen.setdefault(label, []).extend(shifted)
-        return [*carry, *ys]
-
-    def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Evaluate all branches, and take one of them: another one if it depends on no rows."""
-        index, branches = values[0], eqn.params["branches"]
-        index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
-        found = []
-        for branch in branches:
-            run = self._within()
-            found.append(run(branch, values[1:]))
-            for label, seen in run.seen.items():
-                self.seen.setdefault(label, []).extend(seen)
-        if not self._depends(eqn.invars[0]):
-            number = self._numbers.setdefault(eqn.invars[0], len(self._numbers))
-            other = jax.random.randint(jax.random.fold_in(self.key, number), (), 0, len(branches))
-            index = jnp.where(self.changes, other, index)
-        return [lax.select_n(index, *each) for each in zip(*found, strict=True)]
-
-
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _is_factor(aval: Any) -> bool:
-    return aval.shape == () and (aval.dtype == bool or _is_float(aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +95,7 @@ def compared(
     other, whole, parts = (
         compiled(partial(each, pair, division, wanted)) for each in (_other, _whole, _parts)
     )
-    by_row = frozenset(pair.whole.examiner.names) - pair.whole.examiner.scalars
+    by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs)
     judge = jax.jit(partial(_judged, division, pair.eps, wanted, by_row))
     verdicts = []
     for number, step in enumerate(_STEPS):
@@ -343,7 +193,7 @@ def _whole(
         mixed = lambda leaf: leaf[source]  # noqa: E731
     if not division.within:
         batch, mixed = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data)), None
-    run = Evaluation(pair.of_whole, key, changes, jnp.asarray(pinned), mixed, given)
+    run = RowEvaluation(pair.of_whole, key, changes, jnp.asarray(pinned), mixed, given)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -364,7 +214,7 @@ def _parts(
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
         enter = (lambda leaf: leaf[rows]) if division.within else None
         gathered = None if division.padded else given
-        run = Evaluation(pair.of_part, key, changes, jnp.asarray(True), enter, gathered)
+        run = RowEvaluation(pair.of_part, key, changes, jnp.asarray(True), enter, gathered)
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
@@ -373,7 +223,7 @@ def _parts(
 
 
 def _seen(
-    run: Evaluation, wanted: Sequence[str], outputs: Sequence[str], found: Sequence[jax.Array]
+    run: RowEvaluation, wanted: Sequence[str], outputs: Sequence[str], found: Sequence[jax.Array]
 ) -> dict[str, list[jax.Array]]:
     """Return what was seen, rows first, and results by name."""
     known = {name: [(value, None)] for name, value in zip(outputs, found, strict=False)} | run.seen

@@ -19,6 +19,7 @@ from replicax.core.row_counts import (
     Columns,
     Count,
     Index,
+    Key,
     Place,
     Total,
     constant,
@@ -35,7 +36,7 @@ SUMMED = "sums_of_all_replicas"
 ENTERED = "rows_enter_a_loss"
 """Name of the function whose results are the rows that a loss in a custom step is given."""
 DECLARED = "rows_declared_independent"
-"""Prefix of the names of functions that declare rows independent."""
+"""Name of the function that declares rows independent."""
 SEEN = "rows_seen_"
 """Prefix of the names of functions whose last result is recorded, in the place it has."""
 STEPPED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
@@ -61,6 +62,8 @@ class Follow:
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Place] = {}
         """Places of the variables of the first trace."""
+        self.declares = False
+        """Whether rows are declared independent."""
         self.drawn: dict[Any, int] = {}
         """Dims along which random numbers of the first trace are drawn by row."""
 
@@ -98,7 +101,7 @@ class Follow:
     def _constant(self, one: Any, two: Any) -> Place:
         if one is two:
             return None
-        if jnp.issubdtype(jnp.result_type(one), jax.dtypes.extended):
+        if _is_key(jnp.result_type(one)):
             return MIXED
         if np.array_equal(one, two, equal_nan=_is_float(one)):
             return None
@@ -112,7 +115,8 @@ class Follow:
         label = label_of(eqn)
         if label in self._known or name in SUMS_OF_REPLICAS:
             return [self._known.get(label)] * count
-        if label.startswith(DECLARED):
+        if label == DECLARED:
+            self.declares = True
             return [Rows(row_dim(called(eqn))), Total()]
         if name == "optimization_barrier":
             return places
@@ -133,12 +137,15 @@ class Follow:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
         pairs = zip(shape, twin.aval.shape, strict=True)
         grown = [dim for dim, (size, other) in enumerate(pairs) if size != other]
+        keyed = Key() in places
         if not grown and not any(places):
-            return None
+            holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
+            return Key() if keyed and holds_key and name != "random_bits" else None
         if len(grown) == 1 and name in RANDOM:
-            self.drawn[out] = grown[0]
-            return Rows(grown[0])
-        if grown and all(place is None or isinstance(place, Count) for place in places):
+            if keyed:
+                self.drawn[out] = grown[0]
+            return Rows(grown[0]) if keyed or any(isinstance(each, Rows) for each in places) else MIXED
+        if grown and not any(place and not isinstance(place, Count) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
                 return MIXED
@@ -172,6 +179,10 @@ def _of(eqn: Any, places: list[Place], out: Any) -> Place:
             return MIXED
     zero = len(places) > 1 and _is_zero(eqn.invars[1])
     return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def _is_float_dtype(dtype: Any) -> bool:

@@ -19,7 +19,7 @@ from replicax.core.objective import Objective
 from replicax.core.update import TrainState, step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
-from replicax.verify.independence import Independence, examine_rows
+from replicax.verify.independence import UNKNOWN, Independence, examine_rows
 from replicax.verify.subject import Subject
 
 _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
@@ -52,8 +52,9 @@ def examine(subject: Subject) -> Facts:
     reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
     other = subject.measured(subject.single, subject.full, reseeded)
     repeatable = same_bits(first, second)
+    batch = jax.tree.map(jnp.asarray, subject.full.apart())
     with devices_asked() as asked:
-        look = Look(of_loss(subject.objective, step_key), subject.state, subject.full.apart())
+        look = Look(of_loss(subject.objective, step_key), subject.state, batch)
     random = not repeatable or not same_bits(first, other)
     return Facts(
         repeatable,
@@ -66,11 +67,22 @@ def examine(subject: Subject) -> Facts:
         loss_draws_from_a_constant(
             subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
         ),
-        examine_rows(subject, look.gathers, random),
+        _rows(subject, look),
         look.takes_padding or look.weighs,
         look.scalars,
         asked,
     )
+
+
+def _rows(subject: Subject, look: Look) -> Independence:
+    """Return how rows depend on one another, from as many as can be split into quarters."""
+    whole = subject.rows // 4 * 4
+    if not whole:
+        return Independence(UNKNOWN, f"{subject.rows} rows are too few to leave any out")
+    batch = jax.tree.map(jnp.asarray, subject.some(np.arange(whole)).apart())
+    if whole < subject.rows:
+        look = Look(of_loss(subject.objective, step_key), subject.state, batch)
+    return examine_rows(look, jax.tree.map(jnp.asarray, subject.state), batch, subject.eps)
 
 
 def same_bits(left: Leaves, right: Leaves) -> bool:

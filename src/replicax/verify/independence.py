@@ -1,21 +1,21 @@
 """Check that rows of a batch have independent losses, by leaving out other rows.
 
-The loss is computed in evaluation mode, without random numbers, on several subsets of the rows.
+The loss is computed as in training, with the same random numbers for all rows.
 """
 
-import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
-from replicax.core.loss import Weighted
-from replicax.core.models.definition import View
-from replicax.errors import ReplicaxError
-from replicax.verify.subject import Subject
-from replicax.wording import first_line
+from replicax.core.batch import Batch
+from replicax.core.look import Look, Tested
+from replicax.core.loss import LOSS
+from replicax.core.row_evaluation import Undecided
+from replicax.core.row_trials import Division
+from replicax.core.update import TrainState
 
 INDEPENDENT = "independent"
 SUMMED = "summed"
@@ -54,118 +54,62 @@ class Independence:
         return Check("parity", CASE, verdict, self.found, self.cause)
 
 
-def examine_rows(subject: Subject, gathers: bool = False, random: bool = True) -> Independence:
-    """Compare the loss on subsets of the rows.
-
-    Args:
-        subject: the subject of the verification.
-        gathers: whether the loss gathers rows.
-        random: whether training depends on the key, and so on a row's position.
-    """
-    probe = _Probe(subject)
+def examine_rows(look: Look, state: TrainState, batch: Batch, eps: float) -> Independence:
+    """Compare the loss on quarters of the rows of `batch`, a multiple of 4, with that on all."""
+    division = Division(np.arange(batch.size).reshape(4, -1))
     try:
-        found = dataclasses.replace(probe.examine(), gathers=gathers)
-        if not random and not found.placed:
-            with contextlib.suppress(Exception):  # the user's loss, on few rows
-                return probe.by_place(jax.random.key(0)) or found
-        return found
-    except ReplicaxError:
-        raise
-    except Exception as error:  # the user's loss
-        return Independence(
-            UNKNOWN,
-            "the loss cannot be computed in evaluation mode (key None) or on few rows: "
-            f"{first_line(error)}",
-        )
+        tested = look.tested(division, state, batch)
+    except Undecided as reason:
+        return Independence(UNKNOWN, f"the loss cannot be computed on few rows: {reason}")
+    broken = [name for name, each in tested.items() if each.found.differs]
+    name = LOSS if LOSS in broken or not broken else broken[0]
+    found = dataclasses.replace(_kind(name, tested[name], eps), gathers=look.gathers)
+    return dataclasses.replace(found, found=f"{name}: {found.found}") if name != LOSS else found
 
 
-class _Probe:
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._part = max(1, subject.rows // 4)
-        objective = subject.objective
+def _kind(name: str, tested: Tested, eps: float) -> Independence:
+    """Return how the rows depend on one another, from what a value is on quarters and on all."""
+    alone, whole = (np.asarray(each, np.float64) for each in (tested.found.alone, tested.found.together))
+    scale = max(np.max(np.abs(alone)), np.max(np.abs(whole))) or 1.0
 
-        def values(params: Any, extras: Any, data: Any, key: Any) -> Any:
-            returned, _ = objective.definition.apply(
-                lambda model: objective.loss(model, objective.precision.to_compute(data), key),
-                objective.precision.to_compute(params),
-                extras,
-                View(key),
-            )
-            loss = returned[0] if isinstance(returned, tuple) else returned
-            return loss.values if isinstance(loss, Weighted) else loss
+    def near(left: Any, right: Any) -> bool:
+        return bool(np.max(np.abs(left - right)) <= min(_UNITS * eps, _COARSEST) * scale)
 
-        self._compiled = jax.jit(values, compiler_options=subject.quick)
-
-    def examine(self) -> Independence:
-        if self._subject.rows < 4:
-            return Independence(UNKNOWN, f"{self._subject.rows} rows are too few to leave any out")
-        if placed := self.by_place(None):
-            return placed
-        return self._of_scalar() if self._of(0, 1).ndim == 0 else self._of_rows()
-
-    def by_place(self, key: jax.Array | None) -> Independence | None:
-        """Check rows that swap positions, in training mode if there is a key."""
-        first, swapped = self._of(0, 1, key=key), self._of(1, 0, key=key)
-        back = np.roll(swapped, self._part, axis=0) if first.ndim else swapped
-        scale = float(np.max(np.abs([first, back]))) or 1.0
-        if self._near(first, back, scale):
-            return None
-        share = float(np.max(np.abs(first - back)) / scale)
-        text = f"the loss changes by {share:.1%} of the largest value when rows swap positions"
+    if not tested.found.differs and not tested.found.decided:
+        return Independence(UNKNOWN, "the loss is not finite, so numbers cannot be compared")
+    if alone.ndim == 1:
+        return _kind_of_number(tested, alone, float(whole), near)
+    if not tested.found.differs:
+        return Independence(INDEPENDENT, "row values do not depend on which rows are present")
+    parts, alone = len(alone), alone.reshape(whole.shape)
+    for times, factor, words in (
+        (f"{parts} times", parts, ("divides", "large")),
+        (f"1/{parts}", 1 / parts, ("multiplies", "small")),
+    ):
+        if near(alone, factor * whole):
+            text = f"the value of a row is {times} as large with 1/{parts} of the rows"
+            return Independence(SUMMED, text, BY_ROWS.format(*words))
+    share, first = np.max(np.abs(alone - whole)) / scale, len(whole) // parts
+    if near(alone[:first], whole[:first]) and not near(alone, whole):
+        text = f"the value of a row changes by {share:.1%} of the largest at another position"
         return Independence(DEPENDENT, text, PLACED, placed=True)
+    return _dependent(share)
 
-    def _of(self, *parts: int, key: jax.Array | None = None) -> np.ndarray:
-        """Return the loss on some quarters of the rows."""
-        rows = np.concatenate([np.arange(self._part) + self._part * part for part in parts])
-        state, data = self._subject.state, self._subject.some(rows).data
-        return np.asarray(self._compiled(state.params, state.extras, data, key), np.float64)
 
-    def _near(self, left: Any, right: Any, scale: float) -> bool:
-        bound = min(_UNITS * self._subject.eps, _COARSEST) * scale
-        return bool(np.max(np.abs(np.asarray(left) - np.asarray(right))) <= bound)
-
-    def _of_rows(self) -> Independence:
-        alone, both = np.concatenate([self._of(0), self._of(1)]), self._of(0, 1)
-        scale = float(np.max(np.abs(both))) or 1.0
-        if self._near(alone, both, max(scale, float(np.max(np.abs(alone))))):
-            return Independence(INDEPENDENT, "row values do not depend on which rows are present")
-        for times, factor in (("twice", 2.0), ("half", 0.5)):
-            if self._near(alone, factor * both, scale):
-                text = f"the value of a row is {times} as large with half the rows"
-                words = ("divides", "large") if factor > 1 else ("multiplies", "small")
-                return Independence(SUMMED, text, BY_ROWS.format(*words))
-        return _dependent(np.max(np.abs(alone - both)) / scale)
-
-    def _of_scalar(self) -> Independence:
-        a, b, both = (float(self._of(*parts)) for parts in ((0,), (1,), (0, 1)))
-        scale = max(abs(a), abs(b), abs(both)) or 1.0
-        if self._near(both, (a + b) / 2, scale):
-            text = "the loss is one number, the mean over rows of equal weight"
-            return Independence(INDEPENDENT, text)
-        if self._near(both, a + b, scale):
-            text = "the loss of two sets of rows together is the sum of both losses"
-            return Independence(SUMMED, text, SUM_FOR_MEAN)
-        if self._is_weighted_mean(a, b, both, scale):
-            text = (
-                f"the loss of some rows is {a:.4g}, of equally many others {b:.4g}, and of both "
-                f"{both:.4g} instead of {(a + b) / 2:.4g}"
-            )
-            return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS)
-        return _dependent(abs(both - (a + b) / 2) / scale)
-
-    def _is_weighted_mean(self, a: float, b: float, both: float, scale: float) -> bool:
-        """Whether weights of the parts explain all results: two are fitted, a third predicted."""
-        c, with_c, all_three = (float(self._of(*parts)) for parts in ((2,), (0, 2), (0, 1, 2)))
-        if (both - b) == 0 or (with_c - c) == 0:
-            return False
-        of_b, of_c = (a - both) / (both - b), (a - with_c) / (with_c - c)
-        if not (of_b > 0 and of_c > 0):
-            return False
-        foretold = (a + of_b * b + of_c * c) / (1 + of_b + of_c)
-        # Each ratio has the rounding error of a difference, and so does the prediction.
-        spread = max(abs(both - b), abs(with_c - c), 1e-30)
-        return self._near(foretold, all_three, scale * max(1.0, 4 * scale / spread))
+def _kind_of_number(
+    tested: Tested, alone: np.ndarray, whole: float, near: Callable[[Any, Any], bool]
+) -> Independence:
+    if not tested.found.differs:
+        text = "the loss is one number, the mean over rows of equal weight"
+        return Independence(INDEPENDENT, text)
+    if near(whole, np.sum(alone)):
+        text = "the loss of all rows is the sum of the losses of their quarters"
+        return Independence(SUMMED, text, SUM_FOR_MEAN)
+    mean = np.mean(alone)
+    if tested.weighted:
+        text = f"the losses of quarters of the rows have mean {mean:.4g}, and that of all is {whole:.4g}"
+        return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS)
+    return _dependent(abs(whole - mean) / (np.max(np.abs(alone)) or 1.0))
 
 
 def _dependent(share: float) -> Independence:

@@ -1,0 +1,179 @@
+"""Evaluate a traced loss or step on arrays, with some of what it computes replaced.
+
+Sums over all replicas become other numbers, and conditions and factors that do not depend on rows,
+such as schedules and gates, random ones: what depends on them must not be overlooked.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from replicax.core.equations import bind, called, evaluate, of_scan
+from replicax.core.rows import (
+    DECLARED,
+    ENTERED,
+    GATHERED,
+    RANDOM,
+    SEEN,
+    STEPPED,
+    SUMMED,
+    SUMS_OF_REPLICAS,
+    Follow,
+    label_of,
+    row_dim,
+)
+
+Values = dict[str, list[tuple[jax.Array, int | None]]]
+"""What was seen, by label, and the dim of its rows."""
+
+
+class Undecided(Exception):  # noqa: N818
+    """Raised if numbers cannot tell whether rows depend on one another."""
+
+
+@dataclasses.dataclass
+class RowEvaluation:
+    """Evaluates a jaxpr on arrays."""
+
+    follow: Follow
+    key: jax.Array
+    """Of everything replaced."""
+    changes: jax.Array
+    """bool: whether conditions and factors are replaced."""
+    pinned: jax.Array
+    """bool: whether all rows draw the same random numbers."""
+    enter: Callable[[jax.Array], jax.Array] | None = None
+    """Which rows a loss in a custom step is given."""
+    given: list[jax.Array] | None = None
+    """What `rx.gather` returns, in order; None for its rows themselves."""
+    inner: bool = False
+    """Whether in a loop or a branch."""
+    seen: Values = dataclasses.field(default_factory=dict)
+    gathered: list[jax.Array] = dataclasses.field(default_factory=list)
+    _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        return evaluate(jaxpr, values, self._apply, lambda value: value)
+
+    def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name, label = eqn.primitive.name, label_of(eqn)
+        if label == SUMMED or name in SUMS_OF_REPLICAS:
+            pairs = zip(eqn.outvars, values, strict=True)
+            return [self._replaced(var) if _is_float(var.aval) else value for var, value in pairs]
+        if label == ENTERED and self.enter:
+            return [self.enter(values[0])]
+        if label == GATHERED:
+            return [self._gather(values[0])]
+        if name == "select_n" and not self._depends(eqn.invars[0]):
+            return [self._blended(eqn, values[0], values[1:])]
+        values = self._changed(eqn, values)
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "cond" and not eqn.params.get("branches_platforms"):
+            return self._cond(eqn, values)
+        if name in STEPPED:
+            found = self(called(eqn), values)
+            if label == DECLARED or label.startswith(SEEN):
+                dim = row_dim(called(eqn)) if len(found) > 1 else None
+                self.seen.setdefault(label, []).append((found[0], dim))
+            return found
+        found = bind(eqn, values)
+        if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
+            dim = self.follow.drawn[eqn.outvars[0]]
+            same = jnp.take(found[0], jnp.zeros(found[0].shape[dim], int), axis=dim)
+            found = [jnp.where(self.pinned, same, found[0])]
+        return found
+
+    def _gather(self, rows: jax.Array) -> jax.Array:
+        if self.inner:
+            raise Undecided("rx.gather in a loop or a branch")
+        self.gathered.append(rows)
+        return rows if self.given is None else self.given[len(self.gathered) - 1]
+
+    def _depends(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and self.follow.places.get(atom) is not None
+
+    def _changed(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Return `values` with numbers replaced that meet rows but do not depend on them."""
+        meets = eqn.primitive.name == "broadcast_in_dim" or any(map(self._depends, eqn.invars))
+        if not meets:
+            return values
+        return [
+            jnp.where(self.changes, self._replaced(atom), value)
+            if not isinstance(atom, Literal) and _is_factor(atom.aval) and not self._depends(atom)
+            else value
+            for atom, value in zip(eqn.invars, values, strict=True)
+        ]
+
+    def _replaced(self, var: Any) -> jax.Array:
+        """Return another value, the same one in each evaluation with this key."""
+        aval = var.aval
+        key = jax.random.fold_in(self.key, self._number(var))
+        if aval.dtype == bool:
+            return jax.random.bernoulli(key, 0.5, aval.shape)
+        return jax.random.uniform(key, aval.shape, minval=0.5, maxval=1.5).astype(aval.dtype)
+
+    def _number(self, of: Any) -> int:
+        """Return a number for a variable or an equation, the same in corresponding traces."""
+        return self._numbers.setdefault(id(of), len(self._numbers))
+
+    def _within(self) -> "RowEvaluation":
+        return dataclasses.replace(self, inner=True, seen={}, gathered=[])
+
+    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+        params = eqn.params
+        consts, carry, over = of_scan(params, values)
+        dims: dict[str, list[int | None]] = {}
+
+        def body(carry: list[Any], each: list[Any]) -> Any:
+            run = self._within()
+            found = run(params["jaxpr"], [*consts, *carry, *each])
+            arrays = {label: [value for value, _ in seen] for label, seen in run.seen.items()}
+            dims.update({label: [dim for _, dim in seen] for label, seen in run.seen.items()})
+            return found[: len(carry)], (found[len(carry) :], arrays)
+
+        more = {name: params[name] for name in ("length", "reverse")}
+        carry, (ys, arrays) = lax.scan(body, carry, over, **more)
+        for label, found in arrays.items():
+            pairs = zip(found, dims[label], strict=True)
+            shifted = [(value, None if dim is None else dim + 1) for value, dim in pairs]
+            self.seen.setdefault(label, []).extend(shifted)
+        return [*carry, *ys]
+
+    def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Evaluate all branches, and take one of them, or some of each if no rows choose it."""
+        index, branches = values[0], eqn.params["branches"]
+        index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+        found = []
+        for branch in branches:
+            run = self._within()
+            found.append(run(branch, values[1:]))
+            for label, seen in run.seen.items():
+                self.seen.setdefault(label, []).extend(seen)
+        if self._depends(eqn.invars[0]):
+            return [lax.select_n(index, *each) for each in zip(*found, strict=True)]
+        return [self._blended(eqn, index, each) for each in zip(*found, strict=True)]
+
+    def _blended(self, eqn: Any, which: jax.Array, cases: Sequence[Any]) -> Any:
+        """Return one of the `cases`, or with changes a sum of all: none may be overlooked."""
+        one = lax.select_n(which, *cases)
+        if not _is_float(one):
+            return one
+        key = jax.random.fold_in(self.key, self._number(eqn))
+        shares = jax.random.uniform(key, (len(cases),), minval=0.5, maxval=1.5) / len(cases)
+        finite = [jnp.where(jnp.isfinite(case), case, 0) for case in cases]
+        every = sum(share * case for share, case in zip(shares, finite, strict=True))
+        return jnp.where(self.changes, every.astype(one.dtype), one)
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _is_factor(aval: Any) -> bool:
+    return aval.shape == () and (aval.dtype == bool or _is_float(aval))
