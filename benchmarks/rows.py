@@ -69,9 +69,9 @@ def picked(c: Context, z: Any) -> Any:
 
 
 def stepped(c: Context, z: Any) -> Any:
-    return jax.vmap(
+    return z + jax.vmap(
         lambda row: jax.lax.while_loop(lambda v: jnp.sum(v**2) > 0.1, lambda v: v / 2, row)
-    )(z)
+    )(jax.lax.stop_gradient(z))
 
 
 APART: dict[str, Part] = {

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax import lax
 
-from replicax.core.row_counts import Count, Key, Ratio, Total
+from replicax.core.row_counts import KEY, Count, Ratio, Total
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.rows import Follow, Unlike
 
@@ -25,7 +25,7 @@ def rows_of(function: Any) -> list[Any]:
         jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4, *given(function))
         for rows in (ROWS, 2 * ROWS)
     )
-    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0), *(Key() for _ in given(function))])
+    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0), *(KEY for _ in given(function))])
 
 
 def given(function: Any) -> list[jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.core.batch import Batch
 from replicax.core.examiner import AXIS, RowExaminer, Run, Trace, trace
-from replicax.core.row_counts import Key, Place, Ratio, Total
+from replicax.core.row_counts import KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_trials import Division, Found, Pair, compared
@@ -176,7 +176,8 @@ class Look:
         shared = len(jax.tree.leaves(batch.shared))
         rows = None if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
-        of_state = [Key() if leaf is state.seed else None for leaf in jax.tree.leaves(state)]
+        origins = {id(state.seed): KEY, id(state.step): NUMBER}
+        of_state = [origins.get(id(leaf)) for leaf in jax.tree.leaves(state)]
         return of_state + by_row + [None] * shared
 
     def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
@@ -209,5 +210,7 @@ class Look:
             of_whole(one.jaxpr, part.jaxpr, inputs)
             of_part(part.jaxpr, one.jaxpr, inputs)
         except Unlike:
-            return Pair(one, part, Follow(counts), Follow(counts), alike=False)
+            alone = Follow((1, 1), known)
+            alone(one.jaxpr, one.jaxpr, inputs)
+            return Pair(one, part, alone, Follow(counts), alike=False)
         return Pair(one, part, of_whole, of_part, alike=True)

@@ -50,14 +50,21 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
-    """The step's key, or one derived from it: random numbers of each row are drawn from it."""
+class Origin:
+    """What a value that does not depend on the rows is computed from."""
+
+    name: str
 
     def __bool__(self) -> bool:
-        return False  # it does not depend on the rows
+        return False
 
 
-Place = Rows | Total | Ratio | Count | Index | Columns | Key | None
+KEY = Origin("key")
+"""Keys derived from the step's: random numbers of each row are drawn from them."""
+NUMBER = Origin("number")
+"""Values derived from the step number, such as schedules."""
+
+Place = Rows | Total | Ratio | Count | Index | Columns | Origin | None
 """None for a value that depends on neither rows nor their number."""
 
 
@@ -77,7 +84,7 @@ def either(places: Sequence[Place]) -> Place:
     found = {each for each in places if each}
     if len(found) > 1 or (not all(places) and not all(map(_may_shift, found))):
         return MIXED
-    return next(iter(found), Key() if Key() in places else None)
+    return next(iter(found), next((each for each in places if each is not None), None))
 
 
 def _may_shift(place: Place) -> bool:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from replicax.core.equations import bind, called, evaluate, of_scan
+from replicax.core.row_counts import NUMBER
 from replicax.core.rows import (
     DECLARED,
     ENTERED,
@@ -96,7 +97,13 @@ class RowEvaluation:
         return rows if self.given is None else self.given[len(self.gathered) - 1]
 
     def _depends(self, atom: Any) -> bool:
-        return not isinstance(atom, Literal) and self.follow.places.get(atom) is not None
+        return not isinstance(atom, Literal) and bool(self.follow.places.get(atom))
+
+    def _is_factor(self, atom: Any) -> bool:
+        """Whether a value is a condition or a factor that does not depend on rows."""
+        known = self.follow.places
+        alone = atom in known and (atom.aval.shape == () or known[atom] == NUMBER)
+        return alone and not known[atom] and (atom.aval.dtype == bool or _is_float(atom.aval))
 
     def _changed(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Return `values` with numbers replaced that meet rows but do not depend on them."""
@@ -105,7 +112,7 @@ class RowEvaluation:
             return values
         return [
             jnp.where(self.changes, self._replaced(atom), value)
-            if not isinstance(atom, Literal) and _is_factor(atom.aval) and not self._depends(atom)
+            if not isinstance(atom, Literal) and self._is_factor(atom)
             else value
             for atom, value in zip(eqn.invars, values, strict=True)
         ]
@@ -173,7 +180,3 @@ class RowEvaluation:
 
 def _is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _is_factor(aval: Any) -> bool:
-    return aval.shape == () and (aval.dtype == bool or _is_float(aval))

@@ -28,8 +28,8 @@ _OF_SUMS = 128
 """The same of one number for a batch."""
 _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
-_STEPS = (None, 1_000_003, 7)
-"""The step number of each trial; None for that of the state."""
+_STEPS = (0, 1_000_003, 7)
+"""The step number of each trial; 0 for the given state and batch."""
 _QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
 """Compiler options by platform."""
 
@@ -92,23 +92,22 @@ def compared(
     if pair.of_whole.drawn and not pair.alike:
         raise Undecided("random numbers for other rows")
     compiled = partial(jax.jit, compiler_options=_QUICK.get(jax.default_backend()))
-    other, whole, parts = (
-        compiled(partial(each, pair, division, wanted)) for each in (_other, _whole, _parts)
+    other, whole, verdict = (
+        compiled(partial(each, pair, division, wanted)) for each in (_other, _whole, _verdict)
     )
-    by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs)
-    judge = jax.jit(partial(_judged, division, pair.eps, wanted, by_row))
-    verdicts = []
+    state, batch = _on_one_device(state, batch)
+    verdicts, none = [], np.int32(-1)
     for number, step in enumerate(_STEPS):
-        key, first = jax.random.key(number), jnp.int32(number % len(division.parts))
-        of_state, of_batch = other(state, batch, key, jnp.asarray(number > 0))
-        if step is not None:
-            of_state = dataclasses.replace(of_state, step=jnp.int32(step))
-        given = of_state, of_batch, key, jnp.asarray(number > 0 and pair.alike)
-        together, gathered = whole(*given, False, None, None)
-        again, _ = whole(*given, False, first, gathered)
-        pinned, gathered = whole(*given, True, None, None)
-        alone = parts(*given, gathered)
-        verdicts.append(jax.device_get(judge(first, together, again, pinned, alone)))
+        key = jax.random.key(number, impl="unsafe_rbg")  # compiles fast
+        first = np.int32(number % len(division.parts))
+        given = (*other(state, batch, key, np.int32(step)), key)
+        changes = np.bool_(step), np.bool_(False)
+        together, gathered = whole(*given, *changes, none, None)
+        again, _ = whole(*given, *changes, first, gathered or None)
+        given = (*given, np.bool_(step and pair.alike))
+        pinned, gathered = whole(*given, np.bool_(True), none, None)
+        found = verdict(*given, gathered, first, together, again, pinned)
+        verdicts.append(jax.device_get(found))
     return {
         label: Found(
             *verdicts[0][label][:2],
@@ -119,6 +118,16 @@ def compared(
     }
 
 
+def _on_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+    """Return `state` and `batch` on one device, where programs compile fast, if it has the state."""
+    leaves = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
+    whole = all(leaf.is_fully_addressable for leaf in leaves)
+    if not whole or not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state)):
+        return state, batch
+    state = jax.tree.map(lambda leaf: leaf.addressable_data(0), state)
+    return state, jax.device_put(batch, jax.tree.leaves(state)[0].device)
+
+
 def _other(
     _pair: Pair,
     division: Division,
@@ -126,10 +135,13 @@ def _other(
     state: TrainState,
     batch: Batch,
     key: jax.Array,
-    change: jax.Array,
+    step: jax.Array,
 ) -> tuple[TrainState, Batch]:
-    """Return `state` and `batch`, or others like them if `change`, with the mask of `division`."""
-    numbers = itertools.count()
+    """Return others like `state` and `batch` for a step number above 0, else these.
+
+    The mask is that of the `division`.
+    """
+    numbers, change = itertools.count(), step > 0
 
     def moved(leaf: Any) -> Any:
         """Return a leaf with noise; it stays positive if it is."""
@@ -161,7 +173,8 @@ def _other(
     changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
     real = np.zeros(batch.size, np.float32)
     real[division.parts.reshape(-1)] = 1
-    return dataclasses.replace(changed, step=state.step, seed=state.seed), dataclasses.replace(
+    at = jnp.where(change, step, state.step)
+    return dataclasses.replace(changed, step=at, seed=state.seed), dataclasses.replace(
         batch,
         data=jax.tree.map(drawn, batch.data),
         shared=jax.tree.map(moved, batch.shared),
@@ -177,28 +190,31 @@ def _whole(
     batch: Batch,
     key: jax.Array,
     changes: jax.Array,
-    pinned: bool | jax.Array,
-    first: jax.Array | None,
+    pinned: jax.Array,
+    first: jax.Array,
     given: list[jax.Array] | None,
 ) -> tuple[dict[str, list[jax.Array]], list[jax.Array]]:
     """Return what is seen of the whole batch, and what it gathers.
 
-    If `first` is a part's number, with other rows in all other parts.
+    If `first` is a part's number and not negative, with other rows in all other parts.
     """
-    rows, mixed = jnp.arange(batch.size), lambda leaf: leaf
-    if first is not None:
-        own = jnp.zeros(batch.size, bool).at[jnp.asarray(division.parts)[first]].set(True)
-        offset = jax.random.randint(key, (), 1, max(batch.size, 2))
-        source = jnp.where(own, rows, (rows + offset) % batch.size)
-        mixed = lambda leaf: leaf[source]  # noqa: E731
+    rows = jnp.arange(batch.size)
+    own = jnp.zeros(batch.size, bool).at[jnp.asarray(division.parts)[first]].set(True)
+    offset = jax.random.randint(key, (), 1, max(batch.size, 2))
+    source = jnp.where(own | (first < 0), rows, (rows + offset) % batch.size)
+
+    def mixed(leaf: jax.Array) -> jax.Array:
+        return leaf[source]
+
     if not division.within:
-        batch, mixed = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data)), None
-    run = RowEvaluation(pair.of_whole, key, changes, jnp.asarray(pinned), mixed, given)
+        batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
+    enter = mixed if division.within else None
+    run = RowEvaluation(pair.of_whole, key, changes, pinned, enter, given)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
 
-def _parts(
+def _verdict(
     pair: Pair,
     division: Division,
     wanted: Sequence[str],
@@ -207,8 +223,10 @@ def _parts(
     key: jax.Array,
     changes: jax.Array,
     given: list[jax.Array],
-) -> dict[str, list[jax.Array]]:
-    """Return what is seen of each part of the batch, `[parts, ...]`."""
+    first: jax.Array,
+    *whole: dict[str, list[jax.Array]],
+) -> dict[str, tuple[jax.Array, ...]]:
+    """Return, of each label, its first value on parts and on the whole, and the verdicts."""
 
     def one(rows: jax.Array) -> dict[str, list[jax.Array]]:
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
@@ -218,7 +236,14 @@ def _parts(
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
-    found: dict[str, list[jax.Array]] = lax.map(one, jnp.asarray(division.parts))
+    alone = lax.map(one, jnp.asarray(division.parts))
+    by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs)
+    found = {}
+    for label in wanted:
+        each = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
+        judged = [_judged(division, pair.eps, label in by_row, first, *values) for values in each]
+        differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
+        found[label] = alone[label][0], whole[-1][label][0], jnp.any(differs), jnp.all(finite)
     return found
 
 
@@ -238,33 +263,26 @@ def _seen(
 def _judged(
     division: Division,
     eps: float,
-    wanted: Sequence[str],
-    by_row: frozenset[str],
+    by_row: bool,
     first: jax.Array,
-    *results: dict[str, list[jax.Array]],
-) -> dict[str, tuple[jax.Array, ...]]:
-    """Return, of each label, its first value on parts and on the whole, and the verdicts."""
-    together, again, pinned, alone = results
+    together: jax.Array,
+    again: jax.Array,
+    pinned: jax.Array,
+    alone: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether a value differs on parts, and whether any of it is finite.
+
+    It is given for the whole batch, with other rows in other parts, with equal random numbers, and
+    for each part alone, with these too.
+    """
+    finite = jnp.any(jnp.isfinite(pinned)) & jnp.any(jnp.isfinite(alone))
+    if not by_row:
+        return _gap(jnp.mean(alone, axis=0), pinned) > min(_OF_SUMS * eps, _COARSEST), finite
     parts = jnp.asarray(division.parts)
-    mine, all_rows = parts[first], parts.reshape(-1)
-
-    def verdict(label: str) -> tuple[jax.Array, ...]:
-        differ, finite = [], []
-        for of_whole, of_other, of_same, of_parts in zip(
-            *(each[label] for each in (together, again, pinned, alone)), strict=True
-        ):
-            if label in by_row:
-                flat = of_parts.reshape(-1, *of_parts.shape[2:])
-                differ.append(_gap(of_whole[mine], of_other[mine]) > _SHARP * _EPS)
-                gap, bound = _gap(flat, of_same[all_rows]), _LOOSE
-            else:
-                gap, bound = _gap(jnp.mean(of_parts, axis=0), of_same), _OF_SUMS
-            differ.append(gap > min(bound * eps, _COARSEST))
-            finite.append(jnp.any(jnp.isfinite(of_same)) & jnp.any(jnp.isfinite(of_parts)))
-        values = alone[label][0], pinned[label][0]
-        return *values, jnp.any(jnp.stack(differ)), jnp.all(jnp.stack(finite))
-
-    return {label: verdict(label) for label in wanted}
+    mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
+    differs = _gap(together[mine], again[mine]) > _SHARP * _EPS
+    loose = _gap(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
+    return differs | loose, finite
 
 
 def _gap(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -16,10 +16,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.equations import CALLS, REMATS, called, closed, of_scan, settle
 from replicax.core.row_counts import (
+    KEY,
+    NUMBER,
     Columns,
     Count,
     Index,
-    Key,
     Place,
     Total,
     constant,
@@ -137,10 +138,12 @@ class Follow:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
         pairs = zip(shape, twin.aval.shape, strict=True)
         grown = [dim for dim, (size, other) in enumerate(pairs) if size != other]
-        keyed = Key() in places
+        keyed = KEY in places
         if not grown and not any(places):
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
-            return Key() if keyed and holds_key and name != "random_bits" else None
+            if keyed and holds_key and name != "random_bits":
+                return KEY
+            return NUMBER if NUMBER in places else None
         if len(grown) == 1 and name in RANDOM:
             if keyed:
                 self.drawn[out] = grown[0]
