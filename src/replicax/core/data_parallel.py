@@ -148,7 +148,8 @@ class DataParallel(Configured):
             seed: the seed for shuffling.
             epoch: the epoch number, from 0.
             first: the number of the first batch, from 0.
-            prefetch: the number of batches to prepare ahead in the background.
+            prefetch: the number of batches to prepare ahead in the background. With 0, a source
+                that reads what the loop changes (priorities, a replay buffer) sees all of it.
 
         Raises:
             ConfigError: a batch with fewer rows than micro-batches over all replicas, or a source

@@ -41,7 +41,8 @@ class Feed:
     """Iterate over one epoch of `source` as `Batch`es placed on the devices.
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
-    and transfers run in a background thread, at most `prefetch` batches ahead. Iterating again
+    and transfers run in a background thread, at most `prefetch` batches ahead; with 0, each batch
+    is read from the source when the loop asks for it. Iterating again
     yields the same epoch from batch `first` on. In a job of several processes, all must iterate
     in the same way; each reads the rows for its own devices.
 
@@ -66,8 +67,8 @@ class Feed:
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
-        if prefetch < 1:
-            raise ConfigError(f"prefetch={prefetch}; at least 1 batch must be prefetched: raise it")
+        if prefetch < 0:
+            raise ConfigError(f"prefetch={prefetch}; it must be at least 0: raise it")
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):
@@ -100,7 +101,10 @@ class Feed:
             place = {"epoch": self.epoch, "first": self.first}
             self._job.agree("the data", {**self.source.fingerprint(), **place})
         topic = self._job.unique("a pass over the data")
-        items = prefetched(partial(self._batches, topic), self._prefetch)
+        if self._prefetch:
+            items = prefetched(partial(self._batches, topic), self._prefetch)
+        else:
+            items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
         self._job.move()
         try:
@@ -115,7 +119,7 @@ class Feed:
             items.close()
             self._job.rest()
 
-    def _batches(self, topic: str, closing: threading.Event) -> Iterator[Batch]:
+    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
         own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
         for batch, share in self._own(topic, closing) if own else self._common():
             yield share.place(dataclasses.replace(batch, feed_padding=self.padding))

@@ -29,8 +29,12 @@ class Broken:
     """Whether it is one number for the whole batch."""
     output: bool = False
     """Whether it is a state or a metric that a custom step returns."""
+    by_row: bool = False
+    """Whether it is an output with one entry for each row."""
     why: str = ""
     """Why it is not known whether it would; empty if it is."""
+    raised: str = ""
+    """What is raised if it is computed on one part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,10 @@ class Look:
         examiner = self._one.examiner
         if division.padded and self.weighs:
             return [], [*labels, *outputs]
-        found = [Broken(name, output=True) for name in outputs]
+        found = [
+            Broken(name, output=True, by_row=isinstance(place, Rows) and place != MIXED)
+            for name, place in outputs.items()
+        ]
         if division.padded:
             scalars = [label for label in labels if label in examiner.scalars]
             needed = labels if self.gathers else scalars
@@ -101,17 +108,18 @@ class Look:
         found, labels = self.doubts(division)
         if found or not labels:
             return found
-        trials, why, examiner = {}, "", self._one.examiner
+        trials, why, raised, examiner = {}, "", "", self._one.examiner
         try:
             trials = self.compared(division, labels, state, batch)
         except Undecided as reason:
-            why = str(reason)
+            why, raised = str(reason), str(reason.__cause__ or "") and str(reason)
         for label in labels:
             trial = trials.get(label)
             if trial is None or trial.differs or not trial.decided:
                 said = why or ("" if trial and trial.differs else "it is never finite")
                 name, is_output = examiner.names.get(label, label), label not in examiner.names
-                found.append(Broken(name, label in examiner.scalars, is_output, said))
+                scalar = label in examiner.scalars
+                found.append(Broken(name, scalar, is_output, why=said, raised=raised))
         return found
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
@@ -139,10 +147,11 @@ class Look:
             part = self._part(division)
         except Exception as error:  # the user's code, on few rows
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise Undecided(f"on {division.size} rows it raises {said}") from error
+            where = f"{division.size} of {self._rows} rows"
+            raise Undecided(f"on {where}: {said}") from error
         return compared(self._pair(part, division), division, labels, state, batch)
 
-    def _doubted(self, division: Division) -> tuple[list[str], list[str]]:
+    def _doubted(self, division: Division) -> tuple[dict[str, Place], list[str]]:
         """Return outputs, and labels of values, that the traces do not show to be the same."""
         twin, one = self._twin(division.within), self._one
         known: dict[str, Place] = {SUMMED: None, GATHERED: MIXED if division.padded else None}
@@ -164,7 +173,7 @@ class Look:
             labels = list(one.examiner.names)
         self._seen, self._declares = follow.seen, follow.declares
         pairs = zip(one.outputs, places, strict=False)
-        return [name for name, place in pairs if place and not division.within], labels
+        return {name: place for name, place in pairs if place and not division.within}, labels
 
     def _allowed(self, label: str, division: Division) -> Any:
         if label not in self._one.examiner.scalars:

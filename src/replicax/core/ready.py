@@ -131,11 +131,23 @@ class Ready:
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and look.from_key and not broken:
                 broken = [Broken(look.from_key[0], output=True, why="key")]
-            if broken and broken[0].output and not own:
-                raise row_errors.written(sees)
+            if not own:
+                self._check_written([each for each in broken if each.output], sees)
+                broken = [each for each in broken if not each.output]
             if broken:
                 raise row_errors.divided(broken[0], sees, self._fix())
         return look
+
+    def _check_written(self, written: list[Broken], sees: str) -> None:
+        """Raise `LossError` if the state that the loss writes differs between those that see rows.
+
+        Micro-batches hand it on to each other, unless it has one entry for each row.
+        """
+        program = self._program
+        apart = program.configuration.mode.per_replica or program.split_objective.per_replica
+        differing = [each for each in written if each.by_row or apart]
+        if differing:
+            raise row_errors.written(differing[0], sees)
 
     def _padded_or_not(self, what: str, state: TrainState, batch: Batch) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
@@ -163,7 +175,7 @@ class Ready:
         broken = self._looks[what].broken(_real(real), state, batch)
         if not broken:
             return None
-        if real % self._parts or self._program.configuration.job.processes > 1:
+        if broken[0].raised or real % self._parts or self._program.configuration.job.processes > 1:
             raise row_errors.padded(broken[0], padding, batch.size)
         _log.warning(
             f"{broken[0].name} depends on padded rows: batches of {real} rows are computed without "

@@ -15,6 +15,11 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
             f"{name} depends on the step's key, which differs between the {sees}, but replicas "
             "must stay equal: draw in a loss, or keep a key in the state"
         )
+    if broken.raised:
+        return LossError(
+            f"{name} cannot be computed on the rows that each of {sees} sees ({broken.raised}), "
+            f"though it can on all of them: accept any number of rows, or {fix}"
+        )
     if broken.output:
         return LossError(
             f"{name} depends on rows in the step itself, which differ between the {sees}, but "
@@ -43,8 +48,13 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
     return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
 
 
-def written(sees: str) -> LossError:
+def written(broken: Broken, sees: str) -> LossError:
     """Return the error for model state that a loss computes from the rows it sees."""
+    if broken.by_row:
+        return LossError(
+            f"the loss updates the model's {broken.name} with one entry for each row, and {sees} "
+            "see only some of them: use mode='jit' and accumulate=1, or rx.gather the rows"
+        )
     return LossError(
         "the loss updates the model's state from the rows it sees, which differ between "
         f"{sees}: use mode='jit', or rx.gather the rows"
@@ -64,6 +74,11 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
         return LossError(
             f"{name} is one number per batch, and {where}, which it cannot exclude: return one "
             "value per row, or choose a batch size that divides the rows"
+        )
+    if broken.raised:
+        return LossError(
+            f"{name} cannot be computed without padding ({broken.raised}), and {where}: accept any "
+            "number of rows, or choose a batch size that divides the rows"
         )
     what = "the loss of a row" if name == LOSS else f"{name} of a row"
     depends, declare = "depends on the other rows", ""
