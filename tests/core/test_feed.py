@@ -222,20 +222,20 @@ class TestIterable:
         assert [float(batch.data.min()) for batch in batches] == [0, 1, 2, 3, 4, 5]
         assert [float(batch.data.max()) for batch in batches] == [0, 1, 2, 3, 4, 5]
 
-    def test_without_prefetch_a_source_sees_what_the_loop_changed() -> None:
-    seen, done = [], 0
+    def test_without_prefetch_a_source_sees_what_the_loop_changed(self) -> None:
+        seen: list[int] = []
+        done = 0
 
-    def loader() -> Any:
-        for _ in range(4):
-            seen.append(done)
-            yield np.ones((8, 2), np.float32)
+        def loader() -> Any:
+            for _ in range(4):
+                seen.append(done)
+                yield np.ones((8, 2), np.float32)
 
-    for _ in feed(loader(), prefetch=0):
-        done += 1
-    assert seen == [0, 1, 2, 3]
+        for _ in feed(loader(), prefetch=0):
+            done += 1
+        assert seen == [0, 1, 2, 3]
 
-
-def test_an_error_of_the_loader_is_raised_where_its_batch_would_be(self) -> None:
+    def test_an_error_of_the_loader_is_raised_where_its_batch_would_be(self) -> None:
         def loader() -> Iterator[np.ndarray]:
             yield np.arange(16)
             raise FileNotFoundError("shard-7")

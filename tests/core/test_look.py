@@ -156,7 +156,9 @@ def test_it_is_computed_without_padding_where_its_rows_divide(loss: Loss) -> Non
     _, last = dp.feed(DATA, 12)
     _, metrics = dp.step(dp.init(MODEL), last)
     found = loss(MODEL, {name: leaf[12:] for name, leaf in DATA.items()}, None)
-    values, weights = (found.values, found.weights) if isinstance(found, rx.Weighted) else (found, None)
+    values, weights = (
+        (found.values, found.weights) if isinstance(found, rx.Weighted) else (found, None)
+    )
     wanted = np.average(values, weights=weights)
     assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
 
@@ -227,7 +229,13 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
 
 @pytest.mark.parametrize(
     ("loss", "traces", "said"),
-    [(errors, 2, ""), (dropped, 2, ""), (mean, 2, ""), (there_and_back, 3, ""), (contrastive, 3, "loss")],
+    [
+        (errors, 2, ""),
+        (dropped, 2, ""),
+        (mean, 2, ""),
+        (there_and_back, 3, ""),
+        (contrastive, 3, "loss"),
+    ],
 )
 def test_what_looking_costs(loss: Loss, traces: int, said: str) -> None:
     """Two traces where they tell; else one more, of the rows of one part."""

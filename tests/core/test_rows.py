@@ -129,7 +129,10 @@ NUMBERS = {
     "weighted mean": (lambda x, t: jnp.average(x[:, 0, 0], weights=1.0 * t), Ratio()),
     "count": (lambda x, _: jnp.sum(x > 0), Total(0)),
     "each over their number": (lambda x, _: x / len(x), Rows(0, power=-1)),
-    "weights that add up to 1": (lambda x, t: jnp.sum(x[:, 0, 0] * jnp.full(len(t), 1 / len(t))), Total(-1)),
+    "weights that add up to 1": (
+        lambda x, t: jnp.sum(x[:, 0, 0] * jnp.full(len(t), 1 / len(t))),
+        Total(-1),
+    ),
     "a constant over their number": (lambda x, _: jnp.float32(3 / len(x)), Count(-1)),
 }
 

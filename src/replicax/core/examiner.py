@@ -17,7 +17,6 @@ from replicax.core.batch import Batch
 from replicax.core.inside import Inside, weighs
 from replicax.core.loss import LOSS, Weighted, sums, values_by_name
 from replicax.core.models.definition import PyTree, View
-from replicax.core.models.stateful import values_of
 from replicax.core.objective import Objective, StepSums
 from replicax.core.precision import to_sum
 from replicax.core.rows import ENTERED, GATHERED, SEEN
@@ -68,7 +67,9 @@ class RowExaminer:
         weighted = sums(returned, rows.mask)
         for name, value in values_by_name(returned).items():
             self.see(name, value)
-        return StepSums(jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted), after
+        return StepSums(
+            jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted
+        ), after
 
     def see(self, name: str, value: Any) -> None:
         """Mark the values, and weights, of a mean."""

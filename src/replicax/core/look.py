@@ -13,8 +13,8 @@ import numpy as np
 from replicax.core.batch import Batch
 from replicax.core.examiner import AXIS, RowExaminer, Run, Trace, trace
 from replicax.core.row_counts import KEY, NUMBER, Place, Ratio, Total
-from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_evaluation import Undecided
+from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_trials import Division, Found, Pair, compared
 from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow, Unlike, moves
 from replicax.core.update import TrainState
@@ -183,14 +183,15 @@ class Look:
     def _places(self, division: Division) -> list[Place]:
         state, batch = self._given
         shared = len(jax.tree.leaves(batch.shared))
-        rows = None if division.within else Rows(0)
+        rows: Place = None if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
         origins = {id(state.seed): KEY, id(state.step): NUMBER}
-        of_state = [origins.get(id(leaf)) for leaf in jax.tree.leaves(state)]
+        of_state: list[Place] = [origins.get(id(leaf)) for leaf in jax.tree.leaves(state)]
         return of_state + by_row + [None] * shared
 
     def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
-        return trace(self._run, *self._given, rows, examiner)
+        state, batch = self._given
+        return trace(self._run, state, batch, rows, examiner)
 
     def _twin(self, within: bool) -> Trace | None:
         """Return the trace with twice the rows, if the user's code can be traced with them."""

@@ -129,9 +129,7 @@ def _values(value: Any) -> Any:
     return values
 
 
-def weighted_sum(
-    name: str, value: Any, mask: jax.Array, axis: int | None = None
-) -> WeightedSum:
+def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None) -> WeightedSum:
     """Return the sum behind one value of a loss's result; errors refer to it as `name`.
 
     It is the sum over all dims, or over the rows alone if `axis` is 0.

@@ -93,7 +93,7 @@ def _read(
     if other and len(given) == len(wanted):
         raise ConfigError(
             f"the optimizer returns updates of shape {other[0]}, as if it expected one gradient "
-            "per row; it is given the mean gradient: use another, or write a custom step that takes "
+            "per row; it is given the mean gradient: use another, or a custom step that takes "
             "rx.mean of jax.vmap(jax.grad(...)) of the rows"
         )
     jaxpr = closed.jaxpr

@@ -126,19 +126,18 @@ def mean(values: PyTree) -> PyTree:
         LossError: `values` has not the rows of the step's batch, or is differentiated.
     """
     primitives, state, rows = _seen("mean", values, (), ())
-    each, structure = jax.tree.flatten(values, is_leaf=_is_weighted)
 
     def part(_params: PyTree, extras: PyTree, rows: Batch, _view: View) -> Any:
-        named = dict(zip(map(str, range(len(each))), structure.flatten_up_to(rows.data), strict=True))
-        if primitives.examiner:
-            for value in named.values():
+        sums = {}
+        for n, value in enumerate(jax.tree.leaves(rows.data, is_leaf=_is_weighted)):
+            if primitives.examiner:
                 primitives.examiner.see("rx.mean", value)
-        sums = {n: weighted_sum("rx.mean", value, rows.mask, axis=0) for n, value in named.items()}
+            sums[str(n)] = weighted_sum("rx.mean", value, rows.mask, axis=0)
         return StepSums((), sums), extras
 
     total, _, _ = primitives.summing(part, state, rows, None)
     found = sums_of_all_replicas(list(total.means().values()))
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_weighted), found)
 
 
 def _is_weighted(node: Any) -> bool:

@@ -145,7 +145,8 @@ def _of_product(
     power = getattr(left, "power", 0) + sign * getattr(right, "power", 0)
     kinds = {type(left), type(right)}
     if Ratio in kinds:
-        return Ratio() if isinstance(left, Ratio) and not right or not left and sign > 0 else MIXED
+        alone = not right if isinstance(left, Ratio) else not left and sign > 0
+        return Ratio() if alone else MIXED
     if kinds == {Total} and sign < 0:
         return Ratio()
     if Total in kinds:
@@ -160,7 +161,13 @@ def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
     left, right = places
     power = sum(getattr(each, "power", 0) for each in places)
     if {Total, Ratio} & set(map(type, places)):
-        return MIXED if Ratio() in places else Total(power) if not all(places) or Count in map(type, places) else MIXED
+        return (
+            MIXED
+            if Ratio() in places
+            else Total(power)
+            if not all(places) or Count in map(type, places)
+            else MIXED
+        )
     if isinstance(left, Rows) and isinstance(right, Rows) and MIXED not in places:
         of_left, of_right = (list(dims) for dims in params["dimension_numbers"][0])
         if left.dim in of_left and right.dim in of_right and left.each == right.each:
@@ -194,8 +201,7 @@ def _of_index(
     return MIXED
 
 
-_LINEAR = frozenset(
-    """broadcast_in_dim convert_element_type copy neg real imag reduce_precision reduce_sum reshape
-    sharding_constraint slice squeeze stop_gradient transpose""".split()
-)
+_LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "imag", "neg", "real"}
+_LINEAR |= {"reduce_precision", "reduce_sum", "reshape", "sharding_constraint", "slice"}
+_LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 """Primitives of one array that keep sums sums, whatever the shape."""

@@ -42,9 +42,7 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
         )
     what = "the loss of a row" if name == LOSS else f"{name} of a row"
     if broken.why:
-        return LossError(
-            f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}"
-        )
+        return LossError(f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}")
     return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
 
 

@@ -67,7 +67,7 @@ class Pair:
         """The rounding unit of the coarsest dtype computed in."""
         avals = [*self.whole.jaxpr.in_avals, *(var.aval for var in self.of_whole.places)]
         floats = {aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.floating)}
-        return max([_EPS, *(float(jnp.finfo(dtype).eps) for dtype in floats)])
+        return max([_EPS, *(float(jnp.finfo(each).eps) for each in floats)])  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +106,18 @@ def compared(
         again, _ = whole(*given, *changes, first, gathered or None)
         given = (*given, np.bool_(step and pair.alike))
         pinned, gathered = whole(*given, np.bool_(True), none, None)
-        found = verdict(*given, gathered, first, together, again, pinned)
-        verdicts.append(jax.device_get(found))
-    return {
-        label: Found(
-            *verdicts[0][label][:2],
-            any(bool(each[label][2]) for each in verdicts),
-            any(bool(each[label][3]) for each in verdicts),
-        )
-        for label in wanted
-    }
+        judged = verdict(*given, gathered, first, together, again, pinned)
+        verdicts.append(jax.device_get(judged))
+    found = {}
+    for label in wanted:
+        alone, together, _, _ = verdicts[0][label]
+        differs, decided = (any(bool(each[label][n]) for each in verdicts) for n in (2, 3))
+        found[label] = Found(alone, together, differs, decided)
+    return found
 
 
 def _on_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-    """Return `state` and `batch` on one device, where programs compile fast, if it has the state."""
+    """Return `state` and `batch` on one device if it has the state: programs compile faster."""
     leaves = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
     whole = all(leaf.is_fully_addressable for leaf in leaves)
     if not whole or not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state)):
@@ -238,7 +236,7 @@ def _verdict(
 
     alone = lax.map(one, jnp.asarray(division.parts))
     by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs)
-    found = {}
+    found: dict[str, tuple[jax.Array, ...]] = {}
     for label in wanted:
         each = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
         judged = [_judged(division, pair.eps, label in by_row, first, *values) for values in each]

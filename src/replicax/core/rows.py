@@ -147,14 +147,16 @@ class Follow:
         if len(grown) == 1 and name in RANDOM:
             if keyed:
                 self.drawn[out] = grown[0]
-            return Rows(grown[0]) if keyed or any(isinstance(each, Rows) for each in places) else MIXED
+            return (
+                Rows(grown[0]) if keyed or any(isinstance(each, Rows) for each in places) else MIXED
+            )
         if grown and not any(place and not isinstance(place, Count) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
                 return MIXED
             if name == "iota" and eqn.params["dimension"] == dim:
                 return Index(dim) if each == 1 else MIXED
-            return Rows(dim, each, places[0].power if places and places[0] else 0)
+            return Rows(dim, each, getattr(places[0], "power", 0) if places else 0)
         found = _of(eqn, places, out.aval)
         return found if grown == _dims(found) or self._rows[0] == self._rows[1] else MIXED
 
@@ -177,9 +179,9 @@ def _dims(place: Place) -> list[int]:
 
 def _of(eqn: Any, places: list[Place], out: Any) -> Place:
     name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
-    if name == "convert_element_type" and not is_plain(places[0]):
-        if _is_float_dtype(avals[0].dtype) and not _is_float_dtype(out.dtype):
-            return MIXED
+    rounds = name == "convert_element_type" and _is_float_dtype(avals[0].dtype)
+    if rounds and not _is_float_dtype(out.dtype) and not is_plain(places[0]):
+        return MIXED
     zero = len(places) > 1 and _is_zero(eqn.invars[1])
     return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
 

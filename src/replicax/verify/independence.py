@@ -69,7 +69,9 @@ def examine_rows(look: Look, state: TrainState, batch: Batch, eps: float) -> Ind
 
 def _kind(name: str, tested: Tested, eps: float) -> Independence:
     """Return how the rows depend on one another, from what a value is on quarters and on all."""
-    alone, whole = (np.asarray(each, np.float64) for each in (tested.found.alone, tested.found.together))
+    alone, whole = (
+        np.asarray(each, np.float64) for each in (tested.found.alone, tested.found.together)
+    )
     scale = max(np.max(np.abs(alone)), np.max(np.abs(whole))) or 1.0
 
     def near(left: Any, right: Any) -> bool:
@@ -107,7 +109,7 @@ def _kind_of_number(
         return Independence(SUMMED, text, SUM_FOR_MEAN)
     mean = np.mean(alone)
     if tested.weighted:
-        text = f"the losses of quarters of the rows have mean {mean:.4g}, and that of all is {whole:.4g}"
+        text = f"the mean of the losses of quarters is {mean:.4g}, and the loss of all {whole:.4g}"
         return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS)
     return _dependent(abs(whole - mean) / (np.max(np.abs(alone)) or 1.0))
 

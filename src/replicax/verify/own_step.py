@@ -13,7 +13,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import Mode
 from replicax.core.update import TrainState
-from replicax.errors import LossError, ReplicaxError
+from replicax.errors import ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.devices_asked import check_devices_asked, devices_asked
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
