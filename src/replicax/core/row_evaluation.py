@@ -5,6 +5,7 @@ such as schedules and gates, random ones: what depends on them must not be overl
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ class RowEvaluation:
     """Evaluates a jaxpr on arrays."""
 
     follow: Follow
-    key: jax.Array
-    """Of everything replaced."""
+    trial: jax.Array
+    """int32: decides the numbers that replace others."""
     changes: jax.Array
     """bool: whether conditions and factors are replaced."""
     pinned: jax.Array
@@ -118,12 +119,9 @@ class RowEvaluation:
         ]
 
     def _replaced(self, var: Any) -> jax.Array:
-        """Return another value, the same one in each evaluation with this key."""
-        aval = var.aval
-        key = jax.random.fold_in(self.key, self._number(var))
-        if aval.dtype == bool:
-            return jax.random.bernoulli(key, 0.5, aval.shape)
-        return jax.random.uniform(key, aval.shape, minval=0.5, maxval=1.5).astype(aval.dtype)
+        """Return another value, the same one in each evaluation of this trial."""
+        found = uniform(self.trial, self._number(var), var.aval.shape)
+        return found < 0.5 if var.aval.dtype == bool else (found + 0.5).astype(var.aval.dtype)
 
     def _number(self, of: Any) -> int:
         """Return a number for a variable or an equation, the same in corresponding traces."""
@@ -171,8 +169,7 @@ class RowEvaluation:
         one = lax.select_n(which, *cases)
         if not _is_float(one):
             return one
-        key = jax.random.fold_in(self.key, self._number(eqn))
-        shares = jax.random.uniform(key, (len(cases),), minval=0.5, maxval=1.5) / len(cases)
+        shares = (uniform(self.trial, self._number(eqn), (len(cases),)) + 0.5) / len(cases)
         finite = [jnp.where(jnp.isfinite(case), case, 0) for case in cases]
         every = sum(share * case for share, case in zip(shares, finite, strict=True))
         return jnp.where(self.changes, every.astype(one.dtype), one)
@@ -180,3 +177,17 @@ class RowEvaluation:
 
 def _is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def uniform(trial: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return float32 numbers in [0, 1) for each pair of `trial` and `number`: a hash of an iota.
+
+    Unlike `jax.random`, it compiles in milliseconds.
+    """
+    bits = jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    bits += trial.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    bits += jnp.uint32((number * 0xC2B2AE35 + 1) % (1 << 32))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    bits ^= bits >> 16
+    return ((bits >> 8).astype(jnp.float32) * (2.0**-24)).reshape(shape)

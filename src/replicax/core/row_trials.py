@@ -17,7 +17,7 @@ from jax import lax
 
 from replicax.core.batch import Batch
 from replicax.core.examiner import Trace
-from replicax.core.row_evaluation import RowEvaluation, Undecided
+from replicax.core.row_evaluation import RowEvaluation, Undecided, uniform
 from replicax.core.rows import Follow
 from replicax.core.update import TrainState
 
@@ -98,9 +98,9 @@ def compared(
     state, batch = _on_one_device(state, batch)
     verdicts, none = [], np.int32(-1)
     for number, step in enumerate(_STEPS):
-        key = jax.random.key(number, impl="unsafe_rbg")  # compiles fast
         first = np.int32(number % len(division.parts))
-        given = (*other(state, batch, key, np.int32(step)), key)
+        trial = np.int32(number)
+        given = (*other(state, batch, trial, np.int32(step)), trial)
         changes = np.bool_(step), np.bool_(False)
         together, gathered = whole(*given, *changes, none, None)
         again, _ = whole(*given, *changes, first, gathered or None)
@@ -132,7 +132,7 @@ def _other(
     _wanted: Sequence[str],
     state: TrainState,
     batch: Batch,
-    key: jax.Array,
+    trial: jax.Array,
     step: jax.Array,
 ) -> tuple[TrainState, Batch]:
     """Return others like `state` and `batch` for a step number above 0, else these.
@@ -143,11 +143,11 @@ def _other(
 
     def moved(leaf: Any) -> Any:
         """Return a leaf with noise; it stays positive if it is."""
-        leaf, own = jnp.asarray(leaf), jax.random.fold_in(key, next(numbers))
+        leaf = jnp.asarray(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact) or not leaf.size:
             return leaf
         size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
-        noise = jnp.where(size > 0, size / 2, 0.1) * jax.random.normal(own, leaf.shape)
+        noise = jnp.where(size > 0, size, 0.2) * (uniform(trial, next(numbers), leaf.shape) - 0.5)
         found = leaf + noise.astype(leaf.dtype)
         if not jnp.iscomplexobj(leaf):
             found = jnp.where(jnp.min(leaf) >= 0, jnp.abs(found), found)
@@ -155,9 +155,9 @@ def _other(
 
     def drawn(leaf: jax.Array) -> jax.Array:
         """Return a leaf of uniform numbers in the range of its own."""
-        own = jax.random.fold_in(key, next(numbers))
+        share = uniform(trial, next(numbers), leaf.shape)
         if leaf.dtype == bool:
-            return jnp.where(change, jax.random.bernoulli(own, 0.5, leaf.shape), leaf)
+            return jnp.where(change, share < 0.5, leaf)
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer):
             return leaf
@@ -165,8 +165,7 @@ def _other(
         same = low == high
         low = jnp.where(same, jnp.minimum(low, 0), low)
         high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
-        found = jax.random.uniform(own, leaf.shape, jnp.float32, low, high)
-        return jnp.where(change, found.astype(leaf.dtype), leaf)
+        return jnp.where(change, (low + share * (high - low)).astype(leaf.dtype), leaf)
 
     changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
     real = np.zeros(batch.size, np.float32)
@@ -186,7 +185,7 @@ def _whole(
     wanted: Sequence[str],
     state: TrainState,
     batch: Batch,
-    key: jax.Array,
+    trial: jax.Array,
     changes: jax.Array,
     pinned: jax.Array,
     first: jax.Array,
@@ -198,7 +197,7 @@ def _whole(
     """
     rows = jnp.arange(batch.size)
     own = jnp.zeros(batch.size, bool).at[jnp.asarray(division.parts)[first]].set(True)
-    offset = jax.random.randint(key, (), 1, max(batch.size, 2))
+    offset = 1 + (uniform(trial, -1, ()) * (batch.size - 1)).astype(jnp.int32)
     source = jnp.where(own | (first < 0), rows, (rows + offset) % batch.size)
 
     def mixed(leaf: jax.Array) -> jax.Array:
@@ -207,7 +206,7 @@ def _whole(
     if not division.within:
         batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
     enter = mixed if division.within else None
-    run = RowEvaluation(pair.of_whole, key, changes, pinned, enter, given)
+    run = RowEvaluation(pair.of_whole, trial, changes, pinned, enter, given)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -218,7 +217,7 @@ def _verdict(
     wanted: Sequence[str],
     state: TrainState,
     batch: Batch,
-    key: jax.Array,
+    trial: jax.Array,
     changes: jax.Array,
     given: list[jax.Array],
     first: jax.Array,
@@ -230,7 +229,7 @@ def _verdict(
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
         enter = (lambda leaf: leaf[rows]) if division.within else None
         gathered = None if division.padded else given
-        run = RowEvaluation(pair.of_part, key, changes, jnp.asarray(True), enter, gathered)
+        run = RowEvaluation(pair.of_part, trial, changes, jnp.asarray(True), enter, gathered)
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
