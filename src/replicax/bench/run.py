@@ -35,7 +35,7 @@ from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout
 from replicax.core.mesh import make_mesh
-from replicax.core.modes import as_mode
+from replicax.core.modes import MODES, as_mode
 from replicax.core.objective import LossFunction
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
@@ -167,6 +167,12 @@ def bench(
         kept, notes = possible_modes(modes, counts, layout, reduction)
         cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
     notes += notes_on_cases(batch_size, cases, accumulate)
+    analysed = {mode: MODES[mode].analysed for mode in dict.fromkeys(each.mode for each in cases)}
+    notes += [
+        f"mode {mode}: memory, work and traffic are those of the step {what}"
+        for mode, what in analysed.items()
+        if what
+    ]
     if layouts is None and not can_be_cut and len(counts) > 1:
         notes.append("no weak scaling: the source yields whole batches, which cannot be resized")
     if lone:

@@ -117,6 +117,14 @@ class MicroSharded:
         return _Compiled(parted, into, out, jax.tree.structure(found))
 
 
+def program_text(function: Any, state: TrainState, batch: Batch) -> str:
+    """Return the program that computes `function`, a `jax.jit` function or `MicroSharded`."""
+    if isinstance(function, MicroSharded):
+        return "\n".join(each.text for each in function.programs(state, batch))
+    text: str = function.lower(state, batch).as_text()
+    return text
+
+
 def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Copy results that are returned twice, since a later step may reuse their memory."""
     out = closed.jaxpr.outvars

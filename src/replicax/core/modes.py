@@ -199,6 +199,9 @@ class Mode:
     """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of
     the total each replica gets; None for all of it. Raises `ConfigError`."""
 
+    analysed: str = ""
+    """What figures read from the compiled step describe, if it is not what runs."""
+
     def __str__(self) -> str:
         return self.name
 
@@ -290,6 +293,7 @@ MODES = {
             accumulator=fixed_tree,
             of_micro_shard=OfMicroShard,
             reduce=in_order,
+            analysed="as one program, which does not run: micro-shards have programs of their own",
         ),
     )
 }

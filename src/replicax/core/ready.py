@@ -23,6 +23,7 @@ from replicax.core.leaves import describe_leaves, shapes_by_path
 from replicax.core.look import Broken, Look
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
+from replicax.core.micro_sharded import program_text
 from replicax.core.models.definition import PyTree
 from replicax.core.own import keep
 from replicax.core.program import Program
@@ -71,7 +72,8 @@ class Ready:
         if configuration.job.processes > 1:
             shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
             if shapes not in self._agreed:
-                agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
+                text = partial(program_text, function, state, batch)
+                agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
         return batch
 
@@ -259,7 +261,7 @@ def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
 
 
 def agree_on_program(
-    configuration: Configuration, what: str, arguments: tuple[Any, Any], lowered: jax.stages.Lowered
+    configuration: Configuration, what: str, arguments: tuple[Any, Any], text: Callable[[], str]
 ) -> None:
     """Raise `AgreementError` if the processes are about to run different programs."""
     job, mesh = configuration.job, configuration.mesh
@@ -268,4 +270,4 @@ def agree_on_program(
         devices = [device.id for device in mesh.devices.flat]
         where = {"mesh": {**mesh.shape, "devices": devices}}
         job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
-        job.agree_on_text(what, lowered.as_text())
+        job.agree_on_text(what, text())

@@ -190,4 +190,5 @@ def uniform(trial: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     bits ^= bits >> 16
-    return ((bits >> 8).astype(jnp.float32) * (2.0**-24)).reshape(shape)
+    found: jax.Array = (bits >> 8).astype(jnp.float32) * (2.0**-24)
+    return found.reshape(shape)

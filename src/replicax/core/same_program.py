@@ -98,6 +98,7 @@ class SameProgram:
 
         local.__name__ = re.sub(r"\W", "_", name)
         lowered = jax.jit(local, donate_argnums=tuple(donated), keep_unused=True).lower(*shapes)
+        self._lowered = lowered
         self._executable = self._compiled(lowered, shapes, into, out)
         self._call: Callable[..., list[jax.Array]] = jax_internals.Compiled(
             self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
@@ -106,6 +107,12 @@ class SameProgram:
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """Run it on global arrays laid out as in `into`; `as_global` reads a split result."""
         return self._call(*arrays)
+
+    @property
+    def text(self) -> str:
+        """The program before optimization."""
+        text: str = self._lowered.as_text()
+        return text
 
     @cached_property
     def digest(self) -> str:

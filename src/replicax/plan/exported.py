@@ -95,6 +95,8 @@ def _forms(
 ) -> Iterator[tuple[DataParallel, float | None, tuple[str, ...]]]:
     """Yield forms of `dp` to export, closest first: the step, its capability, notes."""
     notes: tuple[str, ...] = ()
+    if dp.mode.analysed:
+        notes = (f"mode {dp.mode}: these are figures of the step {dp.mode.analysed}",)
     if dp.mode.most_processes is not None:  # it supports attached devices only
         notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, which is equivalent",)
         dp = dp.replace(mode=dp.mode.instead)

@@ -224,7 +224,7 @@ class NoiseMeter(Hook):
         if self._probe is None:  # compile at the first step, before timing starts
             self._probe = noise_probe(dp, run.state)
             lowered = self._probe.lower(*given)
-            agree_on_program(dp.configuration, "the noise measurement", given, lowered)
+            agree_on_program(dp.configuration, "the noise measurement", given, lowered.as_text)
             check_fits([lowered.compile()], dp.mesh, batch.size)
         if (run.place.step + 1) % self._every == 0:
             self._sample = self._probe(*given)

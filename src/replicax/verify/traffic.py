@@ -156,7 +156,7 @@ def check_traffic(
             first = programs.get(dataclasses.replace(case, micro_batches=1), program)
             verdict, more, cause = _judged(subject, facts, program, first, most)
             text += within + more
-        yield Check("traffic", str(case), verdict, text, cause, figures)
+        yield Check("traffic", str(case), verdict, text + _analysed(case), cause, figures)
 
 
 def _judged(
@@ -263,6 +263,7 @@ def check_work(
         ticks = ticks_of(dp)
         times = flops * case.devices / single.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, summed over {case.devices}"
+        text += _analysed(case)
         figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
         most, of_each = REDUNDANT, case.devices // replica_count(dp.mesh)
         if dp.mesh.shape.get(STAGE, 1) > 1:
@@ -272,6 +273,11 @@ def check_work(
         cause = EVERYTHING if everything else NOT_SPLIT.format(of_each)
         split = of_each if of_each > 1 else case.devices
         yield redundant_work(name, text, times, split, cause, figures, most=most)
+
+
+def _analysed(case: Case) -> str:
+    """Return what a row says if its figures are not those of the programs that run."""
+    return f"; {case.mode.analysed}" if case.mode.analysed else ""
 
 
 def ticks_of(dp: DataParallel) -> int:
