@@ -1,7 +1,7 @@
 """Compare a traced loss or step on parts of a batch with the whole batch, in numbers.
 
-It is computed as traced for training, once as it is and twice with other parameters, rows, step
-numbers, and whatever `replicax.core.row_evaluation` replaces.
+It is computed as traced for training, once as it is and three times with other parameters, rows and
+step numbers, and whatever `replicax.core.row_evaluation` replaces.
 """
 
 import dataclasses
@@ -28,8 +28,9 @@ _OF_SUMS = 128
 """The same of one number for a batch."""
 _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
-_STEPS = (0, 1_000_003, 7)
+_STEPS = (0, 1_000_003, 7, 500)
 """The step number of each trial; 0 for the given state and batch."""
+_ALMOST = 1 - 2.0**-20
 _QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
 """Compiler options by platform."""
 
@@ -141,31 +142,40 @@ def _other(
     """
     numbers, change = itertools.count(), step > 0
 
-    def moved(leaf: Any) -> Any:
-        """Return a leaf with noise; it stays positive if it is."""
-        leaf = jnp.asarray(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or not leaf.size:
-            return leaf
-        size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
-        noise = jnp.where(size > 0, size, 0.2) * (uniform(trial, next(numbers), leaf.shape) - 0.5)
-        found = leaf + noise.astype(leaf.dtype)
-        if not jnp.iscomplexobj(leaf):
-            found = jnp.where(jnp.min(leaf) >= 0, jnp.abs(found), found)
-        return jnp.where(change, found, leaf)
-
     def drawn(leaf: jax.Array) -> jax.Array:
-        """Return a leaf of uniform numbers in the range of its own."""
+        """Return a leaf of uniform numbers in the range of its own.
+
+        Of integers, later trials have all lowest but for one row, and all highest: what asks for
+        any or for all of the rows must change.
+        """
         share = uniform(trial, next(numbers), leaf.shape)
+        if leaf.ndim and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            lone = jnp.arange(len(leaf)) == len(leaf) // 3
+            lone = lone.reshape(-1, *[1] * (leaf.ndim - 1))
+            share = jnp.where(trial == 2, jnp.where(lone, _ALMOST, 0), share)
+            share = jnp.where(trial == 3, jnp.where(lone, 0, _ALMOST), share)
         if leaf.dtype == bool:
-            return jnp.where(change, share < 0.5, leaf)
+            return jnp.where(change, share > 0.5, leaf)
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not floating and not jnp.issubdtype(leaf.dtype, jnp.integer):
+        if not leaf.size or not (floating or jnp.issubdtype(leaf.dtype, jnp.integer)):
             return leaf
         low, high = jnp.min(leaf).astype(jnp.float32), jnp.max(leaf).astype(jnp.float32)
         same = low == high
         low = jnp.where(same, jnp.minimum(low, 0), low)
         high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
         return jnp.where(change, (low + share * (high - low)).astype(leaf.dtype), leaf)
+
+    def moved(leaf: Any) -> Any:
+        """Return a leaf with noise; it stays positive if it is."""
+        leaf = jnp.asarray(leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return drawn(leaf)
+        size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
+        noise = jnp.where(size > 0, size, 0.2) * (uniform(trial, next(numbers), leaf.shape) - 0.5)
+        found = leaf + noise.astype(leaf.dtype)
+        if not jnp.iscomplexobj(leaf):
+            found = jnp.where(jnp.all(leaf >= 0), jnp.abs(found), found)
+        return jnp.where(change, found, leaf)
 
     changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
     real = np.zeros(batch.size, np.float32)
