@@ -61,7 +61,7 @@ def carried_key(model: Any, batch: Any, key: Any) -> Any:
         noise = jax.random.normal(key, x.shape)
         return (layer(x, block)[0] + noise, jax.random.fold_in(key, 1)), None
 
-    start = (model["embedding"][batch["tokens"]], jax.random.key(3))
+    start = (model["embedding"][batch["tokens"]], key)
     (x, _), _ = lax.scan(step, start, model["h"])
     return head(model, x, batch)
 

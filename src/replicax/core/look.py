@@ -31,6 +31,8 @@ class Broken:
     """Whether it is a state or a metric that a custom step returns."""
     by_row: bool = False
     """Whether it is an output with one entry for each row."""
+    by_place: bool = False
+    """Whether it depends on the number or order of the rows, and not on the others."""
     why: str = ""
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
@@ -119,7 +121,10 @@ class Look:
                 said = why or ("" if trial and trial.differs else "it is never finite")
                 name, is_output = examiner.names.get(label, label), label not in examiner.names
                 scalar = label in examiner.scalars
-                found.append(Broken(name, scalar, is_output, why=said, raised=raised))
+                by_place = trial is not None and trial.differs and not trial.mixes
+                found.append(
+                    Broken(name, scalar, is_output, by_place=by_place, why=said, raised=raised)
+                )
         return found
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:

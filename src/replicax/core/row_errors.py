@@ -43,6 +43,12 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
     what = "the loss of a row" if name == LOSS else f"{name} of a row"
     if broken.why:
         return LossError(f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}")
+    if broken.by_place:
+        return LossError(
+            f"{what} depends on its position in the batch or on the number of rows, and {some}: "
+            "draw from the step's key and not from a constant one, pass row numbers in the batch, "
+            f"and do not divide by len(x); or {fix}"
+        )
     return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
 
 

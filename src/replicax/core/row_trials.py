@@ -77,8 +77,10 @@ class Found:
 
     alone: np.ndarray
     together: np.ndarray
+    mixes: bool
+    """Whether other rows in the other parts change it, in any trial."""
     differs: bool
-    """Whether they differ by more than rounding, in any trial."""
+    """Whether it is another alone, in any trial: it also may by the number or order of rows."""
     decided: bool
     """Whether any of it was finite."""
 
@@ -111,9 +113,9 @@ def compared(
         verdicts.append(jax.device_get(judged))
     found = {}
     for label in wanted:
-        alone, together, _, _ = verdicts[0][label]
-        differs, decided = (any(bool(each[label][n]) for each in verdicts) for n in (2, 3))
-        found[label] = Found(alone, together, differs, decided)
+        alone, together, *_ = verdicts[0][label]
+        flags = (any(bool(each[label][n]) for each in verdicts) for n in (2, 3, 4))
+        found[label] = Found(alone, together, *flags)
     return found
 
 
@@ -249,8 +251,9 @@ def _verdict(
     for label in wanted:
         each = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
         judged = [_judged(division, pair.eps, label in by_row, first, *values) for values in each]
-        differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
-        found[label] = alone[label][0], whole[-1][label][0], jnp.any(differs), jnp.all(finite)
+        mixes, differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
+        flags = jnp.any(mixes), jnp.any(mixes | differs), jnp.all(finite)
+        found[label] = alone[label][0], whole[-1][label][0], *flags
     return found
 
 
@@ -276,20 +279,21 @@ def _judged(
     again: jax.Array,
     pinned: jax.Array,
     alone: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return whether a value differs on parts, and whether any of it is finite.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return whether other rows change a value, whether it differs on parts, and is ever finite.
 
     It is given for the whole batch, with other rows in other parts, with equal random numbers, and
     for each part alone, with these too.
     """
     finite = jnp.any(jnp.isfinite(pinned)) & jnp.any(jnp.isfinite(alone))
     if not by_row:
-        return _gap(jnp.mean(alone, axis=0), pinned) > min(_OF_SUMS * eps, _COARSEST), finite
+        differs = _gap(jnp.mean(alone, axis=0), pinned) > min(_OF_SUMS * eps, _COARSEST)
+        return differs, differs, finite
     parts = jnp.asarray(division.parts)
     mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
-    differs = _gap(together[mine], again[mine]) > _SHARP * _EPS
-    loose = _gap(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
-    return differs | loose, finite
+    mixes = _gap(together[mine], again[mine]) > _SHARP * _EPS
+    differs = _gap(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
+    return mixes, differs, finite
 
 
 def _gap(one: jax.Array, other: jax.Array) -> jax.Array:
