@@ -10,15 +10,19 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
+from replicax.core.row_counts import KEY
+from replicax.core.rows import Follow
 from replicax.verify.devices_asked import devices_asked
-from replicax.verify.facts import follow_keys, loss_draws_from_a_constant
+from replicax.verify.facts import examine
 from replicax.verify.subject import Subject
 
 
 def draws(function: Any) -> bool:
     data = jax.random.key_data(jax.random.key(1))
     jaxpr = jax.make_jaxpr(lambda data, x: function(jax.random.wrap_key_data(data), x))(data, 1.0)
-    return follow_keys(jaxpr.jaxpr, [True, False])[1]
+    follow = Follow((1, 1))
+    follow(jaxpr, jaxpr, [KEY, None])
+    return follow.draws_alone
 
 
 def in_a_loop(key: jax.Array, x: Any) -> Any:
@@ -61,9 +65,7 @@ def test_functions(function: Any, found: bool) -> None:
 )
 def test_losses(loss: Any, model: Any, found: bool) -> None:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
-    subject = Subject(dp, model(), zoo.data(), 1, 0)
-    batch = jax.tree.map(jnp.asarray, subject.full)
-    assert loss_draws_from_a_constant(subject.objective, subject.state, batch) == found
+    assert examine(Subject(dp, model(), zoo.data(), 1, 0)).constant_key == found
 
 
 def test_a_profiler_goes_on_once_devices_were_watched() -> None:

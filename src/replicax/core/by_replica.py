@@ -12,12 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from replicax.core.batch import Batch
 from replicax.core.examiner import of_loss
 from replicax.core.look import Look
-from replicax.core.models.definition import View
 from replicax.core.objective import Objective
 from replicax.core.traced_for import cuda_capability
 from replicax.core.update import TrainState, step_key
@@ -43,11 +41,12 @@ def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums
 
 
 def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
-    if jax.tree.leaves(state.extras) or _draws(objective, state, batch):
+    if jax.tree.leaves(state.extras):
         return False
     for rows in (batch, _of_other_rows(batch)):
         with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
-            if Look(of_loss(objective, step_key), state, rows).takes_padding:
+            look = Look(of_loss(objective, step_key), state, rows)
+            if look.takes_padding and not look.draws:  # a replica's draws are its own
                 return True
     return False
 
@@ -56,18 +55,6 @@ def _of_other_rows(batch: Batch) -> Batch:
     """Return the shapes of a batch with a few more rows, not a multiple of an attention block."""
     odd = next(each for each in itertools.count(batch.size + 1) if math.gcd(each, 2 * 3 * 5) == 1)
     return batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype))
-
-
-def _draws(objective: Objective, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss reads its key: per-replica draws differ from draws for the whole batch."""
-
-    def values(key: jax.Array, params: Any, batch: Batch) -> Any:
-        return objective.loss_sums(params, state.extras, batch, View(key, step=jnp.int32(0)))
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(values)(key, state.params, batch).jaxpr
-    used = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars}
-    return id(jaxpr.invars[0]) in used
 
 
 def _can(sums: Sums, state: TrainState, batch: Batch) -> bool:

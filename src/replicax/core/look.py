@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.core.batch import Batch
 from replicax.core.examiner import AXIS, RowExaminer, Run, Trace, trace
-from replicax.core.row_counts import KEY, NUMBER, Place, Ratio, Total
+from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_trials import Division, Found, Pair, compared
@@ -64,6 +64,10 @@ class Look:
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
+        followed = Follow((1, 1), {})
+        followed(self._one.jaxpr, self._one.jaxpr, self._places(Division(np.zeros((1, 1)))))
+        self.draws, self.draws_alone = followed.draws, followed.draws_alone
+        """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[bool, Trace | None] = {}
         self._seen: dict[str, list[Place]] = {}
         self._declares = False
@@ -86,7 +90,7 @@ class Look:
         seeds = [leaf is state.seed for leaf in jax.tree.leaves(state)]
         inputs = [MIXED if each else None for each in seeds] + [None] * len(jax.tree.leaves(batch))
         jaxpr = self._one.jaxpr
-        places = Follow((1, 1), {SUMMED: None})(jaxpr, jaxpr, inputs)
+        places = Follow((1, 1), {SUMMED: GIVEN})(jaxpr, jaxpr, inputs)
         return [name for name, place in zip(self._one.outputs, places, strict=False) if place]
 
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
@@ -154,12 +158,17 @@ class Look:
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             where = f"{division.size} of {self._rows} rows"
             raise Undecided(f"on {where}: {said}") from error
-        return compared(self._pair(part, division), division, labels, state, batch)
+        try:
+            return compared(self._pair(part, division), division, labels, state, batch)
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory
+            raise Undecided(
+                f"it cannot be computed on all rows: {error}".partition("\n")[0]
+            ) from None
 
     def _doubted(self, division: Division) -> tuple[dict[str, Place], list[str]]:
         """Return outputs, and labels of values, that the traces do not show to be the same."""
         twin, one = self._twin(division.within), self._one
-        known: dict[str, Place] = {SUMMED: None, GATHERED: MIXED if division.padded else None}
+        known: dict[str, Place] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
             known[ENTERED] = Rows(0)
         follow = Follow((self._rows, 2 * self._rows), known)
@@ -182,17 +191,17 @@ class Look:
 
     def _allowed(self, label: str, division: Division) -> Any:
         if label not in self._one.examiner.scalars:
-            return {None, Total(0)}.__contains__
-        return ({None} if division.padded else {None, Total(-1)}).__contains__
+            return lambda place: not place or place == Total(0)
+        return lambda place: not place or (place == Total(-1) and not division.padded)
 
     def _places(self, division: Division) -> list[Place]:
         state, batch = self._given
         shared = len(jax.tree.leaves(batch.shared))
-        rows: Place = None if division.within else Rows(0)
+        rows: Place = GIVEN if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
         origins = {id(state.seed): KEY, id(state.step): NUMBER}
-        of_state: list[Place] = [origins.get(id(leaf)) for leaf in jax.tree.leaves(state)]
-        return of_state + by_row + [None] * shared
+        of_state: list[Place] = [origins.get(id(leaf), GIVEN) for leaf in jax.tree.leaves(state)]
+        return of_state + by_row + [GIVEN] * shared
 
     def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
         state, batch = self._given
@@ -217,7 +226,7 @@ class Look:
 
     def _pair(self, part: Trace, division: Division) -> Pair:
         one, counts, inputs = self._one, (self._rows, division.size), self._places(division)
-        known: dict[str, Place] = {SUMMED: None}
+        known: dict[str, Place] = {SUMMED: GIVEN}
         if division.within:
             known[ENTERED] = Rows(0)
         of_whole, of_part = Follow(counts, known), Follow(counts[::-1], known)

@@ -59,13 +59,15 @@ class Origin:
         return False
 
 
+GIVEN = Origin("given")
+"""Values derived from the state, or from values without rows in the batch; None for constants."""
 KEY = Origin("key")
 """Keys derived from the step's: random numbers of each row are drawn from them."""
 NUMBER = Origin("number")
 """Values derived from the step number, such as schedules."""
 
 Place = Rows | Total | Ratio | Count | Index | Columns | Origin | None
-"""None for a value that depends on neither rows nor their number."""
+"""Falsy for a value that depends on neither rows nor their number: an origin, or None."""
 
 
 def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:

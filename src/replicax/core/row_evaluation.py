@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from replicax.core.equations import bind, called, evaluate, of_scan
-from replicax.core.row_counts import NUMBER
+from replicax.core.row_counts import NUMBER, Origin
 from replicax.core.rows import (
     DECLARED,
     ENTERED,
@@ -102,9 +102,9 @@ class RowEvaluation:
 
     def _is_factor(self, atom: Any) -> bool:
         """Whether a value is a condition or a factor that does not depend on rows."""
-        known = self.follow.places
-        alone = atom in known and (atom.aval.shape == () or known[atom] == NUMBER)
-        return alone and not known[atom] and (atom.aval.dtype == bool or _is_float(atom.aval))
+        place = self.follow.places.get(atom)
+        factor = place == NUMBER or (isinstance(place, Origin) and atom.aval.shape == ())
+        return factor and (atom.aval.dtype == bool or _is_float(atom.aval))
 
     def _changed(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Return `values` with numbers replaced that meet rows but do not depend on them."""
@@ -121,7 +121,8 @@ class RowEvaluation:
     def _replaced(self, var: Any) -> jax.Array:
         """Return another value, the same one in each evaluation of this trial."""
         found = uniform(self.trial, self._number(var), var.aval.shape)
-        return found < 0.5 if var.aval.dtype == bool else (found + 0.5).astype(var.aval.dtype)
+        share = 0.25 + 0.75 * found  # no share of rows, decay or probability is above 1
+        return found < 0.5 if var.aval.dtype == bool else share.astype(var.aval.dtype)
 
     def _number(self, of: Any) -> int:
         """Return a number for a variable or an equation, the same in corresponding traces."""
@@ -170,9 +171,8 @@ class RowEvaluation:
         if not _is_float(one):
             return one
         shares = (uniform(self.trial, self._number(eqn), (len(cases),)) + 0.5) / len(cases)
-        finite = [jnp.where(jnp.isfinite(case), case, 0) for case in cases]
-        every = sum(share * case for share, case in zip(shares, finite, strict=True))
-        return jnp.where(self.changes, every.astype(one.dtype), one)
+        every = sum(share * case for share, case in zip(shares, cases, strict=True))
+        return jnp.where(self.changes & jnp.isfinite(every), every.astype(one.dtype), one)
 
 
 def _is_float(aval: Any) -> bool:

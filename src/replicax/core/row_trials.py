@@ -120,7 +120,9 @@ def compared(
 
 
 def _on_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-    """Return `state` and `batch` on one device if it has the state: programs compile faster."""
+    """Return `state` and `batch` on one CPU device, for which programs compile faster."""
+    if jax.default_backend() != "cpu":  # one device may lack the memory for all rows
+        return state, batch
     leaves = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
     whole = all(leaf.is_fully_addressable for leaf in leaves)
     if not whole or not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state)):

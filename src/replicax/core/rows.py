@@ -16,6 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.equations import CALLS, REMATS, called, closed, of_scan, settle
 from replicax.core.row_counts import (
+    GIVEN,
     KEY,
     NUMBER,
     Columns,
@@ -65,6 +66,8 @@ class Follow:
         """Places of the variables of the first trace."""
         self.declares = False
         """Whether rows are declared independent."""
+        self.draws = self.draws_alone = False
+        """Whether it draws random numbers by the step's key, and by another one."""
         self.drawn: dict[Any, int] = {}
         """Dims along which random numbers of the first trace are drawn by row."""
 
@@ -115,7 +118,7 @@ class Follow:
         name, count = eqn.primitive.name, len(eqn.outvars)
         label = label_of(eqn)
         if label in self._known or name in SUMS_OF_REPLICAS:
-            return [self._known.get(label)] * count
+            return [self._known.get(label, GIVEN)] * count
         if label == DECLARED:
             self.declares = True
             return [Rows(row_dim(called(eqn))), Total()]
@@ -128,6 +131,9 @@ class Follow:
             if label.startswith(SEEN):
                 self.seen.setdefault(label, []).append(found[-1])
             return found
+        if name == "random_bits":
+            by_key = KEY in places or any(place and place != MIXED for place in places)
+            self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
         if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
             return [places[1]]
         if MIXED in places or _numbers(eqn.params) != _numbers(twin.params):
@@ -143,7 +149,9 @@ class Follow:
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
             if keyed and holds_key and name != "random_bits":
                 return KEY
-            return NUMBER if NUMBER in places else None
+            if NUMBER in places:
+                return NUMBER
+            return GIVEN if any(place is not None for place in places) else None
         if len(grown) == 1 and name in RANDOM:
             if keyed:
                 self.drawn[out] = grown[0]

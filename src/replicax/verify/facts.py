@@ -1,13 +1,11 @@
 """Properties of a loss and its model that determine which comparisons are valid."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.batch import Batch
@@ -21,8 +19,6 @@ from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import UNKNOWN, Independence, examine_rows
 from replicax.verify.subject import Subject
-
-_DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +60,7 @@ def examine(subject: Subject) -> Facts:
             for path, value in first.items()
             if path.startswith("extras")
         ),
-        loss_draws_from_a_constant(
-            subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
-        ),
+        look.draws_alone,
         _rows(subject, look),
         look.takes_padding or look.weighs,
         look.scalars,
@@ -88,45 +82,6 @@ def _rows(subject: Subject, look: Look) -> Independence:
 def same_bits(left: Leaves, right: Leaves) -> bool:
     """Whether two results are bitwise equal."""
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
-
-
-def follow_keys(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
-    """Return which results depend on the `keyed` arguments, and whether any draw does not."""
-    known: dict[Any, bool] = dict(zip(jaxpr.invars, keyed, strict=True))
-
-    def depends(variable: Any) -> bool:
-        return not isinstance(variable, Literal) and known.get(variable, False)
-
-    drawn = False
-    for equation in jaxpr.eqns:
-        inputs = [depends(variable) for variable in equation.invars]
-        outputs = [any(inputs)] * len(equation.outvars)
-        for inner in jaxprs_in_params(equation.params):
-            # Inputs of loops and branches do not match those of their bodies: treat them as one.
-            alike = len(inner.invars) == len(inputs)
-            entered = inputs if alike else [any(inputs)] * len(inner.invars)
-            results, inside = follow_keys(inner, entered)
-            drawn |= inside
-            if alike and len(results) == len(outputs):
-                outputs = results
-        if equation.primitive.name in _DRAWS and not any(inputs):
-            drawn = True
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [depends(variable) for variable in jaxpr.outvars], drawn
-
-
-def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: Batch) -> bool:
-    """Whether a loss in training draws random numbers that do not depend on its key."""
-
-    def traced(key_data: jax.Array, rest: Any) -> Any:
-        params, extras, rows = rest
-        key = jax.random.wrap_key_data(key_data)
-        return objective.loss_sums(params, extras, rows, View(key))[0]
-
-    rest = (state.params, state.extras, batch)
-    key_data = jax.random.key_data(jax.random.key(0))
-    jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
-    return follow_keys(jaxpr, [True] + [False] * (len(jaxpr.invars) - 1))[1]
 
 
 def dead_and_stopped(
