@@ -88,6 +88,11 @@ MET = {
     "root of the mean": lambda x, _: jnp.sqrt(jnp.mean(x)),
     "to the power of their number": lambda x, _: x ** len(x),
     "as often as there are": lambda x, _: lax.fori_loop(0, len(x), lambda i, v: v * 2, x),
+    "as often as there are, of none": lambda x, _: (
+        x[:, 0, 0] * lax.fori_loop(0, len(x), lambda i, v: v / 2, 1.0)
+    ),
+    "whole parts of their number": lambda x, t: lax.div(t, len(t)) * len(t),
+    "one less than their number": lambda x, _: x / (len(x) - 1),
     "shuffled": lambda x, _, key: jax.random.permutation(key, x),
     "drawn from a constant": lambda x, _: x * jax.random.normal(jax.random.key(0), x.shape),
     "largest": lambda x, _: x / jnp.max(x),

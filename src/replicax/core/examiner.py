@@ -21,7 +21,6 @@ from replicax.core.objective import Objective, StepSums
 from replicax.core.precision import to_sum
 from replicax.core.rows import ENTERED, GATHERED, SEEN
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
 
 Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
 """Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
@@ -58,12 +57,8 @@ class RowExaminer:
             return found
 
         watched = dataclasses.replace(objective, loss=observed)
-        view = dataclasses.replace(view, axis=AXIS, gather=self.gather)
-        try:
-            returned, after = watched.returned(params, extras, rows, view)
-        except ConfigError:  # a model that writes what no axis averages, as it may in mode jit
-            view = dataclasses.replace(view, axis=None)
-            returned, after = watched.returned(params, extras, rows, view)
+        view = dataclasses.replace(view, axis=AXIS, gather=self.gather, only_read=True)
+        returned, after = watched.returned(params, extras, rows, view)
         weighted = sums(returned, rows.mask)
         for name, value in values_by_name(returned).items():
             self.see(name, value)

@@ -36,12 +36,12 @@ class Broken:
     why: str = ""
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
-    """What is raised if it is computed on one part."""
+    """The error raised if it is computed on one part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tested:
-    """What numbers tell of a value."""
+    """The results of trials of a value."""
 
     found: Found
     weighted: bool

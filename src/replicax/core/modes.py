@@ -200,7 +200,7 @@ class Mode:
     the total each replica gets; None for all of it. Raises `ConfigError`."""
 
     analysed: str = ""
-    """What figures read from the compiled step describe, if it is not what runs."""
+    """The program that figures of the compiled step describe, if it is not the one that runs."""
 
     def __str__(self) -> str:
         return self.name

@@ -51,7 +51,7 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a value that does not depend on the rows is computed from."""
+    """The origin of a value that does not depend on the rows."""
 
     name: str
 
@@ -75,9 +75,10 @@ def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
     if one == two:
         return None
     if one and two and two / one > 0:
-        power = math.log(two / one) / math.log(rows[1] / rows[0])
-        if abs(2 * power - round(2 * power)) < 1e-4 and abs(power) <= 4:
-            return Count(round(2 * power) / 2)
+        grown = rows[1] / rows[0]
+        power = round(2 * math.log(two / one) / math.log(grown)) / 2
+        if abs(two / one / grown**power - 1) < 1e-6:
+            return Count(power)
     return MIXED
 
 
@@ -120,7 +121,7 @@ def quantity(
         found = either(places)
         if isinstance(found, Rows) and found != MIXED:
             return _along(name, params, places, shapes, out, found.power)
-        return MIXED if name == "select_n" and places[0] is not None else found
+        return MIXED if name == "select_n" and places[0] else found
     if name in _LINEAR and len(places) == 1:
         place = places[0]
         if isinstance(place, Rows):
@@ -162,14 +163,10 @@ def _of_product(
 def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
     left, right = places
     power = sum(getattr(each, "power", 0) for each in places)
-    if {Total, Ratio} & set(map(type, places)):
-        return (
-            MIXED
-            if Ratio() in places
-            else Total(power)
-            if not all(places) or Count in map(type, places)
-            else MIXED
-        )
+    if Ratio() in places:
+        return MIXED
+    if Total in map(type, places):
+        return Total(power) if not all(places) or Count in map(type, places) else MIXED
     if isinstance(left, Rows) and isinstance(right, Rows) and MIXED not in places:
         of_left, of_right = (list(dims) for dims in params["dimension_numbers"][0])
         if left.dim in of_left and right.dim in of_right and left.each == right.each:

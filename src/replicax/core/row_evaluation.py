@@ -31,7 +31,7 @@ from replicax.core.rows import (
 )
 
 Values = dict[str, list[tuple[jax.Array, int | None]]]
-"""What was seen, by label, and the dim of its rows."""
+"""Values that were seen, by label, and the dim of their rows."""
 
 
 class Undecided(Exception):  # noqa: N818
@@ -52,7 +52,7 @@ class RowEvaluation:
     enter: Callable[[jax.Array], jax.Array] | None = None
     """Which rows a loss in a custom step is given."""
     given: list[jax.Array] | None = None
-    """What `rx.gather` returns, in order; None for its rows themselves."""
+    """Results of `rx.gather`, in order; None for its rows themselves."""
     inner: bool = False
     """Whether in a loop or a branch."""
     seen: Values = dataclasses.field(default_factory=dict)

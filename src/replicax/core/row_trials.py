@@ -5,10 +5,8 @@ step numbers, and whatever `replicax.core.row_evaluation` replaces.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from replicax.core.batch import Batch
 from replicax.core.examiner import Trace
 from replicax.core.row_evaluation import RowEvaluation, Undecided, uniform
 from replicax.core.rows import Follow
+from replicax.core.trial_inputs import on_one_device, other_inputs
 from replicax.core.update import TrainState
 
 _EPS = float(np.finfo(np.float32).eps)
@@ -30,7 +29,6 @@ _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
 _STEPS = (0, 1_000_003, 7, 500)
 """The step number of each trial; 0 for the given state and batch."""
-_ALMOST = 1 - 2.0**-20
 _QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
 """Compiler options by platform."""
 
@@ -73,7 +71,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a value is on each part of the rows, alone and in the batch, in the first trial."""
+    """A value on each part of the rows, alone and in the batch, in the first trial."""
 
     alone: np.ndarray
     together: np.ndarray
@@ -95,10 +93,10 @@ def compared(
     if pair.of_whole.drawn and not pair.alike:
         raise Undecided("random numbers for other rows")
     compiled = partial(jax.jit, compiler_options=_QUICK.get(jax.default_backend()))
-    other, whole, verdict = (
-        compiled(partial(each, pair, division, wanted)) for each in (_other, _whole, _verdict)
-    )
-    state, batch = _on_one_device(state, batch)
+    other = compiled(partial(other_inputs, division.parts))
+    whole = compiled(partial(_whole, pair, division, wanted))
+    verdict = compiled(partial(_verdict, pair, division, wanted))
+    state, batch = on_one_device(state, batch)
     verdicts, none = [], np.int32(-1)
     for number, step in enumerate(_STEPS):
         first = np.int32(number % len(division.parts))
@@ -117,80 +115,6 @@ def compared(
         flags = (any(bool(each[label][n]) for each in verdicts) for n in (2, 3, 4))
         found[label] = Found(alone, together, *flags)
     return found
-
-
-def _on_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-    """Return `state` and `batch` on one CPU device, for which programs compile faster."""
-    if jax.default_backend() != "cpu":  # one device may lack the memory for all rows
-        return state, batch
-    leaves = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
-    whole = all(leaf.is_fully_addressable for leaf in leaves)
-    if not whole or not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state)):
-        return state, batch
-    state = jax.tree.map(lambda leaf: leaf.addressable_data(0), state)
-    return state, jax.device_put(batch, jax.tree.leaves(state)[0].device)
-
-
-def _other(
-    _pair: Pair,
-    division: Division,
-    _wanted: Sequence[str],
-    state: TrainState,
-    batch: Batch,
-    trial: jax.Array,
-    step: jax.Array,
-) -> tuple[TrainState, Batch]:
-    """Return others like `state` and `batch` for a step number above 0, else these.
-
-    The mask is that of the `division`.
-    """
-    numbers, change = itertools.count(), step > 0
-
-    def drawn(leaf: jax.Array) -> jax.Array:
-        """Return a leaf of uniform numbers in the range of its own.
-
-        Of integers, later trials have all lowest but for one row, and all highest: what asks for
-        any or for all of the rows must change.
-        """
-        share = uniform(trial, next(numbers), leaf.shape)
-        if leaf.ndim and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            lone = jnp.arange(len(leaf)) == len(leaf) // 3
-            lone = lone.reshape(-1, *[1] * (leaf.ndim - 1))
-            share = jnp.where(trial == 2, jnp.where(lone, _ALMOST, 0), share)
-            share = jnp.where(trial == 3, jnp.where(lone, 0, _ALMOST), share)
-        if leaf.dtype == bool:
-            return jnp.where(change, share > 0.5, leaf)
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not leaf.size or not (floating or jnp.issubdtype(leaf.dtype, jnp.integer)):
-            return leaf
-        low, high = jnp.min(leaf).astype(jnp.float32), jnp.max(leaf).astype(jnp.float32)
-        same = low == high
-        low = jnp.where(same, jnp.minimum(low, 0), low)
-        high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
-        return jnp.where(change, (low + share * (high - low)).astype(leaf.dtype), leaf)
-
-    def moved(leaf: Any) -> Any:
-        """Return a leaf with noise; it stays positive if it is."""
-        leaf = jnp.asarray(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return drawn(leaf)
-        size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
-        noise = jnp.where(size > 0, size, 0.2) * (uniform(trial, next(numbers), leaf.shape) - 0.5)
-        found = leaf + noise.astype(leaf.dtype)
-        if not jnp.iscomplexobj(leaf):
-            found = jnp.where(jnp.all(leaf >= 0), jnp.abs(found), found)
-        return jnp.where(change, found, leaf)
-
-    changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
-    real = np.zeros(batch.size, np.float32)
-    real[division.parts.reshape(-1)] = 1
-    at = jnp.where(change, step, state.step)
-    return dataclasses.replace(changed, step=at, seed=state.seed), dataclasses.replace(
-        batch,
-        data=jax.tree.map(drawn, batch.data),
-        shared=jax.tree.map(moved, batch.shared),
-        mask=jnp.asarray(real),
-    )
 
 
 def _whole(

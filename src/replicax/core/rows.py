@@ -187,8 +187,8 @@ def _dims(place: Place) -> list[int]:
 
 def _of(eqn: Any, places: list[Place], out: Any) -> Place:
     name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
-    rounds = name == "convert_element_type" and _is_float_dtype(avals[0].dtype)
-    if rounds and not _is_float_dtype(out.dtype) and not is_plain(places[0]):
+    rounds = name == "div" or (name == "convert_element_type" and _is_float_dtype(avals[0].dtype))
+    if rounds and not _is_float_dtype(out.dtype) and not all(map(is_plain, places)):
         return MIXED
     zero = len(places) > 1 and _is_zero(eqn.invars[1])
     return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
@@ -228,7 +228,7 @@ def _scan(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[P
     carry, ys = settle(body, carry, either)
     stacked = [_stacked(each) for each in ys]
     found = [*carry, *stacked]
-    return [each and MIXED for each in found] if params["length"] != twin["length"] else found
+    return [MIXED] * len(found) if params["length"] != twin["length"] else found
 
 
 def _stacked(place: Place) -> Place:
@@ -254,7 +254,7 @@ def _cond(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[P
 
 
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
-SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"}
+SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant"}
 """Primitives over the replicas: only of batch statistics, which replicas share."""
 RANDOM = {"random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap"}
 

@@ -26,6 +26,8 @@ class View:
     """The replica axis to average batch statistics over, if each replica sees its own rows."""
     alone: bool = False
     """Whether the rows are part of a batch, with no statistics averaged over the other parts."""
+    only_read: bool = False
+    """Whether the model's arrays after the call are not used, so that any may change."""
     part: bool = False
     """Whether the rows are one of several micro-batches of a replica."""
     step: jax.Array | None = None
@@ -34,6 +36,11 @@ class View:
     """float32 scalar by which the loss is multiplied before differentiation; None for 1."""
     gather: Callable[[jax.Array], jax.Array] | None = None
     """Gathers the rows of all parts of a batch if no axis does."""
+
+    @property
+    def may_write(self) -> bool:
+        """Whether arrays other than batch statistics may change: the rows are the whole batch."""
+        return self.only_read or not (self.alone or self.axis is not None)
 
 
 class Definition(Protocol):

@@ -60,7 +60,7 @@ class LinenDefinition:
             if new is old:
                 return old
             owner = tuple(entry.key for entry in path[1:-1])
-            if (view.alone or view.axis is not None) and owner not in synchronised:
+            if not view.may_write and owner not in synchronised:
                 raise changed_alone(jax.tree_util.keystr(path))
             return new.astype(old.dtype)
 

@@ -66,7 +66,7 @@ class NNXDefinition:
             new = after[name]
             if new is before[name] or name in random:
                 return old
-            if (view.alone or view.axis is not None) and name not in synchronised:
+            if not view.may_write and name not in synchronised:
                 raise changed_alone(".".join(map(str, name)))
             return new.astype(old.dtype)
 
