@@ -190,7 +190,7 @@ class Mode:
     instead: str = "jit"
     """The mode to use for configurations that this one does not support."""
     by_replica: str | None = None
-    """The mode that computes the same on GPUs if the loss of a row is independent of other rows."""
+    """The mode that computes the same on GPUs if rows are independent."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
     of_micro_shard: Callable[[Piece, Any, tuple[Own, ...] | None], OfMicroShard] | None = None
@@ -198,7 +198,6 @@ class Mode:
     reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
     """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of
     the total each replica gets; None for all of it. Raises `ConfigError`."""
-
     analysed: str = ""
     """The program that figures of the compiled step describe, if it is not the one that runs."""
 
@@ -297,5 +296,5 @@ MODES = {
         ),
     )
 }
-"""Modes by name: the one-device reference, compiler partitioning, a per-replica view, the same
-with the classic API, and bitwise identical results on any power of two of devices."""
+"""Modes by name: the reference, compiler partitioning, a per-replica view, the same with the
+classic API, and bitwise identical results on any power of two of devices."""
