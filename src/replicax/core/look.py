@@ -109,9 +109,16 @@ class Look:
             found += [Broken(examiner.names[each], scalar=each in scalars) for each in needed]
         return found, labels
 
-    def broken(self, division: Division, state: TrainState, batch: Batch) -> list[Broken]:
-        """Return what would differ if the parts of `division` were computed by themselves."""
+    def broken(
+        self, division: Division, state: TrainState, batch: Batch, *, hands_on: bool = False
+    ) -> list[Broken]:
+        """Return what would differ if the parts of `division` were computed by themselves.
+
+        `hands_on`: whether each part hands the state that a loss writes on to the next.
+        """
         found, labels = self.doubts(division)
+        if hands_on:
+            found = [each for each in found if each.by_row or not each.output]
         if found or not labels:
             return found
         trials, why, raised, examiner = {}, "", "", self._one.examiner

@@ -1,5 +1,6 @@
 """The checks before a program first runs: the loss, the other processes, the memory."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -106,8 +107,10 @@ class Ready:
         if not padding or self._shapes is None or self._program.configuration.step is not None:
             return
         size = feed.split.padded(feed.source.batch_size)
-        look = self._looks.get(EVALUATION) or self._trace(EVALUATION, self._abstract, self._shapes)
-        broken, _ = look.doubts(_real(size - padding))
+        look = self._looks.get(EVALUATION)
+        with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
+            look = look or self._trace(EVALUATION, self._abstract, self._shapes)
+        broken = look.doubts(_real(size - padding))[0] if look else []
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
@@ -128,28 +131,17 @@ class Ready:
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
             )
+        apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):
-            broken = look.broken(division, state, batch)
+            broken = look.broken(division, state, batch, hands_on=not (own or apart))
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and look.from_key and not broken:
                 broken = [Broken(look.from_key[0], output=True, why="key")]
-            if not own:
-                self._check_written([each for each in broken if each.output], sees)
-                broken = [each for each in broken if not each.output]
+            if broken and broken[0].output and not own:
+                raise row_errors.written(broken[0], sees)
             if broken:
                 raise row_errors.divided(broken[0], sees, self._fix())
         return look
-
-    def _check_written(self, written: list[Broken], sees: str) -> None:
-        """Raise `LossError` if the state that the loss writes differs between those that see rows.
-
-        Micro-batches hand it on to each other, unless it has one entry for each row.
-        """
-        program = self._program
-        apart = program.configuration.mode.per_replica or program.split_objective.per_replica
-        differing = [each for each in written if each.by_row or apart]
-        if differing:
-            raise row_errors.written(differing[0], sees)
 
     def _padded_or_not(self, what: str, state: TrainState, batch: Batch) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""

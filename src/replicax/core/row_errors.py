@@ -70,7 +70,7 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
     name, where = broken.name, f"{padding} of {size} rows in a batch of this feed are padding"
     if broken.output:
         return LossError(
-            f"{name} depends on rows in the step itself, and {where}: take rx.mean of them, "
+            f"{name} depends on the rows, and {where}: take rx.mean of them, "
             "exclude padding with rx.row_weights(rows), or choose a batch size that divides the "
             "rows"
         )
