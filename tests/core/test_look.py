@@ -98,10 +98,46 @@ def there_and_back(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, {name: leaf[::-1] for name, leaf in batch.items()}, key)[::-1]
 
 
+def gathered_of_some(model: Any, batch: Any, key: Any) -> Any:
+    """What is gathered was mixed before, among the rows of one replica."""
+    scores = batch["x"] @ model["w"]
+    return scores[:, 0] - rx.gather(scores - scores.mean(0)).max()
+
+
+def own_logit(model: Any, batch: Any, key: Any) -> Any:
+    """The positive is at the row's number among those of its replica."""
+    rows = jnp.arange(len(batch["x"]))
+    return (batch["y"] @ rx.gather(batch["x"] @ model["w"]).T)[rows, rows]
+
+
+def at_least(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum(errors(model, batch, key)) / max(len(batch["x"]), ROWS)
+
+
+def first_row(model: Any, batch: Any, key: Any) -> Any:
+    scores = batch["x"] @ model["w"]
+    return jax.lax.dynamic_update_slice(scores, jnp.zeros((1, 3)), (0, 0))[:, 0] ** 2
+
+
+def column_by_count(model: Any, batch: Any, key: Any) -> Any:
+    return (batch["x"] @ model["w"])[:, len(batch["x"]) // ROWS] ** 2
+
+
+def beside_a_huge_one(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.where(batch["x"][:, 0] > 1, 1e9, normalised(model, batch, key))
+
+
+def one_sign_for_all(model: Any, batch: Any, key: Any) -> Any:
+    sign = jax.random.rademacher(key, (3,), jnp.float32)
+    scores = batch["x"] @ model["w"] * sign
+    return jnp.sum(scores - rx.gather(scores)[0], axis=1)
+
+
 MEET = [
     *(contrastive, normalised, by_count, by_place, by_largest_weight, normalised_where_true),
-    *(total, masked_mean, mixed_up),
+    *(total, masked_mean, mixed_up, at_least, first_row, column_by_count, beside_a_huge_one),
 ]
+GATHER_WRONGLY = [gathered_of_some, own_logit, one_sign_for_all]
 STAY_APART = [errors, mean, dropped, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
 
@@ -121,10 +157,16 @@ def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
     with pytest.raises(rx.LossError, match=r"some of\b") as caught:
         step(loss, **arguments)
     said = str(caught.value)
-    if loss in (total, masked_mean):
+    if loss in (total, masked_mean, at_least):
         assert "rx.Weighted" in said
     else:
         assert ("rx.gather" in said) == (arguments.get("mode") in ("shard_map", "pmap", "exact"))
+
+
+@pytest.mark.parametrize("loss", GATHER_WRONGLY)
+def test_what_is_gathered_must_be_that_of_one_device(loss: Loss) -> None:
+    with pytest.raises(rx.LossError, match=r"gather|position"):
+        step(loss, mode="shard_map")
 
 
 @pytest.mark.parametrize("loss", only([contrastive], MEET))
@@ -230,15 +272,15 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
 @pytest.mark.parametrize(
     ("loss", "traces", "said"),
     [
-        (errors, 2, ""),
-        (dropped, 2, ""),
-        (mean, 2, ""),
-        (there_and_back, 3, ""),
-        (contrastive, 3, "loss"),
+        (errors, 3, ""),
+        (dropped, 3, ""),
+        (mean, 3, ""),
+        (there_and_back, 4, ""),
+        (contrastive, 4, "loss"),
     ],
 )
 def test_what_looking_costs(loss: Loss, traces: int, said: str) -> None:
-    """Two traces where they tell; else one more, of the rows of one part."""
+    """Three traces where they tell; else one more, of the rows of one part."""
     calls = []
 
     def counted(model: Any, batch: Any, key: Any) -> Any:

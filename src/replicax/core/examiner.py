@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.batch import Batch
 from replicax.core.inside import Inside, weighs
@@ -25,6 +26,8 @@ from replicax.core.update import TrainState
 Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
 """Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
 
+GATHER = "rx.gather"
+"""Name, for errors, of rows that are gathered."""
 AXIS = "replicax_examined"
 """An axis of size 1 over which BatchNorm averages its statistics, so that they are recognised."""
 
@@ -78,6 +81,7 @@ class RowExaminer:
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return as many rows as the global batch has, whatever the number of `rows`."""
         self.gathers = True
+        self.see(GATHER, rows)
         found: jax.Array = _call(GATHERED, partial(_resized, count=self.gathered), rows)
         return found
 
@@ -130,6 +134,8 @@ class Trace:
     examiner: RowExaminer
     outputs: tuple[str, ...]
     """Paths of the results that must not depend on rows; the loss may follow them."""
+    numbers: tuple[str, ...]
+    """Paths of those that are one number."""
 
 
 def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: RowExaminer) -> Trace:
@@ -143,6 +149,31 @@ def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: RowExa
             return_shape=True,
         )
         jaxpr, (shapes, _) = make(state, sized)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
-    return Trace(jaxpr, examiner, tuple(names))
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    numbers = [name for name, leaf in found.items() if not leaf.shape and _is_number(leaf.dtype)]
+    return Trace(jaxpr, examiner, tuple(found), tuple(numbers))
+
+
+def _is_number(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def moves(traced: ClosedJaxpr, count: int) -> bool:
+    """Whether the last output has a nonzero derivative by any of the first `count` inputs."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
+
+    def derivative(values: list[Any], tangents: list[Any]) -> Any:
+        def last(*own: Any) -> Any:
+            known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
+            return jaxpr_as_fun(traced)(*known.values())[-1]
+
+        return jax.jvp(last, tuple(values[i] for i in moved), tuple(tangents))[1]
+
+    make = jax.make_jaxpr(derivative, axis_env=[(AXIS, 1)])
+    jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True])
+    return any(used[len(shapes) :])

@@ -3,6 +3,7 @@
 Determine whether its mean over all rows can be computed from parts of them, and with padding.
 """
 
+import contextlib
 import dataclasses
 from functools import cached_property
 from typing import Any
@@ -11,12 +12,12 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.examiner import AXIS, RowExaminer, Run, Trace, trace
+from replicax.core.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
 from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_trials import Division, Found, Pair, compared
-from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow, Unlike, moves
+from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow, Unlike
 from replicax.core.update import TrainState
 
 
@@ -68,7 +69,7 @@ class Look:
         followed(self._one.jaxpr, self._one.jaxpr, self._places(Division(np.zeros((1, 1)))))
         self.draws, self.draws_alone = followed.draws, followed.draws_alone
         """Whether random numbers are drawn by the step's key, and by another one."""
-        self._twins: dict[bool, Trace | None] = {}
+        self._twins: dict[tuple[int, bool], Trace | None] = {}
         self._seen: dict[str, list[Place]] = {}
         self._declares = False
 
@@ -76,12 +77,23 @@ class Look:
     def moves(self) -> bool:
         """Whether the loss has a gradient that is not identically 0."""
         before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
-        return moves(self._one.jaxpr, before, (AXIS, 1))
+        return moves(self._one.jaxpr, before)
 
     @cached_property
     def takes_padding(self) -> bool:
         """Whether the traces show that padding changes nothing."""
-        return not any(self._doubted(Division(np.zeros((1, self._rows)), padded=True)))
+        return not any(self._doubted(Division(np.zeros((1, self._rows // 2)), padded=True)))
+
+    @cached_property
+    def gathers_draws(self) -> bool:
+        """Whether gathered rows depend on random numbers that no row has for itself."""
+        gathers = [label for label, name in self._one.examiner.names.items() if name == GATHER]
+        twice = 2 * self._rows
+        follow = Follow((self._rows, twice), {SUMMED: GIVEN, GATHERED: GIVEN}, drawn_for_all=MIXED)
+        places = self._places(Division(np.zeros((1, twice))))
+        with contextlib.suppress(Unlike):
+            follow(self._one.jaxpr, self._twin(twice, False).jaxpr, places)
+        return any(MIXED in follow.seen.get(label, []) for label in gathers)
 
     @cached_property
     def from_key(self) -> list[str]:
@@ -174,27 +186,32 @@ class Look:
 
     def _doubted(self, division: Division) -> tuple[dict[str, Place], list[str]]:
         """Return outputs, and labels of values, that the traces do not show to be the same."""
-        twin, one = self._twin(division.within), self._one
+        one = self._one
         known: dict[str, Place] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
             known[ENTERED] = Rows(0)
-        follow = Follow((self._rows, 2 * self._rows), known)
-        inputs = self._places(division)
-        try:
-            if twin is None:
-                raise Unlike
-            places = follow(one.jaxpr, twin.jaxpr, inputs)
-            labels = [
-                label
-                for label in one.examiner.names
-                if not all(map(self._allowed(label, division), follow.seen[label]))
-            ]
-        except Unlike:
-            places = Follow((1, 1), known)(one.jaxpr, one.jaxpr, inputs)
-            labels = list(one.examiner.names)
-        self._seen, self._declares = follow.seen, follow.declares
-        pairs = zip(one.outputs, places, strict=False)
-        return {name: place for name, place in pairs if place and not division.within}, labels
+        inputs, names = self._places(division), one.examiner.names
+        outputs: dict[str, Place] = {}
+        labels: set[str] = set()
+        # Fewer rows, too: `max(len(x), 8)` and `bank[: len(x)]` may be alike with more.
+        for rows in {2 * self._rows, max(division.size, 2)} - {self._rows}:
+            follow = Follow((self._rows, rows), known)
+            try:
+                places = follow(one.jaxpr, self._twin(rows, division.within).jaxpr, inputs)
+                for label in names:
+                    if not all(map(self._allowed(label, division), follow.seen[label])):
+                        labels.add(label)
+            except Unlike:
+                follow = Follow((1, 1), known)
+                places = follow(one.jaxpr, one.jaxpr, inputs)
+                labels.update(names, () if division.within else one.numbers)
+            if not division.within:
+                pairs = zip(one.outputs, places, strict=False)
+                outputs |= {name: place for name, place in pairs if place}
+            self._seen |= follow.seen
+            self._declares |= follow.declares
+        doubted = [label for label in (*names, *one.numbers) if label in labels]
+        return outputs, [label for label in doubted if label not in outputs]
 
     def _allowed(self, label: str, division: Division) -> Any:
         if label not in self._one.examiner.scalars:
@@ -214,16 +231,21 @@ class Look:
         state, batch = self._given
         return trace(self._run, state, batch, rows, examiner)
 
-    def _twin(self, within: bool) -> Trace | None:
-        """Return the trace with twice the rows, if the user's code can be traced with them."""
-        if within not in self._twins:
-            rows, twice = self._rows, 2 * self._rows
+    def _twin(self, rows: int, within: bool) -> Trace:
+        """Return the trace with so many rows; `Unlike` if the user's code does not take them."""
+        if rows == self._rows:
+            return self._one
+        key = rows, within
+        if key not in self._twins:
             try:
-                examiner = RowExaminer(rows, twice if within else None)
-                self._twins[within] = self._traced(rows if within else twice, examiner)
+                examiner = RowExaminer(self._rows, rows if within else None)
+                self._twins[key] = self._traced(self._rows if within else rows, examiner)
             except Exception:  # the user's code, on other rows
-                self._twins[within] = None
-        return self._twins[within]
+                self._twins[key] = None
+        twin = self._twins[key]
+        if twin is None:
+            raise Unlike
+        return twin
 
     def _part(self, division: Division) -> Trace:
         size = division.size

@@ -137,6 +137,8 @@ class Ready:
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and look.from_key and not broken:
                 broken = [Broken(look.from_key[0], output=True, why="key")]
+            if apart and not broken and look.gathers_draws:
+                raise row_errors.drawn(sees)
             if broken and broken[0].output and not own:
                 raise row_errors.written(broken[0], sees)
             if broken:
@@ -145,11 +147,10 @@ class Ready:
 
     def _padded_or_not(self, what: str, state: TrainState, batch: Batch) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
-        if self._looks[what].takes_padding:
-            return batch
         real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
-        own = batch.size - real
-        broken = None
+        own, broken = batch.size - real, None
+        if not (own or batch.feed_padding) or self._looks[what].takes_padding:
+            return batch
         for padding in sorted({own, batch.feed_padding or own} - {0}):
             key = what, batch.size, padding
             if key not in self._padding:

@@ -192,11 +192,15 @@ def _of_index(
             return Columns(dims.pop(), tuple(places))
     if name == "gather" and isinstance(first, Rows) and isinstance(places[1], Columns):
         picked, numbers = places[1], params["dimension_numbers"]
-        column = list(numbers.start_index_map).index(first.dim)
+        by_number = [
+            table_dim
+            for table_dim, place in zip(numbers.start_index_map, picked.each, strict=True)
+            if isinstance(place, Index)
+        ]
         by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
-        if first.each == 1 and picked.each[column] == Index(picked.dim) and not first.power:
-            own = first.dim in numbers.collapsed_slice_dims
-            return Rows(by_pick[picked.dim]) if own else MIXED
+        own = by_number == [first.dim] and first.dim in numbers.collapsed_slice_dims
+        if own and first.each == 1 and not first.power and Index(picked.dim) in picked.each:
+            return Rows(by_pick[picked.dim])
     return MIXED
 
 

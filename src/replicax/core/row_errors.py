@@ -52,6 +52,14 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
     return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
 
 
+def drawn(sees: str) -> LossError:
+    """Return the error for gathered rows that depend on random numbers of each replica."""
+    return LossError(
+        "rows that rx.gather returns depend on random numbers that are drawn once for all rows, "
+        f"and each of {sees} draws its own: draw one for each row, or pass them in the batch"
+    )
+
+
 def written(broken: Broken, sees: str) -> LossError:
     """Return the error for model state that a loss computes from the rows it sees."""
     if broken.by_row:

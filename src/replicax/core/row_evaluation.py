@@ -5,8 +5,9 @@ such as schedules and gates, random ones: what depends on them must not be overl
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +59,7 @@ class RowEvaluation:
     seen: Values = dataclasses.field(default_factory=dict)
     gathered: list[jax.Array] = dataclasses.field(default_factory=list)
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+    _sums: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         return evaluate(jaxpr, values, self._apply, lambda value: value)
@@ -66,7 +68,7 @@ class RowEvaluation:
         name, label = eqn.primitive.name, label_of(eqn)
         if label == SUMMED or name in SUMS_OF_REPLICAS:
             pairs = zip(eqn.outvars, values, strict=True)
-            return [self._replaced(var) if _is_float(var.aval) else value for var, value in pairs]
+            return [self._sum(var) if _is_float(var.aval) else value for var, value in pairs]
         if label == ENTERED and self.enter:
             return [self.enter(values[0])]
         if label == GATHERED:
@@ -123,6 +125,11 @@ class RowEvaluation:
         found = uniform(self.trial, self._number(var), var.aval.shape)
         share = 0.25 + 0.75 * found  # no share of rows, decay or probability is above 1
         return found < 0.5 if var.aval.dtype == bool else share.astype(var.aval.dtype)
+
+    def _sum(self, var: Any) -> jax.Array:
+        """Return another sum over all replicas: the next of them, also if traces are not alike."""
+        found = 0.25 + 0.75 * uniform(self.trial, -2 - next(self._sums), var.aval.shape)
+        return found.astype(var.aval.dtype)
 
     def _number(self, of: Any) -> int:
         """Return a number for a variable or an equation, the same in corresponding traces."""

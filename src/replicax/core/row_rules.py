@@ -94,8 +94,14 @@ def _across(dims: str) -> Rule:
 def _whole_dim(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
     """Rule of a primitive that slices or updates other dims."""
     rows = joined(places)
-    sizes = {shape[rows.dim] for place, shape in zip(places, shapes, strict=True) if place and rows}
+    sizes = {shape[rows.dim] for shape in shapes if rows and len(shape) == len(out)}
     return rows if rows and sizes == {out[rows.dim]} else MIXED
+
+
+def _attention(_params: Any, places: list[Place], *_: Any) -> Place:
+    """Rule of attention from cuDNN: rows of the batch dim."""
+    rows = joined(places)
+    return rows if rows and rows.dim == 0 else MIXED
 
 
 def _windows(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
@@ -193,7 +199,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
     "dot_general": _dot,
-    "dot_product_attention_fwd_wrapper": _whole_dim,  # from cuDNN
+    "dot_product_attention_fwd_wrapper": _attention,
     "gather": _gather,
     "pad": _pad,
     "reshape": _reshape,

@@ -217,15 +217,30 @@ def _judged(
         return differs, differs, finite
     parts = jnp.asarray(division.parts)
     mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
-    mixes = _gap(together[mine], again[mine]) > _SHARP * _EPS
-    differs = _gap(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
+    mixes = _gap_of_rows(together[mine], again[mine]) > _SHARP * _EPS
+    differs = _gap_of_rows(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
     return mixes, differs, finite
 
 
 def _gap(one: jax.Array, other: jax.Array) -> jax.Array:
     """Return the largest difference, as a share of the largest value; 0 between equal NaNs."""
+    return _gap_of_rows(one.reshape(1, -1), other.reshape(1, -1))
+
+
+def _gap_of_rows(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the largest difference, as a share of the largest value in its row.
+
+    Rows with small values count as those a quarter of which are smaller, so that rounding is small
+    everywhere, and a few huge values hide nothing.
+    """
+    one, other = (
+        each.reshape(len(each), -1).astype(jnp.promote_types(each.dtype, jnp.float32))
+        for each in (one, other)
+    )
     same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
-    both = jnp.stack([one, other])
-    scale = jnp.max(jnp.where(jnp.isfinite(both), jnp.abs(both), 0), initial=0)
-    gap = jnp.max(jnp.where(same, 0, jnp.abs(one - other)), initial=0)
-    return jnp.where(jnp.isnan(gap), jnp.inf, gap / jnp.where(scale > 0, scale, 1))
+    gaps = jnp.max(jnp.where(same, 0, jnp.abs(one - other)), axis=1, initial=0)
+    both = jnp.concatenate([one, other], axis=1)
+    sizes = jnp.max(jnp.where(jnp.isfinite(both), jnp.abs(both), 0), axis=1, initial=0)
+    least = jnp.nanquantile(jnp.where(sizes > 0, sizes, jnp.nan), 0.25, method="lower")
+    scale = jnp.maximum(sizes, jnp.where(jnp.isnan(least), 1, least))
+    return jnp.max(jnp.where(jnp.isnan(gaps), jnp.inf, gaps / scale), initial=0)

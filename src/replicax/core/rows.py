@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from replicax.core.equations import CALLS, REMATS, called, closed, of_scan, settle
 from replicax.core.row_counts import (
@@ -53,13 +52,17 @@ class Follow:
     """Follows rows through two traces of a function, made with different numbers of `rows`.
 
     What differs between the traces depends on the number of rows. `known` holds the places of the
-    results of functions, by name.
+    results of functions, by name, and `drawn_for_all` that of random numbers that no row has for
+    itself.
     """
 
     def __init__(
-        self, rows: tuple[int, int], known: Mapping[str, Place] = MappingProxyType({})
+        self,
+        rows: tuple[int, int],
+        known: Mapping[str, Place] = MappingProxyType({}),
+        drawn_for_all: Place = GIVEN,
     ) -> None:
-        self._rows, self._known = rows, known
+        self._rows, self._known, self._drawn_for_all = rows, known, drawn_for_all
         self.seen: dict[str, list[Place]] = {}
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Place] = {}
@@ -112,7 +115,8 @@ class Follow:
         if np.shape(one) == np.shape(two) == ():
             return constant(float(one), float(two), self._rows)
         arrays = np.asarray(one), np.asarray(two)
-        return Index(0) if all(np.array_equal(a, range(len(a))) for a in arrays) else MIXED
+        numbers = all(map(np.array_equal, arrays, map(np.arange, self._rows)))
+        return Index(0) if numbers else MIXED
 
     def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
         name, count = eqn.primitive.name, len(eqn.outvars)
@@ -149,6 +153,8 @@ class Follow:
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
             if keyed and holds_key and name != "random_bits":
                 return KEY
+            if keyed and name == "random_bits":
+                return self._drawn_for_all
             if NUMBER in places:
                 return NUMBER
             return GIVEN if any(place is not None for place in places) else None
@@ -187,8 +193,8 @@ def _dims(place: Place) -> list[int]:
 
 def _of(eqn: Any, places: list[Place], out: Any) -> Place:
     name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
-    rounds = name == "div" or (name == "convert_element_type" and _is_float_dtype(avals[0].dtype))
-    if rounds and not _is_float_dtype(out.dtype) and not all(map(is_plain, places)):
+    rounds = name in ("div", "convert_element_type") and not _is_float_dtype(out.dtype)
+    if rounds and not all(map(is_plain, places)):
         return MIXED
     zero = len(places) > 1 and _is_zero(eqn.invars[1])
     return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
@@ -211,8 +217,15 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _numbers(params: Any) -> dict[str, Any]:
-    """Return the parameters that are numbers: exponents, lengths and axes."""
-    return {name: value for name, value in params.items() if isinstance(value, int | float)}
+    """Return the parameters that are numbers, or where windows begin: not the shapes."""
+    return {
+        name: value
+        for name, value in params.items()
+        if isinstance(value, int | float) or name in _PLACED
+    }
+
+
+_PLACED = {"start_indices", "strides", "padding_config", "padding", "window_strides"}
 
 
 # Primitives that call other jaxprs.
@@ -264,24 +277,3 @@ def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
     the number of rows.
     """
     return Follow((1, 1))(jaxpr, jaxpr, inputs)
-
-
-def moves(traced: ClosedJaxpr, count: int, axis: tuple[str, int]) -> bool:
-    """Whether the last output has a nonzero derivative by any of the first `count` inputs.
-
-    `axis` is the name and size of an axis that it may reduce over.
-    """
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
-    moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
-
-    def derivative(values: list[Any], tangents: list[Any]) -> Any:
-        def last(*own: Any) -> Any:
-            known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
-            return jaxpr_as_fun(traced)(*known.values())[-1]
-
-        return jax.jvp(last, tuple(values[i] for i in moved), tuple(tangents))[1]
-
-    make = jax.make_jaxpr(derivative, axis_env=[axis])
-    jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True])
-    return any(used[len(shapes) :])
