@@ -1,5 +1,6 @@
 """`replicax verify`: check that a step on many devices computes the same as on one."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
@@ -7,9 +8,10 @@ from functools import partial
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 
 import replicax as rx
-from replicax.checks import FAIL, PASS, SKIP, Check
+from replicax.checks import FAIL, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import (
@@ -21,10 +23,10 @@ from replicax.cli.step_options import (
     first_rows,
     make_host_devices,
 )
+from replicax.core.models.definition import View
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
-from replicax.verify.independence import CASE
 from replicax.verify.verification import Verification
 from replicax.verify.verify_program import rows_needed
 from replicax.wording import first_line
@@ -149,23 +151,22 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         seed=options.seed,
         show=show,
     )
-    evaluated = any((c.case, c.verdict) == (CASE, PASS) for c in verification.checks)
     again = recipe.model(key)
-    alone = _of_recipe_alone(dp, recipe, (model, again), batch, evaluated)
+    alone = _of_recipe_alone(dp, recipe, (model, again), batch)
     checks = [*verification.checks, *alone]
     about = {**parsed.about(), **verification.about}
     return dataclasses.replace(verification, checks=checks, about=about)
 
 
 def _of_recipe_alone(
-    dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any, evaluated: bool
+    dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any
 ) -> Iterator[Check]:
     """Yield checks specific to a recipe: its model is reproducible, and it can be evaluated."""
     first, second = (sha256(dp.configuration.split_model(model)[1:]) for model in models)
     if first != second:
         text = "the recipe's model has different weights when created again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)
-    source = None if evaluated else recipe.eval_source()
+    source = None if _evaluates(dp, models[0], batch) else recipe.eval_source()
     if source is not None:
         try:
             dp.evaluate(dp.init(models[0]), [batch], loss=getattr(source, "loss", None))
@@ -173,3 +174,16 @@ def _of_recipe_alone(
             yield Check("parity", "evaluation", SKIP, f"refused: {error}")
         except Exception as error:  # the user's loss
             yield Check("parity", "evaluation", FAIL, first_line(error), NOT_EVALUATED)
+
+
+def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:
+    """Whether the loss can be traced in evaluation."""
+    program = dp.program(model)
+    _, params, extras = dp.configuration.split_model(model)
+    view = View(step=jnp.int32(0))
+    with contextlib.suppress(Exception):  # the user's loss
+        rows = program.placed(batch)
+        score = partial(program.objective.loss_sums, view=view)
+        jax.eval_shape(score, params, extras, rows)
+        return True
+    return False
