@@ -90,7 +90,7 @@ def compared(
 
     Raises `Undecided` if numbers cannot tell.
     """
-    if pair.of_whole.drawn and not pair.alike:
+    if pair.of_whole.draws and not pair.alike:
         raise Undecided("random numbers for other rows")
     compiled = partial(jax.jit, compiler_options=_QUICK.get(jax.default_backend()))
     other = compiled(partial(other_inputs, division.parts))
