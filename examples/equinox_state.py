@@ -11,7 +11,7 @@ import optax
 
 import replicax as rx
 
-ROWS, BATCH = 84, 32
+ROWS, BATCH = 96, 32
 
 
 def rows():

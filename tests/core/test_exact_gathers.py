@@ -69,7 +69,8 @@ def penalised(model: Any, batch: Any, key: Any) -> Any:
     def of_rows(x: jax.Array) -> jax.Array:
         hidden = jnp.tanh(x @ model["x"])
         every, counts = rx.gather((hidden, real))
-        return jnp.sum(jnp.tanh(hidden @ model["h"] - counts @ every / jnp.sum(counts)))
+        centred = jnp.tanh(hidden @ model["h"] - counts @ every / jnp.sum(counts))
+        return jnp.sum(real[:, None] * centred)
 
     return jnp.sum(jax.grad(of_rows)(batch["x"]) ** 2, -1)
 

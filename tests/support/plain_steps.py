@@ -5,6 +5,7 @@ the `yield`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,7 +154,7 @@ def plain_forms(number: Any) -> Any:
     """Return what stands for `rx` in a step of one's own: one device, rows without padding."""
     return SimpleNamespace(
         value_and_grad=_means_and_gradient,
-        mean=jnp.mean,
+        mean=partial(jax.tree.map, partial(jnp.mean, axis=0)),
         gather=lambda rows: rows,
         row_weights=lambda rows: jnp.ones(len(jax.tree.leaves(rows)[0])),
         step_number=lambda: number,

@@ -72,7 +72,8 @@ class RowExaminer:
     def see(self, name: str, value: Any) -> None:
         """Mark the values, and weights, of a mean."""
         for each in (value.values, value.weights) if isinstance(value, Weighted) else (value,):
-            array, label = to_sum(jnp.asarray(each)), f"{SEEN}{len(self.names)}"
+            array = jax.lax.stop_gradient(to_sum(jnp.asarray(each)))
+            label = f"{SEEN}{len(self.names)}"
             self.names[label] = name
             if not array.ndim:
                 self.scalars.add(label)
@@ -102,7 +103,11 @@ def _call(label: str, function: Callable[[jax.Array], Any], array: jax.Array) ->
 
 
 def _resized(array: jax.Array, count: int) -> jax.Array:
-    return array if len(array) == count else jnp.resize(array, (count, *array.shape[1:]))
+    """Return `count` rows; not `array` itself, which a derivative would use without this call."""
+    if len(array) != count:
+        array = jnp.resize(array, (count, *array.shape[1:]))
+    found: jax.Array = jax.lax.optimization_barrier(array)
+    return found
 
 
 def _itself(array: jax.Array) -> jax.Array:

@@ -54,6 +54,8 @@ class RowEvaluation:
     """Which rows a loss in a custom step is given."""
     given: list[jax.Array] | None = None
     """Results of `rx.gather`, in order; None for its rows themselves."""
+    gathers: bool = True
+    """Whether `rx.gather` returns the rows of other parts, too."""
     inner: bool = False
     """Whether in a loop or a branch."""
     seen: Values = dataclasses.field(default_factory=dict)
@@ -71,8 +73,8 @@ class RowEvaluation:
             return [self._sum(var) if _is_float(var.aval) else value for var, value in pairs]
         if label == ENTERED and self.enter:
             return [self.enter(values[0])]
-        if label == GATHERED:
-            return [self._gather(values[0])]
+        if label == GATHERED and self.gathers:
+            return self._gather(eqn, values)
         if name == "select_n" and not self._depends(eqn.invars[0]):
             return [self._blended(eqn, values[0], values[1:])]
         values = self._changed(eqn, values)
@@ -93,11 +95,15 @@ class RowEvaluation:
             found = [jnp.where(self.pinned, same, found[0])]
         return found
 
-    def _gather(self, rows: jax.Array) -> jax.Array:
-        if self.inner:
-            raise Undecided("rx.gather in a loop or a branch")
+    def _gather(self, eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
+        if self.inner or not len(eqn.outvars) == len(values) == 1:
+            raise Undecided("rx.gather in a loop, a branch or a derivative")
+        [rows] = values
         self.gathered.append(rows)
-        return rows if self.given is None else self.given[len(self.gathered) - 1]
+        found = rows if self.given is None else self.given[len(self.gathered) - 1]
+        if found.shape != eqn.outvars[0].aval.shape:
+            raise Undecided("a derivative of rx.gather")
+        return [found]
 
     def _depends(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and bool(self.follow.places.get(atom))

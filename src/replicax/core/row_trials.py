@@ -144,7 +144,8 @@ def _whole(
     if not division.within:
         batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
     enter = mixed if division.within else None
-    run = RowEvaluation(pair.of_whole, trial, changes, pinned, enter, given)
+    gathers = not division.padded
+    run = RowEvaluation(pair.of_whole, trial, changes, pinned, enter, given, gathers)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -166,8 +167,8 @@ def _verdict(
     def one(rows: jax.Array) -> dict[str, list[jax.Array]]:
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
         enter = (lambda leaf: leaf[rows]) if division.within else None
-        gathered = None if division.padded else given
-        run = RowEvaluation(pair.of_part, trial, changes, jnp.asarray(True), enter, gathered)
+        of_part, pinned = pair.of_part, jnp.asarray(True)
+        run = RowEvaluation(of_part, trial, changes, pinned, enter, given, not division.padded)
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
@@ -217,7 +218,8 @@ def _judged(
         return differs, differs, finite
     parts = jnp.asarray(division.parts)
     mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
-    mixes = _gap_of_rows(together[mine], again[mine]) > _SHARP * _EPS
+    sharp = _OF_SUMS if division.padded else _SHARP  # padding may shift an exponential
+    mixes = _gap_of_rows(together[mine], again[mine]) > sharp * _EPS
     differs = _gap_of_rows(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
     return mixes, differs, finite
 

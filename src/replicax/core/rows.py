@@ -122,7 +122,13 @@ class Follow:
         name, count = eqn.primitive.name, len(eqn.outvars)
         label = label_of(eqn)
         if label in self._known or name in SUMS_OF_REPLICAS:
-            return [self._known.get(label, GIVEN)] * count
+            known, pairs = (
+                self._known.get(label, GIVEN),
+                zip(eqn.outvars, twin.outvars, strict=True),
+            )
+            return [
+                known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
+            ]
         if label == DECLARED:
             self.declares = True
             return [Rows(row_dim(called(eqn))), Total()]
@@ -146,8 +152,7 @@ class Follow:
 
     def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
-        pairs = zip(shape, twin.aval.shape, strict=True)
-        grown = [dim for dim, (size, other) in enumerate(pairs) if size != other]
+        grown = _grown(out, twin)
         keyed = KEY in places
         if not grown and not any(places):
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
@@ -173,6 +178,12 @@ class Follow:
             return Rows(dim, each, getattr(places[0], "power", 0) if places else 0)
         found = _of(eqn, places, out.aval)
         return found if grown == _dims(found) or self._rows[0] == self._rows[1] else MIXED
+
+
+def _grown(out: Any, twin: Any) -> list[int]:
+    """Return the dims of different sizes, as of the cotangent of rows that are gathered."""
+    pairs = enumerate(zip(out.aval.shape, twin.aval.shape, strict=True))
+    return [dim for dim, (size, other) in pairs if size != other]
 
 
 def label_of(eqn: Any) -> str:

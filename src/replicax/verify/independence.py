@@ -46,8 +46,8 @@ class Independence:
 
     def check(self, fails: bool) -> Check:
         """Return the check. Rows that depend on one another are an error only if they are split."""
-        if self.kind == DEPENDENT and self.gathers and not self.placed:
-            text = "the rows depend on one another, and the loss gathers them from all replicas"
+        if self.kind == INDEPENDENT and self.gathers:
+            text = "rows depend on others only where the loss gathers them from all replicas"
             return Check("parity", CASE, PASS, text)
         fails |= self.placed or self.kind in (SUMMED, WEIGHTED_SCALAR)
         verdict = PASS if self.kind == INDEPENDENT else FAIL if fails else NOTE

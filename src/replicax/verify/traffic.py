@@ -172,7 +172,7 @@ def _judged(
     once = ONCE if MODES["shard_map"].holds(layout) else ""
     if not sent:
         return FAIL, ": nothing is reduced over the replicas", ""
-    statistics = facts.writes or facts.rows.kind == DEPENDENT
+    statistics = facts.writes or facts.rows.gathers or facts.rows.kind == DEPENDENT
     grows = count > first.between[0] or sent > SLIGHTLY * first.between[1]
     if grows and not layout.splits_params:  # split parameters are gathered per micro-batch
         more = f"; {first.between[0]} with 1 micro-batch"
