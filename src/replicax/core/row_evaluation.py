@@ -88,6 +88,8 @@ class RowEvaluation:
                 dim = row_dim(called(eqn)) if len(found) > 1 else None
                 self.seen.setdefault(label, []).append((found[0], dim))
             return found
+        if eqn.effects and not eqn.outvars:  # such as jax.debug.print
+            return []
         found = bind(eqn, values)
         if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
