@@ -45,6 +45,14 @@ def test_visible_gpus(variable: str | None, seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("platforms", "seen"),
+    [(None, G), ("", G), ("cuda,cpu", G), ("gpu", G), ("cpu", []), ("cpu,tpu", [])],
+)
+def test_jax_may_not_use_the_gpus(platforms: str | None, seen: list[str]) -> None:
+    assert visible_gpus({}, lambda: FOUR, platforms) == tuple(seen)
+
+
+@pytest.mark.parametrize(
     ("variable", "seen"),
     [
         (None, ["MIG-c0ffee00"]),

@@ -89,6 +89,16 @@ def mixed_up(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, {**batch, "x": x}, key)
 
 
+def mean_mixed_up(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(mixed_up(model, batch, key))
+
+
+def mean_mixed_up_by_keys_of_rows(model: Any, batch: Any, key: Any) -> Any:
+    keys = jax.random.split(key, len(batch["x"]))
+    order = jnp.argsort(jax.vmap(jax.random.uniform)(keys))
+    return jnp.mean(errors(model, {**batch, "x": batch["x"] + batch["x"][order]}, key))
+
+
 def always_random(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, batch, key) * jax.random.uniform(jax.random.fold_in(key, 0))
 
@@ -142,8 +152,9 @@ def in_rare_steps(model: Any, batch: Any, key: Any) -> Any:
 MEET = [
     in_rare_steps,
     *(contrastive, normalised, by_count, by_place, by_largest_weight, normalised_where_true),
-    *(total, masked_mean, mixed_up, at_least, first_row, column_by_count, beside_a_huge_one),
+    *(mixed_up, first_row, column_by_count, beside_a_huge_one),
 ]
+MEAN_OTHERWISE = [total, masked_mean, mean_mixed_up, mean_mixed_up_by_keys_of_rows, at_least]
 GATHER_WRONGLY = [gathered_of_some, own_logit, one_sign_for_all]
 STAY_APART = [errors, mean, dropped, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
@@ -157,14 +168,14 @@ def step(loss: Loss, model: Any = MODEL, rows: int = ROWS, **arguments: Any) -> 
 
 
 @pytest.mark.parametrize("arguments", only([DIVIDED[0]], DIVIDED))
-@pytest.mark.parametrize("loss", MEET)
+@pytest.mark.parametrize("loss", [*MEET, *MEAN_OTHERWISE])
 def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
     loss: Loss, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(rx.LossError, match=r"some of\b") as caught:
         step(loss, **arguments)
     said = str(caught.value)
-    if loss in (total, masked_mean, at_least):
+    if loss in MEAN_OTHERWISE:
         assert "rx.Weighted" in said
     else:
         assert ("rx.gather" in said) == (arguments.get("mode") in ("shard_map", "pmap", "exact"))
@@ -176,7 +187,7 @@ def test_what_is_gathered_must_be_that_of_one_device(loss: Loss) -> None:
         step(loss, mode="shard_map")
 
 
-@pytest.mark.parametrize("loss", only([contrastive], MEET))
+@pytest.mark.parametrize("loss", only([contrastive], [*MEET, *MEAN_OTHERWISE]))
 def test_it_trains_where_it_sees_all_rows(loss: Loss) -> None:
     step(loss)
     step(loss, mode="single")

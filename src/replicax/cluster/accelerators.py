@@ -10,6 +10,7 @@ from replicax.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_SECONDS = 30.0
 """Timeout of `nvidia-smi -L`; without the persistence daemon it takes seconds per GPU."""
+_OF_GPUS = {"cuda", "gpu", "rocm"}
 _LISTED = re.compile(r"^(\s*)(GPU|MIG)\b.*\(UUID:\s*([^)\s]+)\)", re.MULTILINE)
 
 
@@ -30,15 +31,20 @@ def list_gpus() -> str:
 
 
 def visible_gpus(
-    env: Mapping[str, str], list_gpus: Callable[[], str] = list_gpus
+    env: Mapping[str, str],
+    list_gpus: Callable[[], str] = list_gpus,
+    platforms: str | None = None,
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that CUDA will show this process, in CUDA's order.
 
+    None if `platforms`, JAX's setting, excludes GPUs, as on a host where a job runs on CPUs.
     CUDA_VISIBLE_DEVICES is read as CUDA reads it: an entry that matches no GPU ends the list, a
     duplicate entry empties it, and a process sees at most one MIG device. Numbers follow the order
     of nvidia-smi, which CUDA shares on hosts with GPUs of a single model, and everywhere under
     CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
+    if platforms and not _OF_GPUS & set(platforms.split(",")):
+        return ()
     entries = env[VISIBLE].split(",") if VISIBLE in env else None
     if entries is not None and not entries[0].strip():
         return ()

@@ -49,7 +49,9 @@ class RowEvaluation:
     changes: jax.Array
     """bool: whether conditions and factors are replaced."""
     pinned: jax.Array
-    """bool: whether all rows draw the same random numbers."""
+    """bool: whether random numbers are replaced by others, which a row has wherever it is."""
+    rows: jax.Array
+    """int `[rows]`: the place of each row in the whole batch."""
     enter: Callable[[jax.Array], jax.Array] | None = None
     """Which rows a loss in a custom step is given."""
     given: list[jax.Array] | None = None
@@ -93,9 +95,24 @@ class RowEvaluation:
         found = bind(eqn, values)
         if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
-            same = jnp.take(found[0], jnp.zeros(found[0].shape[dim], int), axis=dim)
-            found = [jnp.where(self.pinned, same, found[0])]
+            found = [jnp.where(self.pinned, self._drawn(eqn, found[0], dim), found[0])]
         return found
+
+    def _drawn(self, eqn: Any, found: jax.Array, dim: int) -> jax.Array:
+        """Return bits that depend on a row's place in the whole batch; of keys, one for all."""
+        if eqn.primitive.name != "random_bits":
+            return jnp.take(found, jnp.zeros(found.shape[dim], int), axis=dim)
+        size, parts = found.shape[dim], len(self.rows)
+        each = 1 if size % parts else size // parts
+        known = jnp.arange(size) if size % parts else jnp.repeat(self.rows, each) * each
+        places = known + jnp.arange(size) % each
+        others = jnp.arange(found.size // size).reshape(*found.shape[:dim], *found.shape[dim + 1 :])
+        along = [size if n == dim else 1 for n in range(found.ndim)]
+        index = jnp.expand_dims(others, dim) * 0x1F123BB5 + places.reshape(along)
+        bits = hashed(self.trial, self._number(eqn), index)
+        if found.dtype.itemsize > 4:
+            return bits.astype(found.dtype) << 32 | bits
+        return bits.astype(found.dtype)
 
     def _gather(self, eqn: Any, values: list[jax.Array]) -> list[jax.Array]:
         if self.inner or not len(eqn.outvars) == len(values) == 1:
@@ -195,15 +212,18 @@ def _is_float(aval: Any) -> bool:
 
 
 def uniform(trial: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return float32 numbers in [0, 1) for each pair of `trial` and `number`: a hash of an iota.
+    """Return float32 numbers in [0, 1) for each pair of `trial` and `number`."""
+    bits = hashed(trial, number, jnp.arange(math.prod(shape)))
+    found: jax.Array = (bits >> 8).astype(jnp.float32) * (2.0**-24)
+    return found.reshape(shape)
 
-    Unlike `jax.random`, it compiles in milliseconds.
-    """
-    bits = jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+
+def hashed(trial: jax.Array, number: int, index: jax.Array) -> jax.Array:
+    """Return a uint32 for each entry of `index`; unlike `jax.random`, compiled in milliseconds."""
+    bits = index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     bits += trial.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     bits += jnp.uint32((number * 0xC2B2AE35 + 1) % (1 << 32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     bits ^= bits >> 16
-    found: jax.Array = (bits >> 8).astype(jnp.float32) * (2.0**-24)
-    return found.reshape(shape)
+    return bits

@@ -145,7 +145,7 @@ def _whole(
         batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
     enter = mixed if division.within else None
     gathers = not division.padded
-    run = RowEvaluation(pair.of_whole, trial, changes, pinned, enter, given, gathers)
+    run = RowEvaluation(pair.of_whole, trial, changes, pinned, rows, enter, given, gathers)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -168,7 +168,8 @@ def _verdict(
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
         enter = (lambda leaf: leaf[rows]) if division.within else None
         of_part, pinned = pair.of_part, jnp.asarray(True)
-        run = RowEvaluation(of_part, trial, changes, pinned, enter, given, not division.padded)
+        gathers = not division.padded
+        run = RowEvaluation(of_part, trial, changes, pinned, rows, enter, given, gathers)
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 

@@ -164,11 +164,10 @@ class Follow:
                 return NUMBER
             return GIVEN if any(place is not None for place in places) else None
         if len(grown) == 1 and name in RANDOM:
-            if keyed:
+            by_row = keyed or any(isinstance(each, Rows) for each in places)
+            if keyed or (by_row and name == "random_bits"):
                 self.drawn[out] = grown[0]
-            return (
-                Rows(grown[0]) if keyed or any(isinstance(each, Rows) for each in places) else MIXED
-            )
+            return Rows(grown[0]) if by_row else MIXED
         if grown and not any(place and not isinstance(place, Count) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
