@@ -106,7 +106,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
         if place.process == 0:
             port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
             Hub(place, patience, timeout_seconds, partial(_prepare, port))
-        gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)
+        gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)  # type: ignore[attr-defined]
         hello = Hello(
             place.job,
             place.process,

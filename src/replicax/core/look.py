@@ -16,8 +16,17 @@ from replicax.core.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
 from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_rules import MIXED, Rows
+from replicax.core.row_symbols import shown
 from replicax.core.row_trials import Division, Found, Pair, compared
-from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow, Unlike
+from replicax.core.rows import (
+    DECLARED,
+    ENTERED,
+    GATHERED,
+    SUMMED,
+    SUMS_OF_REPLICAS,
+    Follow,
+    Unlike,
+)
 from replicax.core.update import TrainState
 
 
@@ -38,6 +47,9 @@ class Broken:
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
     """The error raised if it is computed on one part."""
+
+
+_UNSHOWN = "no difference was found, but the trace does not exclude one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Look:
         followed(self._one.jaxpr, self._one.jaxpr, self._places(Division(np.zeros((1, 1)))))
         self.draws, self.draws_alone = followed.draws, followed.draws_alone
         """Whether random numbers are drawn by the step's key, and by another one."""
-        self._twins: dict[tuple[int, bool], Trace | None] = {}
+        self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
         self._seen: dict[str, list[Place]] = {}
         self._declares = False
 
@@ -82,7 +94,8 @@ class Look:
     @cached_property
     def takes_padding(self) -> bool:
         """Whether the traces show that padding changes nothing."""
-        return not any(self._doubted(Division(np.zeros((1, self._rows // 2)), padded=True)))
+        some = Division(np.zeros((1, self._rows // 2), int), padded=True)
+        return not any(self._doubted(some, shows=False))
 
     @cached_property
     def gathers_draws(self) -> bool:
@@ -92,7 +105,7 @@ class Look:
         follow = Follow((self._rows, twice), {SUMMED: GIVEN, GATHERED: GIVEN}, drawn_for_all=MIXED)
         places = self._places(Division(np.zeros((1, twice))))
         with contextlib.suppress(Unlike):
-            follow(self._one.jaxpr, self._twin(twice, False).jaxpr, places)
+            follow(self._one.jaxpr, self._twin(twice).jaxpr, places)
         return any(MIXED in follow.seen.get(label, []) for label in gathers)
 
     @cached_property
@@ -138,16 +151,18 @@ class Look:
             trials = self.compared(division, labels, state, batch)
         except Undecided as reason:
             why, raised = str(reason), str(reason.__cause__ or "") and str(reason)
+        masks = division.padded and self.weighs
         for label in labels:
             trial = trials.get(label)
-            if trial is None or trial.differs or not trial.decided:
-                said = why or ("" if trial and trial.differs else "it is never finite")
-                name, is_output = examiner.names.get(label, label), label not in examiner.names
-                scalar = label in examiner.scalars
-                by_place = trial is not None and trial.differs and not trial.mixes
-                found.append(
-                    Broken(name, scalar, is_output, by_place=by_place, why=said, raised=raised)
-                )
+            differs, mixes = (trial.differs, trial.mixes) if trial else (False, False)
+            if masks and trial and trial.decided and not differs:
+                continue
+            said = why or ("" if differs else _UNSHOWN)
+            name, is_output = examiner.names.get(label, label), label not in examiner.names
+            scalar, by_place = label in examiner.scalars, differs and not mixes
+            found.append(
+                Broken(name, scalar, is_output, by_place=by_place, why=said, raised=raised)
+            )
         return found
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
@@ -172,8 +187,9 @@ class Look:
     ) -> dict[str, Found]:
         """Compute values on parts and on the whole; may raise `Undecided`."""
         try:
-            part = self._part(division)
-        except Exception as error:  # the user's code, on few rows
+            part = self._twin(division.size, division.within, division.padded)
+        except Unlike as unlike:
+            error = unlike.__cause__
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             where = f"{division.size} of {self._rows} rows"
             raise Undecided(f"on {where}: {said}") from error
@@ -184,8 +200,13 @@ class Look:
                 f"it cannot be computed on all rows: {error}".partition("\n")[0]
             ) from None
 
-    def _doubted(self, division: Division) -> tuple[dict[str, Place], list[str]]:
-        """Return outputs, and labels of values, that the traces do not show to be the same."""
+    def _doubted(
+        self, division: Division, shows: bool = True
+    ) -> tuple[dict[str, Place], list[str]]:
+        """Return outputs, and labels of values, that the traces do not show to be the same.
+
+        `shows`: whether rows that were moved are looked for, by `replicax.core.row_symbols`.
+        """
         one = self._one
         known: dict[str, Place] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
@@ -193,18 +214,22 @@ class Look:
         inputs, names = self._places(division), one.examiner.names
         outputs: dict[str, Place] = {}
         labels: set[str] = set()
-        # Fewer rows, too: `max(len(x), 8)` and `bank[: len(x)]` may be alike with more.
-        for rows in {2 * self._rows, max(division.size, 2)} - {self._rows}:
-            follow = Follow((self._rows, rows), known)
+        if division.padded:
+            known |= dict.fromkeys(SUMS_OF_REPLICAS, MIXED)
+        # With one row, dims of size 1 may make another program: such a trace cannot decide alone.
+        sizes = [division.size] if 1 < division.size < self._rows else [2 * self._rows]
+        for rows in sizes + [1] * (division.size == 1):
             try:
-                places = follow(one.jaxpr, self._twin(rows, division.within).jaxpr, inputs)
+                follow, places = self._followed(division, rows, known, inputs, shows)
                 for label in names:
                     if not all(map(self._allowed(label, division), follow.seen[label])):
                         labels.add(label)
             except Unlike:
+                if rows == 1:
+                    continue
                 follow = Follow((1, 1), known)
                 places = follow(one.jaxpr, one.jaxpr, inputs)
-                labels.update(names, () if division.within else one.numbers)
+                labels.update(names, () if division.within else (*one.numbers, *one.outputs))
             if not division.within:
                 pairs = zip(one.outputs, places, strict=False)
                 outputs |= {name: place for name, place in pairs if place}
@@ -212,6 +237,25 @@ class Look:
             self._declares |= follow.declares
         doubted = [label for label in (*names, *one.numbers) if label in labels]
         return outputs, [label for label in doubted if label not in outputs]
+
+    def _followed(
+        self,
+        division: Division,
+        rows: int,
+        known: dict[str, Place],
+        inputs: list[Place],
+        shows: bool,
+    ) -> tuple[Follow, list[Place]]:
+        """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
+        one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
+        follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
+        places = follow(one, twin, inputs)
+        if not (shows and follow.mixed and rows == division.size):
+            return follow, places
+        back(twin, one, inputs)
+        apart = shown(division.parts, self._rows, (one, twin), (follow, back))
+        follow = Follow((self._rows, rows), known, shown=apart)
+        return follow, follow(one, twin, inputs)
 
     def _allowed(self, label: str, division: Division) -> Any:
         if label not in self._one.examiner.scalars:
@@ -231,27 +275,23 @@ class Look:
         state, batch = self._given
         return trace(self._run, state, batch, rows, examiner)
 
-    def _twin(self, rows: int, within: bool) -> Trace:
-        """Return the trace with so many rows; `Unlike` if the user's code does not take them."""
-        if rows == self._rows:
-            return self._one
-        key = rows, within
-        if key not in self._twins:
-            try:
-                examiner = RowExaminer(self._rows, rows if within else None)
-                self._twins[key] = self._traced(self._rows if within else rows, examiner)
-            except Exception:  # the user's code, on other rows
-                self._twins[key] = None
-        twin = self._twins[key]
-        if twin is None:
-            raise Unlike
-        return twin
+    def _twin(self, rows: int, within: bool = False, alone: bool = False) -> Trace:
+        """Return the trace with so many rows; `Unlike` if the user's code does not take them.
 
-    def _part(self, division: Division) -> Trace:
-        size = division.size
-        if division.within:
-            return self._traced(self._rows, RowExaminer(self._rows, size))
-        return self._traced(size, RowExaminer(size if division.padded else self._rows))
+        `within`: in the losses of a custom step only. `alone`: also in what is gathered.
+        """
+        key = rows, within, alone and self.gathers
+        if key not in self._twins:
+            count = self._rows if within else rows
+            examiner = RowExaminer(rows if key[-1] else self._rows, rows if within else None)
+            try:
+                self._twins[key] = self._traced(count, examiner)
+            except Exception as error:  # the user's code, on other rows
+                self._twins[key] = error
+        twin = self._twins[key]
+        if isinstance(twin, Exception):
+            raise Unlike from twin
+        return twin
 
     def _pair(self, part: Trace, division: Division) -> Pair:
         one, counts, inputs = self._one, (self._rows, division.size), self._places(division)

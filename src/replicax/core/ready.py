@@ -44,7 +44,8 @@ class Ready:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[Any, Look] = {}
+        """By what is run, and the shapes of the batch."""
         self._padding: dict[tuple[str, int, int], Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
@@ -65,13 +66,13 @@ class Ready:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
-        if what not in self._looks:
-            self._shapes = jax.eval_shape(lambda batch: batch, batch)
-            self._looks[what] = self._looked(what, state, batch)
-        batch = self._padded_or_not(what, state, batch)
+        look, given = self._look(what, state, batch), batch
+        batch = self._padded_or_not(what, look, state, batch)
+        if batch is not given:
+            self._look(what, state, batch)
         configuration = self._program.configuration
         if configuration.job.processes > 1:
-            shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
+            shapes = _shapes(what, batch)
             if shapes not in self._agreed:
                 text = partial(program_text, function, state, batch)
                 agree_on_program(configuration, what, (state, batch), text)
@@ -107,12 +108,21 @@ class Ready:
         if not padding or self._shapes is None or self._program.configuration.step is not None:
             return
         size = feed.split.padded(feed.source.batch_size)
-        look = self._looks.get(EVALUATION)
+        known = (look for (what, *_), look in self._looks.items() if what == EVALUATION)
+        look = next(known, None)
         with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
             look = look or self._trace(EVALUATION, self._abstract, self._shapes)
         broken = look.doubts(_real(size - padding))[0] if look else []
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
+
+    def _look(self, what: str, state: TrainState, batch: Batch) -> Look:
+        """Return what is known of batches of these shapes, checking the first."""
+        shapes = _shapes(what, batch)
+        if shapes not in self._looks:
+            self._shapes = self._shapes or jax.eval_shape(lambda batch: batch, batch)
+            self._looks[shapes] = self._looked(what, state, batch)
+        return self._looks[shapes]
 
     def _trace(self, what: str, state: TrainState, batch: Batch) -> Look:
         """Trace the loss or the step."""
@@ -145,16 +155,16 @@ class Ready:
                 raise row_errors.divided(broken[0], sees, self._fix())
         return look
 
-    def _padded_or_not(self, what: str, state: TrainState, batch: Batch) -> Batch:
+    def _padded_or_not(self, what: str, look: Look, state: TrainState, batch: Batch) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
         real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
         own, broken = batch.size - real, None
-        if not (own or batch.feed_padding) or self._looks[what].takes_padding:
+        if not (own or batch.feed_padding) or look.takes_padding:
             return batch
         for padding in sorted({own, batch.feed_padding or own} - {0}):
             key = what, batch.size, padding
             if key not in self._padding:
-                self._padding[key] = self._depends_on_padding(what, padding, state, batch)
+                self._padding[key] = self._depends_on_padding(look, padding, state, batch)
             broken = self._padding[key] if padding == own else broken
         if broken is None:
             return batch
@@ -163,11 +173,11 @@ class Ready:
         return dataclasses.replace(short, rows=real, feed_padding=None)
 
     def _depends_on_padding(
-        self, what: str, padding: int, state: TrainState, batch: Batch
+        self, look: Look, padding: int, state: TrainState, batch: Batch
     ) -> Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
-        broken = self._looks[what].broken(_real(real), state, batch)
+        broken = look.broken(_real(real), state, batch)
         if not broken:
             return None
         if broken[0].raised or real % self._parts or self._program.configuration.job.processes > 1:
@@ -209,6 +219,10 @@ class Ready:
         if split.micro_batches > 1 and not mode.bitwise:
             return "use accumulate=1"
         return "gather the rows of all replicas with rx.gather(x)"
+
+
+def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:
+    return what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
 
 
 def _real(rows: int) -> Division:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from replicax.core.row_rules import MIXED, RULES, Rows, Shape
 
 
@@ -74,7 +76,7 @@ def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
     """Return the place of a number that is `one` and `two` in traces of different `rows`."""
     if one == two:
         return None
-    if one and two and two / one > 0:
+    if not any(map(np.iscomplexobj, (one, two))) and one and two and two / one > 0:
         grown = rows[1] / rows[0]
         power = round(2 * math.log(two / one) / math.log(grown)) / 2
         if abs(two / one / grown**power - 1) < 1e-6:
@@ -201,7 +203,22 @@ def _of_index(
         own = by_number == [first.dim] and first.dim in numbers.collapsed_slice_dims
         if own and first.each == 1 and not first.power and Index(picked.dim) in picked.each:
             return Rows(by_pick[picked.dim])
+    if name.startswith("scatter") and isinstance(first, Rows) and isinstance(places[1], Columns):
+        return _of_scatter(params, places, shapes)
     return MIXED
+
+
+def _of_scatter(params: Any, places: list[Place], shapes: list[Shape]) -> Place:
+    """Return the place of `x.at[jnp.arange(n), labels].add(y)`."""
+    rows, picked, new = places
+    assert isinstance(rows, Rows)
+    assert isinstance(picked, Columns)
+    numbers = params["dimension_numbers"]
+    pairs = zip(numbers.scatter_dims_to_operand_dims, picked.each, strict=True)
+    by_number = [dim for dim, place in pairs if isinstance(place, Index)]
+    beside = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
+    own = by_number == [rows.dim] and Index(picked.dim) in picked.each and rows.each == 1
+    return rows if own and (not new or new == Rows(beside[picked.dim])) else MIXED
 
 
 _LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "imag", "neg", "real"}

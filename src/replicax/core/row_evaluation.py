@@ -19,6 +19,7 @@ from replicax.core.equations import bind, called, evaluate, of_scan
 from replicax.core.row_counts import NUMBER, Origin
 from replicax.core.rows import (
     DECLARED,
+    DRAWING,
     ENTERED,
     GATHERED,
     RANDOM,
@@ -93,7 +94,7 @@ class RowEvaluation:
         if eqn.effects and not eqn.outvars:  # such as jax.debug.print
             return []
         found = bind(eqn, values)
-        if name in RANDOM and eqn.outvars[0] in self.follow.drawn:
+        if name in RANDOM | DRAWING and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
             found = [jnp.where(self.pinned, self._drawn(eqn, found[0], dim), found[0])]
         return found
@@ -225,5 +226,5 @@ def hashed(trial: jax.Array, number: int, index: jax.Array) -> jax.Array:
     bits += jnp.uint32((number * 0xC2B2AE35 + 1) % (1 << 32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    bits ^= bits >> 16
-    return bits
+    found: jax.Array = bits ^ (bits >> 16)
+    return found

@@ -173,10 +173,55 @@ def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
     return Rows(numbers.offset_dims[left.index(table.dim)], table.each)
 
 
+def _scatter(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    """Rule of `x.at[i].set(y)`: all rows of a window, or each row by itself."""
+    numbers, (rows, picked, new) = _params["dimension_numbers"], places
+    inside = [dim for dim in range(len(shapes[2])) if dim in numbers.update_window_dims]
+    beside = [dim for dim in range(len(shapes[2])) if dim not in inside]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = [dim for dim in range(len(out)) if dim not in gone]
+    if rows is None and new is not None and new.dim in inside:
+        rows = Rows(windows[inside.index(new.dim)], new.each)
+    if rows is None:
+        return MIXED
+    if rows.dim in numbers.operand_batching_dims:
+        position = list(numbers.operand_batching_dims).index(rows.dim)
+        along = numbers.scatter_indices_batching_dims[position]
+        own = picked in (None, Rows(along, rows.each))
+        return rows if own and new in (None, Rows(beside[along], rows.each)) else MIXED
+    if rows.dim not in windows or picked or rows.dim in numbers.scatter_dims_to_operand_dims:
+        return MIXED
+    dim = inside[windows.index(rows.dim)]
+    whole = shapes[2][dim] == out[rows.dim] and new in (None, Rows(dim, rows.each))
+    return rows if whole else MIXED
+
+
+def _stack(params: Any, places: list[Place], *_: Any) -> Place:
+    rows = joined(places)
+    return rows and dataclasses.replace(rows, dim=rows.dim + (rows.dim >= params["axis"]))
+
+
+def _unstack(params: Any, places: list[Place], *_: Any) -> Place:
+    rows, gone = places[0], params["axis"]
+    if rows is None or rows.dim == gone:
+        return MIXED
+    return Rows(rows.dim - (gone < rows.dim), rows.each)
+
+
+def _fourier(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+    rows, kept = places[0], len(shapes[0]) - len(params["fft_lengths"])
+    return rows if rows and 0 <= rows.dim < kept else MIXED
+
+
+def _last_dim(_params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+    rows = joined(places)
+    return rows if rows and all(rows.dim < len(shape) - 1 for shape in shapes) else MIXED
+
+
 _BY_ENTRY = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
+    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul mulhi name ne neg nextafter not
     or population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
@@ -188,6 +233,7 @@ BY_ENTRY = frozenset(_BY_ENTRY.split())
 _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
+_OF_MATRICES = "cholesky eig eigh lu qr svd triangular_solve"
 RULES: dict[str, Rule] = {
     **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
@@ -197,15 +243,21 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _across("dimension"),
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
+    **dict.fromkeys(_OF_MATRICES.split(), _matrices),
     "dot_general": _dot,
     "dot_product_attention_fwd_wrapper": _attention,
+    "fft": _fourier,
     "gather": _gather,
+    "lu_pivots_to_permutation": _last_dim,
     "pad": _pad,
     "reshape": _reshape,
     "rev": _across("dimensions"),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-sub"), _scatter),
+    **dict.fromkeys(("scatter-max", "scatter-min"), _scatter),
     "sort": _across("dimension"),
     "split": _across("axis"),
+    "stack": _stack,
+    "unstack": _unstack,
     "squeeze": _without("dimensions"),
     "top_k": _top_k,
     "transpose": _transpose,

@@ -52,8 +52,8 @@ class Follow:
     """Follows rows through two traces of a function, made with different numbers of `rows`.
 
     What differs between the traces depends on the number of rows. `known` holds the places of the
-    results of functions, by name, and `drawn_for_all` that of random numbers that no row has for
-    itself.
+    results of functions, by name, `drawn_for_all` that of random numbers that no row has for
+    itself, and `shown` those of variables that are known otherwise.
     """
 
     def __init__(
@@ -61,8 +61,11 @@ class Follow:
         rows: tuple[int, int],
         known: Mapping[str, Place] = MappingProxyType({}),
         drawn_for_all: Place = GIVEN,
+        shown: Mapping[Any, Rows] = MappingProxyType({}),
     ) -> None:
-        self._rows, self._known, self._drawn_for_all = rows, known, drawn_for_all
+        self._rows, self._drawn_for_all = rows, drawn_for_all
+        self.known = known
+        self._shown = shown
         self.seen: dict[str, list[Place]] = {}
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Place] = {}
@@ -71,6 +74,8 @@ class Follow:
         """Whether rows are declared independent."""
         self.draws = self.draws_alone = False
         """Whether it draws random numbers by the step's key, and by another one."""
+        self.mixed: dict[Any, int] = {}
+        """Dims that grow of variables of the first trace whose rows may have been mixed."""
         self.drawn: dict[Any, int] = {}
         """Dims along which random numbers of the first trace are drawn by row."""
 
@@ -83,6 +88,7 @@ class Follow:
 
         def set_all(variables: Sequence[Any], places: Sequence[Place]) -> None:
             for variable, place in zip(variables, places, strict=True):
+                place = self._shown.get(variable, place) if place == MIXED else place
                 known[variable] = place
                 before = self.places.get(variable, place)
                 self.places[variable] = place if before == place else MIXED
@@ -103,6 +109,10 @@ class Follow:
                 raise Unlike
             places = list(map(place_of, eqn.invars, twin.invars))
             set_all(eqn.outvars, self._outputs(eqn, twin, places))
+            for out, other in zip(eqn.outvars, twin.outvars, strict=True):
+                grown = _grown(out, other) if known[out] == MIXED else []
+                if len(grown) == 1 and out.aval.shape[grown[0]] % self._rows[0] == 0:
+                    self.mixed[out] = grown[0]
         return list(map(place_of, first.jaxpr.outvars, second.jaxpr.outvars))
 
     def _constant(self, one: Any, two: Any) -> Place:
@@ -113,7 +123,8 @@ class Follow:
         if np.array_equal(one, two, equal_nan=_is_float(one)):
             return None
         if np.shape(one) == np.shape(two) == ():
-            return constant(float(one), float(two), self._rows)
+            one, two = np.asarray(one), np.asarray(two)
+            return constant(one.item(), two.item(), self._rows)
         arrays = np.asarray(one), np.asarray(two)
         numbers = all(map(np.array_equal, arrays, map(np.arange, self._rows)))
         return Index(0) if numbers else MIXED
@@ -121,11 +132,9 @@ class Follow:
     def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         label = label_of(eqn)
-        if label in self._known or name in SUMS_OF_REPLICAS:
-            known, pairs = (
-                self._known.get(label, GIVEN),
-                zip(eqn.outvars, twin.outvars, strict=True),
-            )
+        if label in self.known or name in SUMS_OF_REPLICAS:
+            known = self.known.get(label if label in self.known else name, GIVEN)
+            pairs = zip(eqn.outvars, twin.outvars, strict=True)
             return [
                 known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
             ]
@@ -141,12 +150,12 @@ class Follow:
             if label.startswith(SEEN):
                 self.seen.setdefault(label, []).append(found[-1])
             return found
-        if name == "random_bits":
+        if name in DRAWING:
             by_key = KEY in places or any(place and place != MIXED for place in places)
             self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
         if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
             return [places[1]]
-        if MIXED in places or _numbers(eqn.params) != _numbers(twin.params):
+        if MIXED in places or numbers_of(eqn.params) != numbers_of(twin.params):
             return [MIXED] * count
         return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
 
@@ -156,16 +165,16 @@ class Follow:
         keyed = KEY in places
         if not grown and not any(places):
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
-            if keyed and holds_key and name != "random_bits":
-                return KEY
-            if keyed and name == "random_bits":
+            if keyed and name in DRAWING:
                 return self._drawn_for_all
+            if keyed and holds_key:
+                return KEY
             if NUMBER in places:
                 return NUMBER
             return GIVEN if any(place is not None for place in places) else None
-        if len(grown) == 1 and name in RANDOM:
+        if len(grown) == 1 and name in RANDOM | DRAWING:
             by_row = keyed or any(isinstance(each, Rows) for each in places)
-            if keyed or (by_row and name == "random_bits"):
+            if keyed or (by_row and name in DRAWING):
                 self.drawn[out] = grown[0]
             return Rows(grown[0]) if by_row else MIXED
         if grown and not any(place and not isinstance(place, Count) for place in places):
@@ -226,7 +235,7 @@ def _is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val == 0)
 
 
-def _numbers(params: Any) -> dict[str, Any]:
+def numbers_of(params: Any) -> dict[str, Any]:
     """Return the parameters that are numbers, or where windows begin: not the shapes."""
     return {
         name: value
@@ -266,7 +275,10 @@ def _while(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[
     run = lambda carry: follow(params["body_jaxpr"], twin["body_jaxpr"], [*body, *carry])  # noqa: E731
     carry, _ = settle(run, carry, either)
     cond = params["cond_jaxpr"], twin["cond_jaxpr"]
-    return [MIXED] * len(carry) if any(follow(*cond, [*places[:of_cond], *carry])) else carry
+    [goes_on] = follow(*cond, [*places[:of_cond], *carry])
+    if isinstance(goes_on, Rows) and goes_on != MIXED:  # under vmap, each row has its own
+        return [each if each == goes_on else MIXED for each in carry]
+    return [MIXED] * len(carry) if goes_on else carry
 
 
 def _cond(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[Place]:
@@ -276,10 +288,24 @@ def _cond(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[P
     return [MIXED if which else either(each) for each in zip(*branches, strict=True)]
 
 
-_WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
+def _solve(follow: Follow, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+    """Follow rows through a solver, and through the product that its derivative also needs."""
+    lengths = params["const_lengths"]
+    product, rest = places[: lengths.matvec], places[lengths.matvec + lengths.vecmat :]
+    count = lengths.solve + lengths.transpose_solve
+    right = rest[count:]
+    found = []
+    for name, consts in (("solve", rest[: lengths.solve]), ("matvec", product)):
+        one, two = (getattr(each["jaxprs"], name) for each in (params, twin))
+        found.append(follow(one, two, [*consts, *right]))
+    return [one if one == two else MIXED for one, two in zip(*found, strict=True)]
+
+
+_WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _solve}
 SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant"}
 """Primitives over the replicas: only of batch statistics, which replicas share."""
-RANDOM = {"random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap"}
+RANDOM = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
+DRAWING = {"random_bits", "random_gamma"}
 
 
 def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:

@@ -36,8 +36,11 @@ def other_inputs(
 ) -> tuple[TrainState, Batch]:
     """Return others like `state` and `batch` for a step number above 0, else these.
 
-    The mask is 1 for the rows in `parts`.
+    The mask is 1 for the rows in `parts`. Others are padding: copies of these, or far larger.
     """
+    real = np.zeros(batch.size, np.float32)
+    real[parts.reshape(-1)] = 1
+    pads = (np.arange(batch.size) % parts.size)[real == 0]
     numbers, change = itertools.count(), step > 0
 
     def drawn(leaf: jax.Array) -> jax.Array:
@@ -63,6 +66,14 @@ def other_inputs(
         high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
         return jnp.where(change, (low + share * (high - low)).astype(leaf.dtype), leaf)
 
+    def with_padding(leaf: jax.Array) -> jax.Array:
+        if not len(pads):
+            return leaf
+        padding = leaf[parts.reshape(-1)[pads]]
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            padding *= jnp.asarray([1, 1, 30, -30], leaf.dtype)[trial]
+        return jnp.where(change, leaf.at[real == 0].set(padding), leaf)
+
     def moved(leaf: Any) -> Any:
         """Return a leaf with noise; it stays positive if it is."""
         leaf = jnp.asarray(leaf)
@@ -76,12 +87,10 @@ def other_inputs(
         return jnp.where(change, found, leaf)
 
     changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
-    real = np.zeros(batch.size, np.float32)
-    real[parts.reshape(-1)] = 1
     at = jnp.where(change, step, state.step)
     return dataclasses.replace(changed, step=at, seed=state.seed), dataclasses.replace(
         batch,
-        data=jax.tree.map(drawn, batch.data),
+        data=jax.tree.map(lambda leaf: with_padding(drawn(leaf)), batch.data),
         shared=jax.tree.map(moved, batch.shared),
         mask=jnp.asarray(real),
     )

@@ -1,0 +1,290 @@
+"""Show that rows which were moved are apart again, by evaluating traces on symbols.
+
+The symbol of an entry is a hash of the expression that computes it from the entries of rows. Equal
+symbols mean equal values, and equal derivatives, whatever the numbers are.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from replicax.core.equations import bind, called, evaluate, of_scan
+from replicax.core.row_counts import is_plain
+from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
+from replicax.core.rows import STEPPED, Follow, numbers_of
+
+Symbols = Any
+"""uint32 with the shape of the value; or the value itself as a numpy array, if it is known."""
+_MOVING = {
+    **dict.fromkeys(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev"), 2**31),
+    **dict.fromkeys(("slice", "split", "squeeze", "transpose"), 2**31),
+    **{"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1},
+}
+"""Primitives that move entries, and how many of their inputs are not indices."""
+_FILL = 2**32 - 1
+_KNOWN = BY_ENTRY | {"iota", *_MOVING} - {"gather"}
+"""Primitives evaluated on values that are known."""
+
+
+def shown(
+    parts: np.ndarray,
+    rows: int,
+    traces: tuple[ClosedJaxpr, ClosedJaxpr],
+    follows: tuple[Follow, Follow],
+) -> dict[Any, Rows]:
+    """Return variables of the first trace whose rows are not mixed, though they seem to be.
+
+    The first trace, and its `Follow`, is of a batch of so many `rows`, the other of one of the
+    `parts`, int `[parts, rows of one]`.
+    """
+    whole, part = traces
+    places: list[tuple[Any, Rows]] = []
+
+    def compared() -> list[jax.Array]:
+        together = _Evaluation(follows[0], jnp.arange(rows))
+        together(whole)
+
+        def alone(mine: jax.Array) -> list[Symbols]:
+            run = _Evaluation(follows[1], mine)
+            run(part)
+            return [symbols for _, _, symbols in run.seen]
+
+        each = lax.map(alone, jnp.asarray(parts))
+        equal = []
+        if len(each) == len(together.seen):
+            for (variable, dim, found), apart in zip(together.seen, each, strict=True):
+                places.append((variable, Rows(dim, variable.aval.shape[dim] // rows)))
+                by_row = found.reshape(rows, -1)[parts.reshape(-1)]
+                equal.append(jnp.array_equal(by_row, apart.reshape(by_row.shape)))
+        return equal
+
+    options = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else None
+    equal = jax.device_get(jax.jit(compared, compiler_options=options)())
+    apart = dict(places)
+    for (variable, _), same in zip(places, equal, strict=True):
+        if not same:
+            apart.pop(variable, None)
+    return apart
+
+
+@dataclasses.dataclass
+class _Evaluation:
+    """Evaluates a trace on symbols of `rows`, places in the whole batch."""
+
+    follow: Follow
+    rows: jax.Array
+    seen: list[tuple[Any, int, Symbols]] = dataclasses.field(default_factory=list)
+    """Variables that seem to be mixed, the dims of their rows, and their symbols, rows first."""
+    _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, jaxpr: ClosedJaxpr) -> list[Symbols]:
+        return self._inside(jaxpr, [self._given(var) for var in jaxpr.jaxpr.invars])
+
+    def _inside(self, jaxpr: ClosedJaxpr, values: Sequence[Symbols]) -> list[Symbols]:
+        return evaluate(jaxpr, values, self._apply, self._constant)
+
+    def _constant(self, value: Any) -> Symbols:
+        if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+            value = jax.random.key_data(value)  # to be distinguished, not to be drawn from
+        return np.asarray(value)
+
+    def _number(self, of: Any) -> int:
+        """Return a number for a variable, the same in corresponding traces."""
+        return self._numbers.setdefault(id(of), len(self._numbers))
+
+    def _given(self, var: Any) -> Symbols | None:
+        """Return the symbols of a variable whose rows are apart, or that does not depend on rows."""
+        place, shape = self.follow.places.get(var, MIXED), var.aval.shape
+        if not is_plain(place) or place == MIXED:
+            return None
+        entries = jnp.arange(math.prod(shape)).reshape(shape)
+        if not isinstance(place, Rows):
+            return _hash(self._number(var), entries)
+        dim, others = place.dim, shape[: place.dim] + shape[place.dim + 1 :]
+        entries = jnp.expand_dims(jnp.arange(math.prod(others)).reshape(others), dim)
+        rows = jnp.repeat(self.rows, place.each) * place.each
+        rows += jnp.arange(shape[dim]) % place.each
+        rows = rows.reshape([-1 if n == dim else 1 for n in range(len(shape))])
+        return _hash(self._number(var), *jnp.broadcast_arrays(rows, entries))
+
+    def _apply(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
+        given = [self._given(var) for var in eqn.outvars]
+        if all(each is not None for each in given):
+            return given
+        found = self._found(eqn, values)
+        pairs = zip(eqn.outvars, given, found, strict=True)
+        found = [new if known is None else known for _, known, new in pairs]
+        for var, value in zip(eqn.outvars, found, strict=True):
+            if var in self.follow.mixed and not isinstance(value, np.ndarray):
+                dim = self.follow.mixed[var]
+                self.seen.append((var, dim, jnp.moveaxis(value, dim, 0)))
+        return found
+
+    def _found(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in STEPPED and params.get("name") not in self.follow.known:
+            return self._inside(called(eqn), values)
+        if name == "optimization_barrier":
+            return values
+        if name in _KNOWN and all(isinstance(each, np.ndarray) for each in values):
+            with jax.ensure_compile_time_eval():
+                return [np.asarray(each) for each in bind(eqn, values)]
+        indices = values[_MOVING.get(name, 0) :]
+        if name in _MOVING and all(isinstance(each, np.ndarray) for each in indices):
+            params = {**params, **({"fill_value": _FILL} if name == "gather" else {})}
+            data = map(_symbols, values[: _MOVING[name]])
+            moved: Any = eqn.primitive.bind(*data, *indices, **params)  # type: ignore[no-untyped-call]
+            return list(moved) if eqn.primitive.multiple_results else [moved]
+        values = list(map(_symbols, values))
+        if name == "scan":
+            return self._scan(eqn, values)
+        shapes = [var.aval.shape for var in eqn.outvars]
+        tag = f"{name} {numbers_of(params)}"
+        if name == "cond":
+            branches = (self._inside(branch, values[1:]) for branch in params["branches"])
+            pairs = zip(shapes, zip(*branches, strict=True), strict=True)
+            return [_by_entry(tag, [values[0], *map(_symbols, each)], to) for to, each in pairs]
+        if name in BY_ENTRY:
+            return [_by_entry(tag, values, shapes[0])]
+        return _RULES.get(name, _of_all)(params, tag, values, shapes)
+
+    def _scan(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
+        consts, carry, over = of_scan(eqn.params, values)
+        marks: list[tuple[Any, int]] = []
+
+        def body(carry: list[Any], each: list[Any]) -> Any:
+            run = dataclasses.replace(self, seen=[])
+            inner = run._inside(eqn.params["jaxpr"], [*consts, *carry, *each])
+            found = list(map(_symbols, inner))
+            marks[:] = [(var, dim) for var, dim, _ in run.seen]
+            return found[: len(carry)], (found[len(carry) :], [each for *_, each in run.seen])
+
+        more = {name: eqn.params[name] for name in ("length", "reverse")}
+        carry, (ys, arrays) = lax.scan(body, carry, over, **more)
+        for (var, dim), array in zip(marks, arrays, strict=True):
+            self.seen.append((var, dim, jnp.moveaxis(array, 1, 0)))
+        return [*carry, *ys]
+
+
+def _hash(tag: object, *symbols: Any) -> Symbols:
+    """Return the symbols of a function, named `tag`, of these symbols."""
+    found = jnp.uint32(zlib.crc32(str(tag).encode()))
+    for each in symbols:
+        found = (found ^ each.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+        found ^= found >> 15
+        found *= jnp.uint32(0x85EBCA77)
+        found ^= found >> 13
+    return found
+
+
+def _symbols(value: Any) -> Symbols:
+    """Return the symbols of known numbers."""
+    if not isinstance(value, np.ndarray):
+        return value
+    wide = np.complex128 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
+    bits = np.ascontiguousarray(value.astype(wide)).reshape(-1).view(np.uint32)
+    each = bits.reshape(value.size, -1).T
+    return _hash("known", *(jnp.asarray(bits).reshape(value.shape) for bits in each))
+
+
+def _place(shape: Sequence[int], dims: Sequence[int]) -> jax.Array:
+    """Return the places of entries along `dims`, in an array that broadcasts to `shape`."""
+    sizes = [size if n in dims else 1 for n, size in enumerate(shape)]
+    return jnp.arange(math.prod(sizes)).reshape(sizes)
+
+
+def _over(symbols: Symbols, dims: Sequence[int]) -> Symbols:
+    """Return one symbol for all entries along `dims`, which are kept with size 1."""
+    dims = [dim % max(symbols.ndim, 1) for dim in dims] if symbols.ndim else []
+    each = _hash("over", *jnp.broadcast_arrays(symbols, _place(symbols.shape, dims)))
+    return jnp.sum(each, axis=tuple(dims), keepdims=True, dtype=jnp.uint32)
+
+
+def _spread(symbols: Symbols, shape: Sequence[int], number: int = 0) -> Symbols:
+    """Return other symbols for all entries of `shape`, by their place along dims of size 1."""
+    alone = [n for n in range(len(shape)) if symbols.shape[n] == 1]
+    place = jnp.broadcast_to(_place(shape, alone), shape)
+    return _hash(number, jnp.broadcast_to(symbols, shape), place)
+
+
+def _by_entry(tag: str, values: list[Symbols], shape: Sequence[int]) -> Symbols:
+    return _hash(tag, *(jnp.broadcast_to(each, shape) for each in values))
+
+
+# Rules of primitives that combine entries: parameters, name, symbols of inputs, shapes of outputs.
+
+
+def _of_all(_params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
+    each = _hash(tag, *(_over(value, range(value.ndim)).reshape(()) for value in values))
+    return [_spread(each.reshape([1] * len(to)), to, n) for n, to in enumerate(shapes)]
+
+
+def _along(
+    dims: str, params: Any, tag: str, values: list[Symbols], shapes: list[Any]
+) -> list[Symbols]:
+    """Rule of primitives that combine all entries along the dims in this parameter."""
+    along = params.get(dims, -1)
+    over = along if isinstance(along, tuple) else (along,)
+    each = _hash(tag, *(_over(value, over) for value in values))
+    return [
+        _spread(each, to, n) if len(to) == each.ndim else each.reshape(to)
+        for n, to in enumerate(shapes)
+    ]
+
+
+def _dot(params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
+    contracted, batched = params["dimension_numbers"]
+    found, [shape] = [], shapes
+    for n, (value, summed, kept) in enumerate(zip(values, contracted, batched, strict=True)):
+        others = [dim for dim in range(value.ndim) if dim not in (*summed, *kept)]
+        each = jnp.transpose(_over(value, summed), (*kept, *others, *summed))
+        sizes = [value.shape[dim] for dim in others]
+        gap = [1] * (len(shape) - len(kept) - len(others))
+        before, after = ([], gap) if n == 0 else (gap, [])
+        found.append(each.reshape(*(value.shape[dim] for dim in kept), *before, *sizes, *after))
+    return [_by_entry(f"{tag} {params['dimension_numbers']}", found, shape)]
+
+
+def _matrices(_params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
+    each = _hash(tag, *(_over(value, (-2, -1)) for value in values))
+    kept = each.shape[:-2]
+    return [
+        _spread(each.reshape(*kept, *[1] * (len(to) - len(kept))), to, n)
+        for n, to in enumerate(shapes)
+    ]
+
+
+def _convolution(params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
+    numbers, [shape] = params["dimension_numbers"], shapes
+    if params["batch_group_count"] != 1:
+        return _of_all(params, tag, values, shapes)
+    rows, left = numbers.out_spec[0], numbers.lhs_spec[0]
+    each = _over(values[0], [dim for dim in range(len(shape)) if dim != left]).reshape(-1)
+    each = _hash(tag, each, _over(values[1], range(len(shape))).reshape(1))
+    return [_spread(each.reshape([-1 if n == rows else 1 for n in range(len(shape))]), shape)]
+
+
+_RULES: dict[str, Callable[..., list[Symbols]]] = {
+    **{
+        name: partial(_along, "axis")
+        for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")
+    },
+    **{
+        name: partial(_along, "axes")
+        for name in ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or")
+        + ("reduce_prod", "reduce_sum", "reduce_xor")
+    },
+    "sort": partial(_along, "dimension"),
+    "dot_general": _dot,
+    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
+    "conv_general_dilated": _convolution,
+}
