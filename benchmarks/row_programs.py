@@ -74,10 +74,7 @@ APART: dict[str, Part] = {
     "checkpoint": lambda c, z: jax.checkpoint(lambda v: jnp.sin(v) * v)(z),
     "jit": lambda c, z: jax.jit(lambda v: jax.nn.gelu(v))(z),
     "branch": lambda c, z: jax.lax.cond(c.step % 2 == 0, jnp.sin, jnp.cos, z),
-    "convolution": lambda c, z: (
-        jnp.convolve(z[0], jnp.ones(3), "same")[None] * 0
-        + jax.vmap(lambda row: jnp.convolve(row, jnp.ones(3), "same"))(z)
-    ),
+    "convolution": lambda c, z: jax.vmap(lambda row: jnp.convolve(row, jnp.ones(3), "same"))(z),
     "cumulative": lambda c, z: jnp.cumsum(z, axis=1) / 4,
     "annealed": lambda c, z: z * (1 + 0.1 * jnp.minimum(c.step, 5)),
     "shared": lambda c, z: z * (1 + c.batch["weight"]),

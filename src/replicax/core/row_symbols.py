@@ -20,10 +20,11 @@ from jax.extend.core import ClosedJaxpr
 from replicax.core.equations import bind, called, evaluate, of_scan
 from replicax.core.row_counts import is_plain
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
-from replicax.core.rows import STEPPED, Follow, numbers_of
+from replicax.core.rows import RULED, STEPPED, Follow, derivative, moves, numbers_of
 
 Symbols = Any
 """uint32 with the shape of the value; or the value itself as a numpy array, if it is known."""
+Rule = Callable[[Any, str, list[Any], list[Any]], list[Any]]
 _MOVING = {
     **dict.fromkeys(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev"), 2**31),
     **dict.fromkeys(("slice", "split", "squeeze", "transpose"), 2**31),
@@ -131,7 +132,9 @@ class _Evaluation:
 
     def _found(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         name, params = eqn.primitive.name, eqn.params
-        if name in STEPPED and params.get("name") not in self.follow.known:
+        if name == "custom_jvp_call":
+            return self._ruled(eqn, list(map(_symbols, values)))
+        if name in STEPPED - RULED and params.get("name") not in self.follow.known:
             return self._inside(called(eqn), values)
         if name == "optimization_barrier":
             return values
@@ -142,9 +145,11 @@ class _Evaluation:
         if name in _MOVING and all(isinstance(each, np.ndarray) for each in indices):
             params = {**params, **({"fill_value": _FILL} if name == "gather" else {})}
             data = map(_symbols, values[: _MOVING[name]])
-            moved: Any = eqn.primitive.bind(*data, *indices, **params)  # type: ignore[no-untyped-call]
+            moved: Any = eqn.primitive.bind(*data, *indices, **params)
             return list(moved) if eqn.primitive.multiple_results else [moved]
         values = list(map(_symbols, values))
+        if name in RULED:  # a backward pass that may not be linear in what it is given
+            values = [*values, _hash("rows", self.rows)]
         if name == "scan":
             return self._scan(eqn, values)
         shapes = [var.aval.shape for var in eqn.outvars]
@@ -155,7 +160,20 @@ class _Evaluation:
             return [_by_entry(tag, [values[0], *map(_symbols, each)], to) for to, each in pairs]
         if name in BY_ENTRY:
             return [_by_entry(tag, values, shapes[0])]
-        return _RULES.get(name, _of_all)(params, tag, values, shapes)
+        rule: Rule = _RULES.get(name, _of_all)
+        return rule(params, tag, values, shapes)
+
+    def _ruled(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
+        """Return symbols of results, and of their derivatives."""
+        found = list(map(_symbols, self._inside(called(eqn), values)))
+        rule = derivative(eqn)
+        moved = [_hash("derivative", each) for each in values]
+        own = [each for each, atom in zip(moved, eqn.invars, strict=True) if moves(atom)]
+        of = iter(self._inside(rule, [*values, *own]))
+        return [
+            _hash("with", each, _symbols(next(of))) if moves(var) else each
+            for each, var in zip(found, eqn.outvars, strict=True)
+        ]
 
     def _scan(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         consts, carry, over = of_scan(eqn.params, values)
@@ -273,7 +291,7 @@ def _convolution(params: Any, tag: str, values: list[Symbols], shapes: list[Any]
     return [_spread(each.reshape([-1 if n == rows else 1 for n in range(len(shape))]), shape)]
 
 
-_RULES: dict[str, Callable[..., list[Symbols]]] = {
+_RULES: dict[str, Rule] = {
     **{
         name: partial(_along, "axis")
         for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")

@@ -3,6 +3,7 @@
 Unknown primitives count as mixing rows, so independence is never assumed without proof.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.equations import CALLS, REMATS, called, closed, of_scan, settle
+from replicax.core.equations import CALLS, REMATS, bind, called, closed, of_scan, settle, shapes_of
 from replicax.core.row_counts import (
     GIVEN,
     KEY,
@@ -29,6 +30,7 @@ from replicax.core.row_counts import (
     quantity,
 )
 from replicax.core.row_rules import MIXED, Rows
+from replicax.errors import LossError
 
 GATHERED = "rows_gathered_already"
 """Name of the function that stands for `gather` if one device has the whole batch."""
@@ -42,6 +44,10 @@ SEEN = "rows_seen_"
 """Prefix of the names of functions whose last result is recorded, in the place it has."""
 STEPPED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 """Primitives that only call a jaxpr."""
+
+
+RULED = {"custom_jvp_call", "custom_vjp_call"}
+"""Those of them with a derivative of their own."""
 
 
 class Unlike(Exception):  # noqa: N818
@@ -65,7 +71,7 @@ class Follow:
     ) -> None:
         self._rows, self._drawn_for_all = rows, drawn_for_all
         self.known = known
-        self._shown = shown
+        self._shown, self._derives = shown, False
         self.seen: dict[str, list[Place]] = {}
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Place] = {}
@@ -147,6 +153,11 @@ class Follow:
             return _WITH_INNER[name](self, eqn.params, twin.params, places)
         if name in STEPPED:
             found = self(called(eqn), called(twin), places)
+            if name in RULED and not self._derives:
+                self._derives = True
+                keeps = self._keeps(eqn, twin, places, found)
+                self._derives = False
+                found = found if keeps else [MIXED] * count
             if label.startswith(SEEN):
                 self.seen.setdefault(label, []).append(found[-1])
             return found
@@ -158,6 +169,25 @@ class Follow:
         if MIXED in places or numbers_of(eqn.params) != numbers_of(twin.params):
             return [MIXED] * count
         return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
+
+    def _keeps(self, eqn: Any, twin: Any, places: list[Place], found: list[Place]) -> bool:
+        """Whether a derivative that the user's code defines leaves rows where the values have them.
+
+        That of a parameter is a sum over rows.
+        """
+        pairs = zip(eqn.invars, places, strict=True)
+        moved = [place for atom, place in pairs if moves(atom)]
+        given, wanted = moved, found
+        if eqn.primitive.name == "custom_vjp_call":
+            given = [place or Total() for place in found]
+            wanted = [place or Total() for place in moved]
+        try:
+            rules = derivative(eqn), derivative(twin)
+        except LossError:  # of what a custom step must not differentiate
+            return True
+        derived = self(*rules, [*places, *given])
+        matched = zip(derived, wanted, strict=True)
+        return all(not each or each == want for each, want in matched)
 
     def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
@@ -192,6 +222,36 @@ def _grown(out: Any, twin: Any) -> list[int]:
     """Return the dims of different sizes, as of the cotangent of rows that are gathered."""
     pairs = enumerate(zip(out.aval.shape, twin.aval.shape, strict=True))
     return [dim for dim, (size, other) in pairs if size != other]
+
+
+@functools.lru_cache(maxsize=256)
+def derivative(eqn: Any) -> ClosedJaxpr:
+    """Return the rule of an equation in `RULED`: of its inputs, and their or its own derivatives.
+
+    `custom_jvp_call` returns derivatives of its results, `custom_vjp_call` those of its inputs.
+    """
+    given = shapes_of(eqn.invars)
+    floats = [n for n, atom in enumerate(eqn.invars) if moves(atom)]
+    forward = eqn.primitive.name == "custom_jvp_call"
+
+    def run(values: list[Any], derivatives: list[Any]) -> Any:
+        def of(*own: Any) -> Any:
+            known = dict(enumerate(values)) | dict(zip(floats, own, strict=True))
+            return bind(eqn, list(known.values()))
+
+        own = tuple(values[n] for n in floats)
+        if forward:
+            return jax.jvp(of, own, tuple(derivatives))[1]
+        return jax.vjp(of, *own)[1](derivatives)
+
+    outs = shapes_of(eqn.outvars)
+    jaxpr: ClosedJaxpr = jax.make_jaxpr(run)(given, [given[n] for n in floats] if forward else outs)
+    return jaxpr
+
+
+def moves(atom: Any) -> bool:
+    """Whether a value has a derivative."""
+    return _is_float_dtype(atom.aval.dtype)
 
 
 def label_of(eqn: Any) -> str:
