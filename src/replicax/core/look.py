@@ -23,7 +23,6 @@ from replicax.core.rows import (
     ENTERED,
     GATHERED,
     SUMMED,
-    SUMS_OF_REPLICAS,
     Follow,
     Unlike,
 )
@@ -214,8 +213,6 @@ class Look:
         inputs, names = self._places(division), one.examiner.names
         outputs: dict[str, Place] = {}
         labels: set[str] = set()
-        if division.padded:
-            known |= dict.fromkeys(SUMS_OF_REPLICAS, MIXED)
         # With one row, dims of size 1 may make another program: such a trace cannot decide alone.
         sizes = [division.size] if 1 < division.size < self._rows else [2 * self._rows]
         for rows in sizes + [1] * (division.size == 1):

@@ -173,9 +173,9 @@ def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
     return Rows(numbers.offset_dims[left.index(table.dim)], table.each)
 
 
-def _scatter(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _scatter(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
     """Rule of `x.at[i].set(y)`: all rows of a window, or each row by itself."""
-    numbers, (rows, picked, new) = _params["dimension_numbers"], places
+    numbers, (rows, picked, new) = params["dimension_numbers"], places
     inside = [dim for dim in range(len(shapes[2])) if dim in numbers.update_window_dims]
     beside = [dim for dim in range(len(shapes[2])) if dim not in inside]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -221,7 +221,7 @@ def _last_dim(_params: Any, places: list[Place], shapes: list[Shape], _out: Shap
 _BY_ENTRY = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul mulhi name ne neg nextafter not
+    name imag integer_pow is_finite le lgamma log log1p logistic lt max min mul mulhi ne neg nextafter not
     or population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
     stop_gradient sub tan tanh xor

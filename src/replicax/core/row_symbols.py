@@ -20,15 +20,18 @@ from jax.extend.core import ClosedJaxpr
 from replicax.core.equations import bind, called, evaluate, of_scan
 from replicax.core.row_counts import is_plain
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
-from replicax.core.rows import RULED, STEPPED, Follow, derivative, moves, numbers_of
+from replicax.core.rows import STEPPED, Follow, derivative, moves, numbers_of
 
 Symbols = Any
 """uint32 with the shape of the value; or the value itself as a numpy array, if it is known."""
 Rule = Callable[[Any, str, list[Any], list[Any]], list[Any]]
+_ALL = 2**31
 _MOVING = {
-    **dict.fromkeys(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev"), 2**31),
-    **dict.fromkeys(("slice", "split", "squeeze", "transpose"), 2**31),
-    **{"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1},
+    **dict.fromkeys(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev", "slice"), _ALL),
+    **dict.fromkeys(("split", "squeeze", "stack", "tile", "transpose", "unstack"), _ALL),
+    "dynamic_slice": 1,
+    "dynamic_update_slice": 2,
+    "gather": 1,
 }
 """Primitives that move entries, and how many of their inputs are not indices."""
 _FILL = 2**32 - 1
@@ -85,6 +88,8 @@ class _Evaluation:
     rows: jax.Array
     seen: list[tuple[Any, int, Symbols]] = dataclasses.field(default_factory=list)
     """Variables that seem to be mixed, the dims of their rows, and their symbols, rows first."""
+    derives: bool = False
+    """Whether in the rule of a derivative."""
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: ClosedJaxpr) -> list[Symbols]:
@@ -103,7 +108,7 @@ class _Evaluation:
         return self._numbers.setdefault(id(of), len(self._numbers))
 
     def _given(self, var: Any) -> Symbols | None:
-        """Return the symbols of a variable whose rows are apart, or that does not depend on rows."""
+        """Return the symbols of a variable whose rows are apart, or that depends on none."""
         place, shape = self.follow.places.get(var, MIXED), var.aval.shape
         if not is_plain(place) or place == MIXED:
             return None
@@ -132,9 +137,9 @@ class _Evaluation:
 
     def _found(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         name, params = eqn.primitive.name, eqn.params
-        if name == "custom_jvp_call":
+        if name == "custom_jvp_call" and not self.derives:
             return self._ruled(eqn, list(map(_symbols, values)))
-        if name in STEPPED - RULED and params.get("name") not in self.follow.known:
+        if name in STEPPED - {"custom_vjp_call"} and params.get("name") not in self.follow.known:
             return self._inside(called(eqn), values)
         if name == "optimization_barrier":
             return values
@@ -148,7 +153,7 @@ class _Evaluation:
             moved: Any = eqn.primitive.bind(*data, *indices, **params)
             return list(moved) if eqn.primitive.multiple_results else [moved]
         values = list(map(_symbols, values))
-        if name in RULED:  # a backward pass that may not be linear in what it is given
+        if name == "custom_vjp_call":  # a backward pass that may not be linear in what it is given
             values = [*values, _hash("rows", self.rows)]
         if name == "scan":
             return self._scan(eqn, values)
@@ -169,7 +174,7 @@ class _Evaluation:
         rule = derivative(eqn)
         moved = [_hash("derivative", each) for each in values]
         own = [each for each, atom in zip(moved, eqn.invars, strict=True) if moves(atom)]
-        of = iter(self._inside(rule, [*values, *own]))
+        of = iter(dataclasses.replace(self, derives=True)._inside(rule, [*values, *own]))
         return [
             _hash("with", each, _symbols(next(of))) if moves(var) else each
             for each, var in zip(found, eqn.outvars, strict=True)
@@ -291,18 +296,14 @@ def _convolution(params: Any, tag: str, values: list[Symbols], shapes: list[Any]
     return [_spread(each.reshape([-1 if n == rows else 1 for n in range(len(shape))]), shape)]
 
 
+_REDUCING = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
 _RULES: dict[str, Rule] = {
-    **{
-        name: partial(_along, "axis")
-        for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")
-    },
-    **{
-        name: partial(_along, "axes")
-        for name in ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or")
-        + ("reduce_prod", "reduce_sum", "reduce_xor")
-    },
-    "sort": partial(_along, "dimension"),
-    "dot_general": _dot,
+    **dict.fromkeys(_REDUCING.split(), partial(_along, "axes")),
+    **dict.fromkeys(
+        ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k"), partial(_along, "axis")
+    ),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
     "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "sort": partial(_along, "dimension"),
 }

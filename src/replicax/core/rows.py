@@ -139,7 +139,7 @@ class Follow:
         name, count = eqn.primitive.name, len(eqn.outvars)
         label = label_of(eqn)
         if label in self.known or name in SUMS_OF_REPLICAS:
-            known = self.known.get(label if label in self.known else name, GIVEN)
+            known = self.known.get(label, GIVEN)
             pairs = zip(eqn.outvars, twin.outvars, strict=True)
             return [
                 known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs

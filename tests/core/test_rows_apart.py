@@ -1,0 +1,269 @@
+"""Rows that meet where numbers of a few batches do not show it, and rows that only seem to meet."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import only
+
+import replicax as rx
+
+Loss = Callable[[Any, Any, Any], Any]
+ROWS = 16
+NUMBERS = np.random.default_rng(0)
+MODEL = {"w": NUMBERS.normal(size=(5, 3)).astype(np.float32)}
+DATA = {
+    "x": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
+    "y": NUMBERS.normal(size=(ROWS, 3)).astype(np.float32),
+    "label": NUMBERS.integers(0, 3, ROWS).astype(np.int32),
+}
+stop = jax.lax.stop_gradient
+
+
+def output(model: Any, batch: Any) -> Any:
+    return batch["x"] @ model["w"]
+
+
+def error(model: Any, batch: Any) -> Any:
+    return jnp.sum((output(model, batch) - batch["y"]) ** 2, axis=1)
+
+
+@jax.custom_jvp
+def sign(x: Any) -> Any:
+    return jnp.sign(x)
+
+
+@sign.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    """Of each row, the tangent is scaled by all."""
+    return sign(*primals), tangents[0] * jnp.mean(jnp.abs(primals[0]))
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+def _clip(_: Any, cotangent: Any) -> Any:
+    return (cotangent / jnp.maximum(1, jnp.linalg.norm(cotangent)),)
+
+
+clipped.defvjp(lambda x: (x, None), _clip)
+
+
+def ignored_labels(model: Any, batch: Any, key: Any) -> Any:
+    """Later batches have some."""
+    real = batch["label"] != -100
+    return jnp.sum(error(model, batch) * real) / jnp.sum(real)
+
+
+def missing_targets(model: Any, batch: Any, key: Any) -> Any:
+    real = ~jnp.isnan(batch["y"][:, 0])
+    return jnp.where(real, error(model, batch), 0) * len(real) / jnp.sum(real)
+
+
+def straight_through(model: Any, batch: Any, key: Any) -> Any:
+    soft = jax.nn.softmax(output(model, batch), axis=0)
+    hard = jax.nn.one_hot(jnp.argmax(output(model, batch), 1), 3)
+    return jnp.sum((hard + soft - stop(soft) - batch["y"]) ** 2, axis=1)
+
+
+def a_gradient_alone(model: Any, batch: Any, key: Any) -> Any:
+    spread = jnp.std(output(model, batch))
+    return jnp.mean(error(model, batch)) + spread - stop(spread)
+
+
+def in_half_precision(model: Any, batch: Any, key: Any) -> Any:
+    weights = jnp.abs(batch["x"][:, 0]).astype(jnp.bfloat16)
+    return jnp.sum(error(model, batch) * weights) / jnp.sum(weights)
+
+
+def beside_a_large_one(model: Any, batch: Any, key: Any) -> Any:
+    return 1e6 + error(model, batch) + 1e-3 * jnp.mean(output(model, batch)) ** 2
+
+
+def hinge(model: Any, batch: Any, key: Any) -> Any:
+    return error(model, batch) + jax.nn.relu(jnp.std(batch["x"]) - 50)
+
+
+def skips_bad_batches(model: Any, batch: Any, key: Any) -> Any:
+    found = error(model, batch)
+    return jnp.where(jnp.mean(found) > 1e6, 0, found)
+
+
+def every_eleventh(model: Any, batch: Any, key: Any) -> Any:
+    y = jnp.roll(batch["y"], jnp.where(rx.step_number() % 11 == 6, 1, 0), axis=0)
+    return error(model, {**batch, "y": y})
+
+
+def labels_of_others(model: Any, batch: Any, key: Any) -> Any:
+    now = rx.step_number() % 11 == 6
+    label = jax.lax.cond(now, lambda each: each[::-1], lambda each: each, batch["label"])
+    logits = output(model, batch)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+def power_of_the_spread(model: Any, batch: Any, key: Any) -> Any:
+    late = (rx.step_number() > 1000).astype(int)
+    return error(model, batch) * jnp.std(batch["x"]) ** late
+
+
+def derivative_of_others(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((sign(output(model, batch)) - batch["y"]) ** 2, axis=1)
+
+
+def clipped_gradient(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((batch["x"] @ clipped(model["w"]) - batch["y"]) ** 2, axis=1)
+
+
+def clipped_rows(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((clipped(output(model, batch)) - batch["y"]) ** 2, axis=1)
+
+
+def one_coefficient(model: Any, batch: Any, key: Any) -> Any:
+    share = jax.random.beta(key, 1.0, 1.0)
+    found = (batch["x"] * share) @ model["w"]
+    return jnp.sum((found - rx.gather(found).mean(0)) ** 2, axis=1)
+
+
+def first_half_twice(model: Any, batch: Any, key: Any) -> Any:
+    found, half = error(model, batch), len(batch["x"]) // 2
+    return jnp.concatenate([2 * found[:half], found[half:]])
+
+
+def with_the_last(model: Any, batch: Any, key: Any) -> Any:
+    found = error(model, batch)
+    return found * found[::-1]
+
+
+def scanned(model: Any, batch: Any, key: Any) -> Any:
+    found = error(model, batch)
+    mean = jax.lax.associative_scan(jnp.add, found)[-1] / len(found)
+    return jnp.where(rx.step_number() % 11 == 6, mean + jnp.std(found), mean)
+
+
+MEET = [
+    *(straight_through, every_eleventh, a_gradient_alone, derivative_of_others, hinge),
+    *(ignored_labels, missing_targets, in_half_precision, beside_a_large_one, skips_bad_batches),
+    *(labels_of_others, power_of_the_spread, clipped_gradient, clipped_rows, one_coefficient),
+    *(first_half_twice, with_the_last, scanned),
+]
+
+
+def two_views(model: Any, batch: Any, key: Any) -> Any:
+    """Encoded as one batch, as in siamese networks."""
+    both = jnp.tanh(jnp.concatenate([batch["x"], 2 * batch["x"]]) @ model["w"])
+    one, other = jnp.split(both, 2)
+    return jnp.sum((one - other) ** 2, axis=1)
+
+
+def interleaved(model: Any, batch: Any, key: Any) -> Any:
+    both = jnp.stack([batch["x"], 2 * batch["x"]], axis=1).reshape(-1, 5) @ model["w"]
+    return jnp.sum(jnp.diff(both.reshape(-1, 2, 3), axis=1)[:, 0] ** 2, axis=1)
+
+
+def time_major(model: Any, batch: Any, key: Any) -> Any:
+    steps = jnp.stack([batch["x"], batch["x"] ** 2])
+    found = jax.nn.relu(steps.reshape(-1, 5) @ model["w"]).reshape(2, -1, 3)
+    return jnp.sum((found - batch["y"]) ** 2, axis=(0, 2))
+
+
+def mean_of_reversed(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(error(model, {name: leaf[::-1] for name, leaf in batch.items()})[::-1])
+
+
+def in_chunks(model: Any, batch: Any, key: Any) -> Any:
+    return jax.lax.map(lambda row: jnp.sum((row @ model["w"]) ** 2), batch["x"], batch_size=2)
+
+
+def reversed_in_a_loop(model: Any, batch: Any, key: Any) -> Any:
+    turn = lambda _, x: jnp.tanh(x[::-1])[::-1]  # noqa: E731
+    return error(model, {**batch, "x": jax.lax.fori_loop(0, 2, turn, batch["x"])})
+
+
+def solved(model: Any, batch: Any, key: Any) -> Any:
+    found = output(model, batch)
+    matrices = jnp.einsum("bi,bj->bij", found, found) + jnp.eye(3)
+    return jnp.sum(jnp.linalg.solve(matrices, batch["y"][..., None])[..., 0] ** 2, axis=1)
+
+
+def until_small(model: Any, batch: Any, key: Any) -> Any:
+    """The number of iterations differs between rows."""
+    small = jax.vmap(
+        lambda row: jax.lax.while_loop(lambda x: jnp.sum(x**2) > 0.1, lambda x: x / 2, row)
+    )
+    return error(model, batch) * jnp.sum(small(batch["x"]), axis=1)
+
+
+def own_entry(model: Any, batch: Any, key: Any) -> Any:
+    rows = jnp.arange(len(batch["x"]))
+    return jnp.sum(output(model, batch).at[rows, batch["label"]].add(-1.0) ** 2, axis=1)
+
+
+def fourier(model: Any, batch: Any, key: Any) -> Any:
+    return error(model, {**batch, "x": jnp.abs(jnp.fft.fft(batch["x"]))})
+
+
+def a_coefficient_for_each(model: Any, batch: Any, key: Any) -> Any:
+    share = jax.random.beta(key, 1.0, 1.0, (len(batch["x"]), 1))
+    return error(model, {**batch, "x": batch["x"] * share})
+
+
+APART = [
+    *(two_views, interleaved, time_major, mean_of_reversed, in_chunks, reversed_in_a_loop),
+    *(solved, until_small, own_entry, fourier, a_coefficient_for_each),
+]
+
+
+def stepped(loss: Loss, **settings: Any) -> Any:
+    dp = rx.DataParallel(loss, optax.sgd(0.1), **settings)
+    return dp.step(dp.init(MODEL), DATA)[0].params
+
+
+@pytest.mark.parametrize(
+    "settings", only([{"mode": "shard_map"}], [{"mode": "shard_map"}, {"accumulate": 2}])
+)
+@pytest.mark.parametrize("loss", MEET)
+def test_rows_that_meet_are_refused(loss: Loss, settings: dict[str, Any]) -> None:
+    with pytest.raises(rx.LossError):
+        stepped(loss, mesh=rx.make_mesh(devices=jax.devices()[:4]), **settings)
+
+
+@pytest.mark.parametrize("loss", APART)
+def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
+    """Those that draw no random numbers train as on one device."""
+    found = stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    if loss is not a_coefficient_for_each:
+        np.testing.assert_allclose(found["w"], stepped(loss, mode="single")["w"], 1e-5, 1e-6)
+
+
+def test_batches_of_another_size_are_looked_at_too() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        found = error(model, batch)
+        return found if len(found) == ROWS else found * jnp.mean(found)
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
+    state, _ = dp.step(dp.init(MODEL), DATA)
+    with pytest.raises(rx.LossError, match=r"other rows\b"):
+        dp.step(state, {name: leaf[:8] for name, leaf in DATA.items()})
+
+
+def test_one_row_for_each_replica() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum(error(model, batch)) / max(len(batch["x"]), 2)
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
+    with pytest.raises(rx.LossError, match=r"one number\b"):
+        dp.step(dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()})
+
+
+def test_a_complex_number_of_rows() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return error(model, batch) * jnp.abs(jnp.exp(-2j * jnp.pi / len(batch["x"])))
+
+    with pytest.raises(rx.LossError, match=r"number of rows\b"):
+        stepped(loss, mode="shard_map")
