@@ -14,6 +14,7 @@ import numpy as np
 from replicax.core.batch import Batch
 from replicax.core.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
 from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
+from replicax.core.row_errors import Broken
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_symbols import shown
@@ -27,26 +28,6 @@ from replicax.core.rows import (
     Unlike,
 )
 from replicax.core.update import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken:
-    """A value that would differ on parts of a batch, or with padding."""
-
-    name: str
-    scalar: bool = False
-    """Whether it is one number for the whole batch."""
-    output: bool = False
-    """Whether it is a state or a metric that a custom step returns."""
-    by_row: bool = False
-    """Whether it is an output with one entry for each row."""
-    by_place: bool = False
-    """Whether it depends on the number or order of the rows, and not on the others."""
-    why: str = ""
-    """Why it is not known whether it would; empty if it is."""
-    raised: str = ""
-    """The error raised if it is computed on one part."""
-
 
 _UNSHOWN = "no difference was found, but the trace does not exclude one"
 

@@ -21,7 +21,7 @@ from replicax.core.examiner import RowExaminer, of_loss
 from replicax.core.feed import Feed
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves, shapes_by_path
-from replicax.core.look import Broken, Look
+from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
 from replicax.core.micro_sharded import program_text
@@ -46,7 +46,7 @@ class Ready:
         self._abstract = program.abstract_state()
         self._looks: dict[Any, Look] = {}
         """By what is run, and the shapes of the batch."""
-        self._padding: dict[tuple[str, int, int], Broken | None] = {}
+        self._padding: dict[tuple[str, int, int], row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
         self._fits = False
@@ -146,7 +146,7 @@ class Ready:
             broken = look.broken(division, state, batch, hands_on=not (own or apart))
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and look.from_key and not broken:
-                broken = [Broken(look.from_key[0], output=True, why="key")]
+                broken = [row_errors.Broken(look.from_key[0], output=True, why="key")]
             if apart and not broken and look.gathers_draws:
                 raise row_errors.drawn(sees)
             if broken and broken[0].output and not own:
@@ -174,7 +174,7 @@ class Ready:
 
     def _depends_on_padding(
         self, look: Look, padding: int, state: TrainState, batch: Batch
-    ) -> Broken | None:
+    ) -> row_errors.Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
         broken = look.broken(_real(real), state, batch)

@@ -1,10 +1,30 @@
 """Errors for losses and steps whose values differ if rows are computed apart, or with padding."""
 
-from replicax.core.look import Broken
+import dataclasses
+
 from replicax.core.loss import LOSS
 from replicax.errors import LossError
 
 _DECLARE = "or declare it with rx.independent(values) if it does not"
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A value that would differ on parts of a batch, or with padding."""
+
+    name: str
+    scalar: bool = False
+    """Whether it is one number for the whole batch."""
+    output: bool = False
+    """Whether it is a state or a metric that a custom step returns."""
+    by_row: bool = False
+    """Whether it is an output with one entry for each row."""
+    by_place: bool = False
+    """Whether it depends on the number or order of the rows, and not on the others."""
+    why: str = ""
+    """Why it is not known whether it would; empty if it is."""
+    raised: str = ""
+    """The error raised if it is computed on one part."""
 
 
 def divided(broken: Broken, sees: str, fix: str) -> LossError:

@@ -221,10 +221,10 @@ def _last_dim(_params: Any, places: list[Place], shapes: list[Shape], _out: Shap
 _BY_ENTRY = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    name imag integer_pow is_finite le lgamma log log1p logistic lt max min mul mulhi ne neg nextafter not
-    or population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
+    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul mulhi name ne neg
+    nextafter not or population_count pow pvary real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor
 
     bessel_i0e bessel_i1e bitcast_convert_type igamma igamma_grad_a igammac polygamma
     random_gamma_grad regularized_incomplete_beta zeta"""

@@ -6,9 +6,7 @@ symbols mean equal values, and equal derivatives, whatever the numbers are.
 
 import dataclasses
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,12 +17,11 @@ from jax.extend.core import ClosedJaxpr
 
 from replicax.core.equations import bind, called, evaluate, of_scan
 from replicax.core.row_counts import is_plain
+from replicax.core.row_inner import derivative, moves
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
-from replicax.core.rows import STEPPED, Follow, derivative, moves, numbers_of
+from replicax.core.rows import STEPPED, Follow, numbers_of
+from replicax.core.symbol_rules import RULES, Rule, Symbols, by_entry, hashed, of_all, symbols_of
 
-Symbols = Any
-"""uint32 with the shape of the value; or the value itself as a numpy array, if it is known."""
-Rule = Callable[[Any, str, list[Any], list[Any]], list[Any]]
 _ALL = 2**31
 _MOVING = {
     **dict.fromkeys(("broadcast_in_dim", "concatenate", "pad", "reshape", "rev", "slice"), _ALL),
@@ -114,16 +111,18 @@ class _Evaluation:
             return None
         entries = jnp.arange(math.prod(shape)).reshape(shape)
         if not isinstance(place, Rows):
-            return _hash(self._number(var), entries)
+            return hashed(self._number(var), entries)
         dim, others = place.dim, shape[: place.dim] + shape[place.dim + 1 :]
         entries = jnp.expand_dims(jnp.arange(math.prod(others)).reshape(others), dim)
         rows = jnp.repeat(self.rows, place.each) * place.each
         rows += jnp.arange(shape[dim]) % place.each
         rows = rows.reshape([-1 if n == dim else 1 for n in range(len(shape))])
-        return _hash(self._number(var), *jnp.broadcast_arrays(rows, entries))
+        return hashed(self._number(var), *jnp.broadcast_arrays(rows, entries))
 
     def _apply(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
-        given = [self._given(var) for var in eqn.outvars]
+        # A broadcast constant is the same for all rows, in whatever order they are.
+        constant = eqn.primitive.name == "broadcast_in_dim"
+        given = [None if constant else self._given(var) for var in eqn.outvars]
         if all(each is not None for each in given):
             return given
         found = self._found(eqn, values)
@@ -138,7 +137,7 @@ class _Evaluation:
     def _found(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         name, params = eqn.primitive.name, eqn.params
         if name == "custom_jvp_call" and not self.derives:
-            return self._ruled(eqn, list(map(_symbols, values)))
+            return self._ruled(eqn, list(map(symbols_of, values)))
         if name in STEPPED - {"custom_vjp_call"} and params.get("name") not in self.follow.known:
             return self._inside(called(eqn), values)
         if name == "optimization_barrier":
@@ -149,12 +148,12 @@ class _Evaluation:
         indices = values[_MOVING.get(name, 0) :]
         if name in _MOVING and all(isinstance(each, np.ndarray) for each in indices):
             params = {**params, **({"fill_value": _FILL} if name == "gather" else {})}
-            data = map(_symbols, values[: _MOVING[name]])
+            data = map(symbols_of, values[: _MOVING[name]])
             moved: Any = eqn.primitive.bind(*data, *indices, **params)
             return list(moved) if eqn.primitive.multiple_results else [moved]
-        values = list(map(_symbols, values))
+        values = list(map(symbols_of, values))
         if name == "custom_vjp_call":  # a backward pass that may not be linear in what it is given
-            values = [*values, _hash("rows", self.rows)]
+            values = [*values, hashed("rows", self.rows)]
         if name == "scan":
             return self._scan(eqn, values)
         shapes = [var.aval.shape for var in eqn.outvars]
@@ -162,21 +161,21 @@ class _Evaluation:
         if name == "cond":
             branches = (self._inside(branch, values[1:]) for branch in params["branches"])
             pairs = zip(shapes, zip(*branches, strict=True), strict=True)
-            return [_by_entry(tag, [values[0], *map(_symbols, each)], to) for to, each in pairs]
+            return [by_entry(tag, [values[0], *map(symbols_of, each)], to) for to, each in pairs]
         if name in BY_ENTRY:
-            return [_by_entry(tag, values, shapes[0])]
-        rule: Rule = _RULES.get(name, _of_all)
+            return [by_entry(tag, values, shapes[0])]
+        rule: Rule = RULES.get(name, of_all)
         return rule(params, tag, values, shapes)
 
     def _ruled(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         """Return symbols of results, and of their derivatives."""
-        found = list(map(_symbols, self._inside(called(eqn), values)))
+        found = list(map(symbols_of, self._inside(called(eqn), values)))
         rule = derivative(eqn)
-        moved = [_hash("derivative", each) for each in values]
+        moved = [hashed("derivative", each) for each in values]
         own = [each for each, atom in zip(moved, eqn.invars, strict=True) if moves(atom)]
         of = iter(dataclasses.replace(self, derives=True)._inside(rule, [*values, *own]))
         return [
-            _hash("with", each, _symbols(next(of))) if moves(var) else each
+            hashed("with", each, symbols_of(next(of))) if moves(var) else each
             for each, var in zip(found, eqn.outvars, strict=True)
         ]
 
@@ -187,7 +186,7 @@ class _Evaluation:
         def body(carry: list[Any], each: list[Any]) -> Any:
             run = dataclasses.replace(self, seen=[])
             inner = run._inside(eqn.params["jaxpr"], [*consts, *carry, *each])
-            found = list(map(_symbols, inner))
+            found = list(map(symbols_of, inner))
             marks[:] = [(var, dim) for var, dim, _ in run.seen]
             return found[: len(carry)], (found[len(carry) :], [each for *_, each in run.seen])
 
@@ -196,114 +195,3 @@ class _Evaluation:
         for (var, dim), array in zip(marks, arrays, strict=True):
             self.seen.append((var, dim, jnp.moveaxis(array, 1, 0)))
         return [*carry, *ys]
-
-
-def _hash(tag: object, *symbols: Any) -> Symbols:
-    """Return the symbols of a function, named `tag`, of these symbols."""
-    found = jnp.uint32(zlib.crc32(str(tag).encode()))
-    for each in symbols:
-        found = (found ^ each.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
-        found ^= found >> 15
-        found *= jnp.uint32(0x85EBCA77)
-        found ^= found >> 13
-    return found
-
-
-def _symbols(value: Any) -> Symbols:
-    """Return the symbols of known numbers."""
-    if not isinstance(value, np.ndarray):
-        return value
-    wide = np.complex128 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
-    bits = np.ascontiguousarray(value.astype(wide)).reshape(-1).view(np.uint32)
-    each = bits.reshape(value.size, -1).T
-    return _hash("known", *(jnp.asarray(bits).reshape(value.shape) for bits in each))
-
-
-def _place(shape: Sequence[int], dims: Sequence[int]) -> jax.Array:
-    """Return the places of entries along `dims`, in an array that broadcasts to `shape`."""
-    sizes = [size if n in dims else 1 for n, size in enumerate(shape)]
-    return jnp.arange(math.prod(sizes)).reshape(sizes)
-
-
-def _over(symbols: Symbols, dims: Sequence[int]) -> Symbols:
-    """Return one symbol for all entries along `dims`, which are kept with size 1."""
-    dims = [dim % max(symbols.ndim, 1) for dim in dims] if symbols.ndim else []
-    each = _hash("over", *jnp.broadcast_arrays(symbols, _place(symbols.shape, dims)))
-    return jnp.sum(each, axis=tuple(dims), keepdims=True, dtype=jnp.uint32)
-
-
-def _spread(symbols: Symbols, shape: Sequence[int], number: int = 0) -> Symbols:
-    """Return other symbols for all entries of `shape`, by their place along dims of size 1."""
-    alone = [n for n in range(len(shape)) if symbols.shape[n] == 1]
-    place = jnp.broadcast_to(_place(shape, alone), shape)
-    return _hash(number, jnp.broadcast_to(symbols, shape), place)
-
-
-def _by_entry(tag: str, values: list[Symbols], shape: Sequence[int]) -> Symbols:
-    return _hash(tag, *(jnp.broadcast_to(each, shape) for each in values))
-
-
-# Rules of primitives that combine entries: parameters, name, symbols of inputs, shapes of outputs.
-
-
-def _of_all(_params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
-    each = _hash(tag, *(_over(value, range(value.ndim)).reshape(()) for value in values))
-    return [_spread(each.reshape([1] * len(to)), to, n) for n, to in enumerate(shapes)]
-
-
-def _along(
-    dims: str, params: Any, tag: str, values: list[Symbols], shapes: list[Any]
-) -> list[Symbols]:
-    """Rule of primitives that combine all entries along the dims in this parameter."""
-    along = params.get(dims, -1)
-    over = along if isinstance(along, tuple) else (along,)
-    each = _hash(tag, *(_over(value, over) for value in values))
-    return [
-        _spread(each, to, n) if len(to) == each.ndim else each.reshape(to)
-        for n, to in enumerate(shapes)
-    ]
-
-
-def _dot(params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
-    contracted, batched = params["dimension_numbers"]
-    found, [shape] = [], shapes
-    for n, (value, summed, kept) in enumerate(zip(values, contracted, batched, strict=True)):
-        others = [dim for dim in range(value.ndim) if dim not in (*summed, *kept)]
-        each = jnp.transpose(_over(value, summed), (*kept, *others, *summed))
-        sizes = [value.shape[dim] for dim in others]
-        gap = [1] * (len(shape) - len(kept) - len(others))
-        before, after = ([], gap) if n == 0 else (gap, [])
-        found.append(each.reshape(*(value.shape[dim] for dim in kept), *before, *sizes, *after))
-    return [_by_entry(f"{tag} {params['dimension_numbers']}", found, shape)]
-
-
-def _matrices(_params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
-    each = _hash(tag, *(_over(value, (-2, -1)) for value in values))
-    kept = each.shape[:-2]
-    return [
-        _spread(each.reshape(*kept, *[1] * (len(to) - len(kept))), to, n)
-        for n, to in enumerate(shapes)
-    ]
-
-
-def _convolution(params: Any, tag: str, values: list[Symbols], shapes: list[Any]) -> list[Symbols]:
-    numbers, [shape] = params["dimension_numbers"], shapes
-    if params["batch_group_count"] != 1:
-        return _of_all(params, tag, values, shapes)
-    rows, left = numbers.out_spec[0], numbers.lhs_spec[0]
-    each = _over(values[0], [dim for dim in range(len(shape)) if dim != left]).reshape(-1)
-    each = _hash(tag, each, _over(values[1], range(len(shape))).reshape(1))
-    return [_spread(each.reshape([-1 if n == rows else 1 for n in range(len(shape))]), shape)]
-
-
-_REDUCING = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_REDUCING.split(), partial(_along, "axes")),
-    **dict.fromkeys(
-        ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k"), partial(_along, "axis")
-    ),
-    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _matrices),
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
-    "sort": partial(_along, "dimension"),
-}
