@@ -199,15 +199,16 @@ class Look:
         for rows in sizes + [1] * (division.size == 1):
             try:
                 follow, places = self._followed(division, rows, known, inputs, shows)
-                for label in names:
-                    if not all(map(self._allowed(label, division), follow.seen[label])):
-                        labels.add(label)
+                labels.update(label for label in names if self._doubts(label, follow, division))
             except Unlike:
                 if rows == 1:
                     continue
-                follow = Follow((1, 1), known)
-                places = follow(one.jaxpr, one.jaxpr, inputs)
-                labels.update(names, () if division.within else (*one.numbers, *one.outputs))
+                # Only what is declared independent is known to be.
+                mixed: dict[str, Place] = {name: place and MIXED for name, place in known.items()}
+                follow = Follow((1, 1), {**mixed, GATHERED: MIXED})
+                places = follow(one.jaxpr, one.jaxpr, [each and MIXED for each in inputs])
+                labels.update(() if division.within else (*one.numbers, *one.outputs))
+                labels.update(label for label in names if self._doubts(label, follow, division))
             if not division.within:
                 pairs = zip(one.outputs, places, strict=False)
                 outputs |= {name: place for name, place in pairs if place}
@@ -235,10 +236,12 @@ class Look:
         follow = Follow((self._rows, rows), known, shown=apart)
         return follow, follow(one, twin, inputs)
 
-    def _allowed(self, label: str, division: Division) -> Any:
+    def _doubts(self, label: str, follow: Follow, division: Division) -> bool:
+        """Whether what was followed does not show that a value is that of all rows."""
         if label not in self._one.examiner.scalars:
-            return lambda place: not place or place == Total(0)
-        return lambda place: not place or (place == Total(-1) and not division.padded)
+            return any(place and place != Total(0) for place in follow.seen[label])
+        mean = None if division.padded else Total(-1)
+        return any(place and place != mean for place in follow.seen[label])
 
     def _places(self, division: Division) -> list[Place]:
         state, batch = self._given
