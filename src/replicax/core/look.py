@@ -6,7 +6,6 @@ Determine whether its mean over all rows can be computed from parts of them, and
 import contextlib
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
