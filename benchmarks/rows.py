@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 from row_programs import ROWS, SHORT, Program, differs

@@ -16,7 +16,7 @@ from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_errors import Broken
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_rules import MIXED, Rows
-from replicax.core.row_symbols import shown
+from replicax.core.row_symbols import MOVING, shown
 from replicax.core.row_trials import Division, Found, Pair, compared
 from replicax.core.rows import (
     DECLARED,
@@ -228,7 +228,7 @@ class Look:
         one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
         follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
         places = follow(one, twin, inputs)
-        if not (shows and follow.mixed and rows == division.size):
+        if not (shows and follow.mixing & MOVING and rows == division.size):
             return follow, places
         back(twin, one, inputs)
         apart = shown(division.parts, self._rows, (one, twin), (follow, back))

@@ -5,7 +5,6 @@ symbols mean equal values, and equal derivatives, whatever the numbers are.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,16 @@ from replicax.core.row_counts import is_plain
 from replicax.core.row_inner import derivative, moves
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
 from replicax.core.rows import STEPPED, Follow, numbers_of
-from replicax.core.symbol_rules import RULES, Rule, Symbols, by_entry, hashed, of_all, symbols_of
+from replicax.core.symbol_rules import (
+    RULES,
+    Given,
+    Rule,
+    Symbols,
+    by_entry,
+    hashed,
+    of_all,
+    symbols_of,
+)
 
 _ALL = 2**31
 _MOVING = {
@@ -31,6 +39,8 @@ _MOVING = {
     "gather": 1,
 }
 """Primitives that move entries, and how many of their inputs are not indices."""
+MOVING = {*_MOVING, "scan"}
+"""Primitives after which rows can be apart again."""
 _FILL = 2**32 - 1
 _KNOWN = BY_ENTRY | {"iota", *_MOVING} - {"gather"}
 """Primitives evaluated on values that are known."""
@@ -104,20 +114,14 @@ class _Evaluation:
         """Return a number for a variable, the same in corresponding traces."""
         return self._numbers.setdefault(id(of), len(self._numbers))
 
-    def _given(self, var: Any) -> Symbols | None:
+    def _given(self, var: Any) -> Given | None:
         """Return the symbols of a variable whose rows are apart, or that depends on none."""
         place, shape = self.follow.places.get(var, MIXED), var.aval.shape
         if not is_plain(place) or place == MIXED:
             return None
-        entries = jnp.arange(math.prod(shape)).reshape(shape)
-        if not isinstance(place, Rows):
-            return hashed(self._number(var), entries)
-        dim, others = place.dim, shape[: place.dim] + shape[place.dim + 1 :]
-        entries = jnp.expand_dims(jnp.arange(math.prod(others)).reshape(others), dim)
-        rows = jnp.repeat(self.rows, place.each) * place.each
-        rows += jnp.arange(shape[dim]) % place.each
-        rows = rows.reshape([-1 if n == dim else 1 for n in range(len(shape))])
-        return hashed(self._number(var), *jnp.broadcast_arrays(rows, entries))
+        if isinstance(place, Rows):
+            return Given(self._number(var), shape, self.rows, place.dim, place.each)
+        return Given(self._number(var), shape)
 
     def _apply(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         # A broadcast constant is the same for all rows, in whatever order they are.
@@ -131,7 +135,7 @@ class _Evaluation:
         for var, value in zip(eqn.outvars, found, strict=True):
             if var in self.follow.mixed and not isinstance(value, np.ndarray):
                 dim = self.follow.mixed[var]
-                self.seen.append((var, dim, jnp.moveaxis(value, dim, 0)))
+                self.seen.append((var, dim, jnp.moveaxis(symbols_of(value), dim, 0)))
         return found
 
     def _found(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:

@@ -79,6 +79,8 @@ class Follow:
         """Whether rows are declared independent."""
         self.draws = self.draws_alone = False
         """Whether it draws random numbers by the step's key, and by another one."""
+        self.mixing: set[str] = set()
+        """Names of the primitives that may have mixed rows."""
         self.mixed: dict[Any, int] = {}
         """Dims that grow of variables of the first trace whose rows may have been mixed."""
         self.drawn: dict[Any, int] = {}
@@ -113,7 +115,10 @@ class Follow:
             if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
                 raise Unlike
             places = list(map(place_of, eqn.invars, twin.invars))
-            set_all(eqn.outvars, self._outputs(eqn, twin, places))
+            found = self._outputs(eqn, twin, places)
+            if MIXED in found and MIXED not in places:
+                self.mixing.add(eqn.primitive.name)
+            set_all(eqn.outvars, found)
             for out, other in zip(eqn.outvars, twin.outvars, strict=True):
                 grown = _grown(out, other) if known[out] == MIXED else []
                 if len(grown) == 1 and out.aval.shape[grown[0]] % self._rows[0] == 0:

@@ -1,5 +1,6 @@
 """Symbols of expressions, and rules, one per primitive, for combining those of its inputs."""
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,19 +16,50 @@ Symbols = Any
 Rule = Callable[[Any, str, list[Any], list[Any]], list[Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The symbols of a variable whose rows are apart: they are made where they are needed."""
+
+    number: int
+    """The same for corresponding variables."""
+    shape: tuple[int, ...]
+    rows: jax.Array | None = None
+    """int `[rows]`: places in the whole batch; None if the variable does not depend on rows."""
+    dim: int = 0
+    each: int = 1
+    """Where the rows are, and consecutive entries of each."""
+
+    def symbols(self) -> Symbols:
+        """Return a symbol for each entry: of its row, and its place in that row."""
+        if self.rows is None:
+            return hashed(self.number, jnp.arange(math.prod(self.shape)).reshape(self.shape))
+        others = [size for n, size in enumerate(self.shape) if n != self.dim]
+        entries = jnp.expand_dims(jnp.arange(math.prod(others)).reshape(others), self.dim)
+        rows = jnp.repeat(self.rows, self.each) * self.each
+        rows += jnp.arange(self.shape[self.dim]) % self.each
+        rows = rows.reshape([-1 if n == self.dim else 1 for n in range(len(self.shape))])
+        return hashed(self.number, *jnp.broadcast_arrays(rows, entries))
+
+
 def hashed(tag: object, *symbols: Any) -> Symbols:
     """Return the symbols of a function, named `tag`, of these symbols."""
-    found = jnp.uint32(zlib.crc32(str(tag).encode()))
+    found: Any = np.uint32(zlib.crc32(str(tag).encode()))
     for each in symbols:
-        found = (found ^ each.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
-        found ^= found >> 15
-        found *= jnp.uint32(0x85EBCA77)
-        found ^= found >> 13
+        found = _joined(found, each)
     return found
 
 
+@jax.jit
+def _joined(found: Any, each: Any) -> Symbols:
+    found = (found ^ each.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+    found = (found ^ found >> 15) * jnp.uint32(0x85EBCA77)
+    return found ^ found >> 13
+
+
 def symbols_of(value: Any) -> Symbols:
-    """Return the symbols of known numbers."""
+    """Return the symbols of known numbers, and those that were not made yet."""
+    if isinstance(value, Given):
+        return value.symbols()
     if not isinstance(value, np.ndarray):
         return value
     wide = np.complex128 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
