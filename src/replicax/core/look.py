@@ -28,7 +28,7 @@ from replicax.core.rows import (
 )
 from replicax.core.update import TrainState
 
-_UNSHOWN = "no difference was found, but the trace does not exclude one"
+UNSHOWN = "no difference was found, but the trace does not exclude one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Tested:
     found: Found
     weighted: bool
     """Whether it is a mean over rows with weights."""
+    shown: bool
+    """Whether the traces show that it is the same on parts."""
 
 
 class Look:
@@ -136,7 +138,7 @@ class Look:
             differs, mixes = (trial.differs, trial.mixes) if trial else (False, False)
             if masks and trial and trial.decided and not differs:
                 continue
-            said = why or ("" if differs else _UNSHOWN)
+            said = why or ("" if differs else UNSHOWN)
             name, is_output = examiner.names.get(label, label), label not in examiner.names
             scalar, by_place = label in examiner.scalars, differs and not mixes
             found.append(
@@ -149,7 +151,7 @@ class Look:
 
         May raise `Undecided`.
         """
-        self._doubted(division)
+        _, doubted = self._doubted(division)
         names = self._one.examiner.names
         declared = [DECLARED] if self._declares else []
         found = self.compared(division, [*names, *declared], state, batch)
@@ -158,7 +160,7 @@ class Look:
             name = names.get(label, "rows declared independent")
             places = tuple(self._seen.get(label, ()))
             if name not in tested or each.differs:
-                tested[name] = Tested(each, Ratio() in places)
+                tested[name] = Tested(each, Ratio() in places, label not in doubted)
         return tested
 
     def compared(

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.batch import Batch
-from replicax.core.look import Look, Tested
+from replicax.core.look import UNSHOWN, Look, Tested
 from replicax.core.loss import LOSS
 from replicax.core.row_evaluation import Undecided
 from replicax.core.row_trials import Division
@@ -61,7 +61,7 @@ def examine_rows(look: Look, state: TrainState, batch: Batch, eps: float) -> Ind
         tested = look.tested(division, state, batch)
     except Undecided as reason:
         return Independence(UNKNOWN, f"the loss cannot be computed on few rows: {reason}")
-    broken = [name for name, each in tested.items() if each.found.differs]
+    broken = [name for name, each in tested.items() if each.found.differs or not each.shown]
     name = LOSS if LOSS in broken or not broken else broken[0]
     found = dataclasses.replace(_kind(name, tested[name], eps), gathers=look.gathers)
     return dataclasses.replace(found, found=f"{name}: {found.found}") if name != LOSS else found
@@ -79,6 +79,8 @@ def _kind(name: str, tested: Tested, eps: float) -> Independence:
 
     if not tested.found.differs and not tested.found.decided:
         return Independence(UNKNOWN, "the loss is not finite, so numbers cannot be compared")
+    if not tested.found.differs and not tested.shown:
+        return Independence(UNKNOWN, UNSHOWN)
     if alone.ndim == 1:
         return _kind_of_number(tested, alone, float(whole), near)
     if not tested.found.differs:
