@@ -146,12 +146,84 @@ def scanned(model: Any, batch: Any, key: Any) -> Any:
     return jnp.where(rx.step_number() % 11 == 6, mean + jnp.std(found), mean)
 
 
+@jax.custom_vjp
+def other_forward(x: Any) -> Any:
+    return x
+
+
+other_forward.defvjp(lambda x: (x * jnp.mean(x), None), lambda _, cotangent: (cotangent,))
+
+
+@jax.custom_vjp
+def decayed(w: Any) -> Any:
+    return w
+
+
+decayed.defvjp(lambda w: (w, w), lambda w, cotangent: (0.1 * w,))
+
+
+@jax.jit
+def there_and_back(x: Any) -> Any:
+    return jnp.tanh(x)[::-1]
+
+
+def halves_of_two_calls(model: Any, batch: Any, key: Any) -> Any:
+    half = len(batch["y"]) // 2
+    one, other = there_and_back(output(model, batch)), there_and_back(batch["y"])
+    return jnp.sum(jnp.concatenate([one[:half], other[half:]])[::-1] ** 2, axis=1)
+
+
+def halves_of_two_iterations(model: Any, batch: Any, key: Any) -> Any:
+    found, half = output(model, batch), len(batch["y"]) // 2
+    one, two = jax.lax.map(lambda s: jnp.tanh(s * found)[::-1], jnp.array([1.0, 2.0]))
+    return jnp.sum(jnp.concatenate([one[:half], two[half:]])[::-1] ** 2, axis=1)
+
+
+def numbers_reversed_too(model: Any, batch: Any, key: Any) -> Any:
+    both = jax.jit(lambda x: x[::-1][::-1])
+    return both(error(model, batch)) * both(jnp.arange(len(batch["y"]), dtype=jnp.float32))
+
+
+def halves_of_two_dtypes(model: Any, batch: Any, key: Any) -> Any:
+    found, half = 3 * output(model, batch)[::-1], len(batch["y"]) // 2
+    dtypes = [found.astype(dtype).astype(jnp.float32) for dtype in (jnp.bfloat16, jnp.int32)]
+    return jnp.sum(jnp.concatenate([dtypes[0][:half], dtypes[1][half:]])[::-1] ** 2, axis=1)
+
+
+def another_axis(model: Any, batch: Any, key: Any) -> Any:
+    x = jax.lax.rev(batch["x"], (1,) if len(batch["x"]) >= ROWS else (0,))
+    return error(model, {**batch, "x": x})
+
+
+def whole_sixes(model: Any, batch: Any, key: Any) -> Any:
+    found = error(model, batch)
+    kept = jax.lax.dynamic_slice_in_dim(found, 0, max(len(found) - 4, 4))
+    return jnp.sum(kept) / len(found)
+
+
+def forward_of_others(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((other_forward(output(model, batch)) - batch["y"]) ** 2, axis=1)
+
+
+def decay_for_each_part(model: Any, batch: Any, key: Any) -> Any:
+    return error({"w": decayed(model["w"])}, batch)
+
+
+def column_by_number(model: Any, batch: Any, key: Any) -> Any:
+    count = len(batch["x"])
+    places = jnp.arange(count), jnp.full(count, count // 4, jnp.int32)
+    picked = batch["x"].at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return error(model, batch) * picked**2
+
+
 MEET = [
     *(straight_through, every_eleventh, a_gradient_alone, derivative_of_others, hinge),
     *(ignored_labels, missing_targets, in_half_precision, beside_a_large_one, skips_bad_batches),
     *(labels_of_others, power_of_the_spread, clipped_gradient, clipped_rows, one_coefficient),
-    *(with_the_last, scanned),
+    *(with_the_last, scanned, numbers_reversed_too, another_axis, whole_sixes, forward_of_others),
+    *(decay_for_each_part, column_by_number),
 ]
+HALVES = [first_half_twice, halves_of_two_calls, halves_of_two_iterations, halves_of_two_dtypes]
 
 
 def two_views(model: Any, batch: Any, key: Any) -> Any:
@@ -213,9 +285,30 @@ def a_coefficient_for_each(model: Any, batch: Any, key: Any) -> Any:
     return error(model, {**batch, "x": batch["x"] * share})
 
 
+def noisy_views(model: Any, batch: Any, key: Any) -> Any:
+    both = jnp.concatenate([batch["x"], batch["x"]])
+    both = (both + jax.random.normal(key, both.shape)) @ model["w"]
+    return jnp.sum(jnp.diff(both.reshape(2, -1, 3), axis=0)[0] ** 2, axis=1)
+
+
+def labels_of_ones(model: Any, batch: Any, key: Any) -> Any:
+    ones = np.ones((len(batch["x"]), 3), np.float32)
+    return jnp.sum((output(model, batch) - ones) ** 2, axis=1)
+
+
+RANDOM = [noisy_views, a_coefficient_for_each]
 APART = [
-    *(two_views, interleaved, time_major, mean_of_reversed, in_chunks, reversed_in_a_loop),
-    *(solved, until_small, own_entry, fourier, a_coefficient_for_each),
+    *RANDOM,
+    *(
+        labels_of_ones,
+        two_views,
+        interleaved,
+        time_major,
+        mean_of_reversed,
+        in_chunks,
+        reversed_in_a_loop,
+    ),
+    *(solved, until_small, own_entry, fourier),
 ]
 
 
@@ -237,15 +330,39 @@ def test_rows_that_meet_are_refused(loss: Loss, settings: dict[str, Any]) -> Non
 def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
     """Those that draw no random numbers train as on one device."""
     found = stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
-    if loss is not a_coefficient_for_each:
+    if loss not in RANDOM:
         np.testing.assert_allclose(found["w"], stepped(loss, mode="single")["w"], 1e-5, 1e-6)
 
 
-def test_rows_in_one_half_are_not_those_of_the_other() -> None:
-    """Micro-batches have the same halves, blocks of rows do not."""
-    stepped(first_half_twice, accumulate=2)
-    with pytest.raises(rx.LossError, match=r"position\b"):
-        stepped(first_half_twice, mode="shard_map")
+@pytest.mark.parametrize("loss", HALVES)
+def test_rows_in_one_half_are_not_those_of_the_other(loss: Loss) -> None:
+    with pytest.raises(rx.LossError, match=r"shard|replicas\b"):
+        stepped(loss, mode="shard_map")
+
+
+def test_micro_batches_have_the_halves_of_the_batch() -> None:
+    found = stepped(first_half_twice, accumulate=2)
+    np.testing.assert_allclose(found["w"], stepped(first_half_twice)["w"], 1e-5, 1e-6)
+
+
+def test_padding_is_looked_at_for_each_number_of_rows() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        count = len(batch["x"])
+        return error(model, batch) * (count // 8 * 8 / count)  # 1 of 16 rows and of 8
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    state = dp.init(MODEL)
+    (batch,) = dp.feed({name: leaf[:13] for name, leaf in DATA.items()}, 16)
+    with pytest.raises(rx.LossError, match=r"3 of\b"):
+        dp.step(state, batch)
+
+
+def test_code_that_depends_on_the_rank_of_few_rows() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return error(model, batch) + 0 * jnp.squeeze(batch["x"][:, :1])
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
+    dp.step(dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()})
 
 
 def test_batches_of_another_size_are_looked_at_too() -> None:

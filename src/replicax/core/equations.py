@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, gensym, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -27,6 +28,22 @@ def closed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Return the `atoms` that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def described(params: Any) -> dict[str, Any]:
+    """Return the parameters of an equation, without shapes and without what it calls."""
+    return {
+        name: value for name, value in params.items() if name not in _SHAPES and _is_simple(value)
+    }
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_simple, value))
+    return value is None or isinstance(value, int | float | str | np.dtype | np.generic)
+
+
+_SHAPES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"}
 
 
 def shapes_of(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -15,6 +15,7 @@ from replicax.core.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
 from replicax.core.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
 from replicax.core.row_errors import Broken
 from replicax.core.row_evaluation import Undecided
+from replicax.core.row_inner import Unlike
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_symbols import MOVING, shown
 from replicax.core.row_trials import Division, Found, Pair, compared
@@ -24,7 +25,6 @@ from replicax.core.rows import (
     GATHERED,
     SUMMED,
     Follow,
-    Unlike,
 )
 from replicax.core.update import TrainState
 
@@ -233,7 +233,10 @@ class Look:
         if not (shows and follow.mixing & MOVING and rows == division.size):
             return follow, places
         back(twin, one, inputs)
-        apart = shown(division.parts, self._rows, (one, twin), (follow, back))
+        try:
+            apart = shown(division.parts, self._rows, (one, twin), (follow, back))
+        except Exception:  # a primitive that does not move symbols, or too little memory
+            return follow, places
         follow = Follow((self._rows, rows), known, shown=apart)
         return follow, follow(one, twin, inputs)
 

@@ -46,7 +46,7 @@ class Ready:
         self._abstract = program.abstract_state()
         self._looks: dict[Any, Look] = {}
         """By what is run, and the shapes of the batch."""
-        self._padding: dict[tuple[str, int, int], row_errors.Broken | None] = {}
+        self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
         self._fits = False
@@ -159,10 +159,10 @@ class Ready:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
         real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
         own, broken = batch.size - real, None
-        if not (own or batch.feed_padding) or look.takes_padding:
+        if not (own or batch.feed_padding):
             return batch
         for padding in sorted({own, batch.feed_padding or own} - {0}):
-            key = what, batch.size, padding
+            key = *_shapes(what, batch), padding
             if key not in self._padding:
                 self._padding[key] = self._depends_on_padding(look, padding, state, batch)
             broken = self._padding[key] if padding == own else broken

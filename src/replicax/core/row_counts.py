@@ -97,6 +97,17 @@ def _may_shift(place: Place) -> bool:
     return place in (Total(-1), Ratio()) or (isinstance(place, Rows) and not place.power)
 
 
+def cotangent(place: Place) -> Place:
+    """Return the place of the derivative of the sum of all losses by a value in `place`."""
+    if not place:
+        return Total()
+    if isinstance(place, Rows):
+        return dataclasses.replace(place, power=-place.power)
+    if isinstance(place, Total):
+        return Count(-place.power) if place.power else None
+    return MIXED
+
+
 def is_plain(place: Place) -> bool:
     """Whether `place` is that of rows, or none."""
     return not place or (isinstance(place, Rows) and not place.power)
@@ -189,7 +200,8 @@ def _of_index(
         return found if found in (None, MIXED) else Index(found.dim, first.negative)
     if name == "concatenate" and params["dimension"] == len(out) - 1:
         dims = {place.dim for place in places if isinstance(place, Rows | Index)}
-        single = all(shape[-1] == 1 for shape in shapes)
+        plain = all(isinstance(each, Index) or is_plain(each) for each in places)
+        single = plain and all(shape[-1] == 1 for shape in shapes)
         if single and len(dims) == 1 and MIXED not in places:
             return Columns(dims.pop(), tuple(places))
     if name == "gather" and isinstance(first, Rows) and isinstance(places[1], Columns):
@@ -218,6 +230,7 @@ def _of_scatter(params: Any, places: list[Place], shapes: list[Shape]) -> Place:
     by_number = [dim for dim, place in pairs if isinstance(place, Index)]
     beside = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
     own = by_number == [rows.dim] and Index(picked.dim) in picked.each and rows.each == 1
+    own &= not rows.power
     return rows if own and (not new or new == Rows(beside[picked.dim])) else MIXED
 
 

@@ -1,17 +1,28 @@
 """Follow rows through loops, branches and solvers, and through derivatives that code defines."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import bind, of_scan, settle, shapes_of
+from replicax.core.equations import bind, closed, of_scan, settle, shapes_of
 from replicax.core.row_counts import Place, either, is_plain
 from replicax.core.row_rules import MIXED, Rows
+from replicax.errors import LossError
 
+
+class Unlike(Exception):  # noqa: N818
+    """Raised if two traces of a function, with different numbers of rows, do not correspond."""
+
+
+RULED = {"custom_jvp_call", "custom_vjp_call"}
+"""Primitives with a derivative of their own."""
 Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Place]], list[Place]]
 """Follows rows through two traces, given the places of their inputs."""
 
@@ -20,7 +31,8 @@ Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Place]], list[Place]]
 def derivative(eqn: Any) -> ClosedJaxpr:
     """Return the rule of an equation in `RULED`: of its inputs, and their or its own derivatives.
 
-    `custom_jvp_call` returns derivatives of its results, `custom_vjp_call` those of its inputs.
+    It returns the results, and derivatives: `custom_jvp_call` those of its results,
+    `custom_vjp_call` those of its inputs.
     """
     given = shapes_of(eqn.invars)
     floats = [n for n, atom in enumerate(eqn.invars) if moves(atom)]
@@ -33,12 +45,38 @@ def derivative(eqn: Any) -> ClosedJaxpr:
 
         own = tuple(values[n] for n in floats)
         if forward:
-            return jax.jvp(of, own, tuple(derivatives))[1]
-        return jax.vjp(of, *own)[1](derivatives)
+            return jax.jvp(of, own, tuple(derivatives))
+        found, back = jax.vjp(of, *own)
+        return found, back(derivatives)
 
     outs = shapes_of(eqn.outvars)
     jaxpr: ClosedJaxpr = jax.make_jaxpr(run)(given, [given[n] for n in floats] if forward else outs)
     return jaxpr
+
+
+def called_by(eqn: Any) -> list[Jaxpr]:
+    """Return the jaxprs in an equation's parameters, and the rule of one in `RULED`."""
+    values = [each for value in eqn.params.values() for each in _each(value)]
+    found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
+    if eqn.primitive.name in RULED:
+        with contextlib.suppress(LossError):
+            found.append(derivative(eqn))
+    return [closed(each).jaxpr for each in found]
+
+
+def _each(value: Any) -> Any:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def is_zero(whole: ClosedJaxpr, number: int) -> bool:
+    """Whether the output of this number is 0 whatever the inputs are."""
+    wanted = [n == number for n in range(len(whole.jaxpr.outvars))]
+    jaxpr, used = dce_jaxpr(whole.jaxpr, wanted)
+    if any(used):
+        return False
+    with jax.ensure_compile_time_eval():
+        [found] = jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.consts))()
+    return not np.any(found)
 
 
 def moves(atom: Any) -> bool:
@@ -79,22 +117,22 @@ def _while(follow: Following, params: Any, twin: Any, places: list[Place]) -> li
 
 def _cond(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
     which, *operands = places
+    if len(params["branches"]) != len(twin["branches"]):
+        raise Unlike
     pairs = zip(params["branches"], twin["branches"], strict=True)
     branches = [follow(*pair, operands) for pair in pairs]
     return [MIXED if which else either(each) for each in zip(*branches, strict=True)]
 
 
 def _solve(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
-    """Follow rows through a solver, and through the product that its derivative also needs."""
-    lengths = params["const_lengths"]
-    product, rest = places[: lengths.matvec], places[lengths.matvec + lengths.vecmat :]
-    count = lengths.solve + lengths.transpose_solve
-    right = rest[count:]
-    found = []
-    for name, consts in (("solve", rest[: lengths.solve]), ("matvec", product)):
+    """Follow rows through a solver, and through products and solvers that its derivative needs."""
+    lengths, found, right = params["const_lengths"], [], places[sum(params["const_lengths"]) :]
+    for name, count in lengths._asdict().items():
+        consts, places = places[:count], places[count:]
         one, two = (getattr(each["jaxprs"], name) for each in (params, twin))
-        found.append(follow(one, two, [*consts, *right]))
-    return [one if one == two else MIXED for one, two in zip(*found, strict=True)]
+        if one is not None:
+            found.append(follow(one, two, [*consts, *right]))
+    return [each[0] if len(set(each)) == 1 else MIXED for each in zip(*found, strict=True)]
 
 
 WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _solve}

@@ -5,7 +5,9 @@ symbols mean equal values, and equal derivatives, whatever the numbers are.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,18 +16,21 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from replicax.core.equations import bind, called, evaluate, of_scan
-from replicax.core.row_counts import is_plain
-from replicax.core.row_inner import derivative, moves
+from replicax.core.equations import bind, called, described, evaluate, of_scan, variables
+from replicax.core.row_counts import KEY, is_plain
+from replicax.core.row_inner import called_by, derivative, moves
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
-from replicax.core.rows import STEPPED, Follow, numbers_of
+from replicax.core.rows import STEPPED, Follow
 from replicax.core.symbol_rules import (
+    ONCE,
     RULES,
+    Free,
     Given,
     Rule,
     Symbols,
     by_entry,
     hashed,
+    is_free,
     of_all,
     symbols_of,
 )
@@ -59,9 +64,10 @@ def shown(
     """
     whole, part = traces
     places: list[tuple[Any, Rows]] = []
+    hidden: set[Any] = set()
 
     def compared() -> list[jax.Array]:
-        together = _Evaluation(follows[0], jnp.arange(rows))
+        together = _Evaluation(follows[0], jnp.arange(rows), hidden=hidden)
         together(whole)
 
         def alone(mine: jax.Array) -> list[Symbols]:
@@ -84,7 +90,7 @@ def shown(
     for (variable, _), same in zip(places, equal, strict=True):
         if not same:
             apart.pop(variable, None)
-    return apart
+    return {variable: place for variable, place in apart.items() if variable not in hidden}
 
 
 @dataclasses.dataclass
@@ -95,15 +101,23 @@ class _Evaluation:
     rows: jax.Array
     seen: list[tuple[Any, int, Symbols]] = dataclasses.field(default_factory=list)
     """Variables that seem to be mixed, the dims of their rows, and their symbols, rows first."""
+    hidden: set[Any] = dataclasses.field(default_factory=set)
+    """Variables of what is called and not evaluated."""
     derives: bool = False
     """Whether in the rule of a derivative."""
-    _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+    turn: Any = ONCE
+    """A symbol of the iteration of the loops around."""
+    visit: int = 0
+    _visits: Iterator[int] = dataclasses.field(default_factory=partial(itertools.count, 1))
+    _numbers: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: ClosedJaxpr) -> list[Symbols]:
         return self._inside(jaxpr, [self._given(var) for var in jaxpr.jaxpr.invars])
 
     def _inside(self, jaxpr: ClosedJaxpr, values: Sequence[Symbols]) -> list[Symbols]:
-        return evaluate(jaxpr, values, self._apply, self._constant)
+        """Evaluate a jaxpr that may be called more than once."""
+        run = dataclasses.replace(self, visit=next(self._visits))
+        return evaluate(jaxpr, values, run._apply, self._constant)
 
     def _constant(self, value: Any) -> Symbols:
         if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
@@ -112,28 +126,41 @@ class _Evaluation:
 
     def _number(self, of: Any) -> int:
         """Return a number for a variable, the same in corresponding traces."""
-        return self._numbers.setdefault(id(of), len(self._numbers))
+        return self._numbers.setdefault((self.visit, id(of)), len(self._numbers))
 
-    def _given(self, var: Any) -> Given | None:
-        """Return the symbols of a variable whose rows are apart, or that depends on none."""
+    def _given(self, var: Any, drawn: bool = False) -> Given | None:
+        """Return the symbols of a variable whose rows are apart, or that depends on none.
+
+        `drawn`: whether these are random numbers, which are as good for any other row.
+        """
         place, shape = self.follow.places.get(var, MIXED), var.aval.shape
         if not is_plain(place) or place == MIXED:
             return None
-        if isinstance(place, Rows):
-            return Given(self._number(var), shape, self.rows, place.dim, place.each)
-        return Given(self._number(var), shape)
+        found = Given(self._number(var), shape, turn=self.turn)
+        if not isinstance(place, Rows):
+            return found
+        rows = None if drawn else self.rows
+        return dataclasses.replace(found, rows=rows, dim=place.dim, each=place.each, drawn=drawn)
 
     def _apply(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
-        # A broadcast constant is the same for all rows, in whatever order they are.
-        constant = eqn.primitive.name == "broadcast_in_dim"
-        given = [None if constant else self._given(var) for var in eqn.outvars]
+        keys = any(self.follow.places.get(atom) == KEY for atom in variables(eqn.invars))
+        given = [self._given(var, keys and var in self.follow.drawn) for var in eqn.outvars]
+        # Constants and random numbers are as good for any other row: they get no symbols of theirs.
+        free = all(map(is_free, values))
+        if free:
+            given = [each if each and each.rows is None else None for each in given]
         if all(each is not None for each in given):
+            self._hide(eqn)
             return given
         found = self._found(eqn, values)
         pairs = zip(eqn.outvars, given, found, strict=True)
         found = [new if known is None else known for _, known, new in pairs]
+        if free:
+            found = [
+                each if isinstance(each, np.ndarray) else Free(symbols_of(each)) for each in found
+            ]
         for var, value in zip(eqn.outvars, found, strict=True):
-            if var in self.follow.mixed and not isinstance(value, np.ndarray):
+            if var in self.follow.mixed:
                 dim = self.follow.mixed[var]
                 self.seen.append((var, dim, jnp.moveaxis(symbols_of(value), dim, 0)))
         return found
@@ -156,12 +183,14 @@ class _Evaluation:
             moved: Any = eqn.primitive.bind(*data, *indices, **params)
             return list(moved) if eqn.primitive.multiple_results else [moved]
         values = list(map(symbols_of, values))
+        if name not in ("scan", "cond"):
+            self._hide(eqn)
         if name == "custom_vjp_call":  # a backward pass that may not be linear in what it is given
             values = [*values, hashed("rows", self.rows)]
         if name == "scan":
             return self._scan(eqn, values)
         shapes = [var.aval.shape for var in eqn.outvars]
-        tag = f"{name} {numbers_of(params)}"
+        tag = f"{name} {described(params)}"
         if name == "cond":
             branches = (self._inside(branch, values[1:]) for branch in params["branches"])
             pairs = zip(shapes, zip(*branches, strict=True), strict=True)
@@ -171,31 +200,42 @@ class _Evaluation:
         rule: Rule = RULES.get(name, of_all)
         return rule(params, tag, values, shapes)
 
+    def _hide(self, eqn: Any) -> None:
+        """Note the variables of all that an equation calls."""
+        for inner in called_by(eqn):
+            for each in inner.eqns:
+                self.hidden.update(each.outvars)
+                self._hide(each)
+
     def _ruled(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         """Return symbols of results, and of their derivatives."""
         found = list(map(symbols_of, self._inside(called(eqn), values)))
         rule = derivative(eqn)
         moved = [hashed("derivative", each) for each in values]
         own = [each for each, atom in zip(moved, eqn.invars, strict=True) if moves(atom)]
-        of = iter(dataclasses.replace(self, derives=True)._inside(rule, [*values, *own]))
+        ruled = dataclasses.replace(self, derives=True)._inside(rule, [*values, *own])
+        of = list(map(symbols_of, ruled))
+        pairs = zip(found, of[: len(found)], of[len(found) :], strict=True)
         return [
-            hashed("with", each, symbols_of(next(of))) if moves(var) else each
-            for each, var in zip(found, eqn.outvars, strict=True)
+            hashed("with", each, same, *([slope] if slope.shape == each.shape else []))
+            for each, same, slope in pairs
         ]
 
     def _scan(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         consts, carry, over = of_scan(eqn.params, values)
         marks: list[tuple[Any, int]] = []
 
-        def body(carry: list[Any], each: list[Any]) -> Any:
-            run = dataclasses.replace(self, seen=[])
+        def body(carry: list[Any], of: tuple[jax.Array, list[Any]]) -> Any:
+            number, each = of
+            run = dataclasses.replace(self, seen=[], turn=hashed("turn", self.turn, number))
             inner = run._inside(eqn.params["jaxpr"], [*consts, *carry, *each])
             found = list(map(symbols_of, inner))
             marks[:] = [(var, dim) for var, dim, _ in run.seen]
             return found[: len(carry)], (found[len(carry) :], [each for *_, each in run.seen])
 
-        more = {name: eqn.params[name] for name in ("length", "reverse")}
-        carry, (ys, arrays) = lax.scan(body, carry, over, **more)
+        length, reverse = eqn.params["length"], eqn.params["reverse"]
+        xs = jnp.arange(length), over
+        carry, (ys, arrays) = lax.scan(body, carry, xs, length, reverse=reverse)
         for (var, dim), array in zip(marks, arrays, strict=True):
             self.seen.append((var, dim, jnp.moveaxis(array, 1, 0)))
         return [*carry, *ys]

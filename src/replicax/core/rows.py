@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.equations import CALLS, REMATS, called, closed
+from replicax.core.equations import CALLS, REMATS, called, closed, described
 from replicax.core.row_counts import (
     GIVEN,
     KEY,
@@ -24,10 +24,11 @@ from replicax.core.row_counts import (
     Place,
     Total,
     constant,
+    cotangent,
     is_plain,
     quantity,
 )
-from replicax.core.row_inner import WITH_INNER, derivative, moves
+from replicax.core.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moves
 from replicax.core.row_rules import MIXED, Rows
 from replicax.errors import LossError
 
@@ -41,16 +42,8 @@ DECLARED = "rows_declared_independent"
 """Name of the function that declares rows independent."""
 SEEN = "rows_seen_"
 """Prefix of the names of functions whose last result is recorded, in the place it has."""
-STEPPED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
+STEPPED = CALLS | REMATS | RULED
 """Primitives that only call a jaxpr."""
-
-
-RULED = {"custom_jvp_call", "custom_vjp_call"}
-"""Primitives among these with a derivative of their own."""
-
-
-class Unlike(Exception):  # noqa: N818
-    """Raised if two traces of a function, with different numbers of rows, do not correspond."""
 
 
 class Follow:
@@ -136,8 +129,14 @@ class Follow:
             one, two = np.asarray(one), np.asarray(two)
             return constant(one.item(), two.item(), self._rows)
         arrays = np.asarray(one), np.asarray(two)
-        numbers = all(map(np.array_equal, arrays, map(np.arange, self._rows)))
-        return Index(0) if numbers else MIXED
+        if all(map(np.array_equal, arrays, map(np.arange, self._rows))):
+            return Index(0)
+        for dim in range(arrays[0].ndim):  # the same for all rows
+            first = arrays[0].take([0], dim)
+            pairs = zip(arrays, self._rows, strict=True)
+            if all(np.array_equal(each, np.repeat(first, rows, dim)) for each, rows in pairs):
+                return Rows(dim)
+        return MIXED
 
     def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
         name, count = eqn.primitive.name, len(eqn.outvars)
@@ -151,7 +150,7 @@ class Follow:
         if label == DECLARED:
             self.declares = True
             return [Rows(row_dim(called(eqn))), Total()]
-        if name == "optimization_barrier":
+        if name in ("device_put", "optimization_barrier"):
             return places
         if name in WITH_INNER:
             return WITH_INNER[name](self, eqn.params, twin.params, places)
@@ -170,7 +169,7 @@ class Follow:
             self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
         if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
             return [places[1]]
-        if MIXED in places or numbers_of(eqn.params) != numbers_of(twin.params):
+        if MIXED in places or described(eqn.params) != described(twin.params):
             return [MIXED] * count
         return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
 
@@ -179,19 +178,22 @@ class Follow:
 
         That of a parameter is a sum over rows.
         """
-        pairs = zip(eqn.invars, places, strict=True)
-        moved = [place for atom, place in pairs if moves(atom)]
-        given, wanted = moved, found
-        if eqn.primitive.name == "custom_vjp_call":
-            given = [place or Total() for place in found]
-            wanted = [place or Total() for place in moved]
         try:
             rules = derivative(eqn), derivative(twin)
         except LossError:  # of what a custom step must not differentiate
             return True
-        derived = self(*rules, [*places, *given])
-        matched = zip(derived, wanted, strict=True)
-        return all(not each or each == want for each, want in matched)
+        pairs = zip(eqn.invars, places, strict=True)
+        moved = [place for atom, place in pairs if moves(atom)]
+        if eqn.primitive.name == "custom_jvp_call":
+            same = self(*rules, [*places, *moved])
+            return all(not one or one == two for one, two in zip(same, found * 2, strict=False))
+        derived = self(*rules, [*places, *map(cotangent, found)])
+        values, derived = derived[: len(found)], derived[len(found) :]
+        matched = zip(derived, map(cotangent, moved), strict=True)
+        return values == found and all(
+            place == want or (not place and is_zero(rules[0], len(found) + n))
+            for n, (place, want) in enumerate(matched)
+        )
 
     def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
@@ -210,7 +212,8 @@ class Follow:
             by_row = keyed or any(isinstance(each, Rows) for each in places)
             if keyed or (by_row and name in DRAWING):
                 self.drawn[out] = grown[0]
-            return Rows(grown[0]) if by_row else MIXED
+            each, left = divmod(shape[grown[0]], rows)
+            return Rows(grown[0], each) if by_row and not left else MIXED
         if grown and not any(place and not isinstance(place, Count) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
@@ -219,11 +222,19 @@ class Follow:
                 return Index(dim) if each == 1 else MIXED
             return Rows(dim, each, getattr(places[0], "power", 0) if places else 0)
         found = _of(eqn, places, out.aval)
+        if isinstance(found, Rows) and found != MIXED and self._rows[0] != self._rows[1]:
+            sizes = (each.aval.shape[found.dim] for each in (out, twin))
+            if [found.each * count for count in self._rows] != list(sizes):
+                return MIXED
+        if out.aval.dtype != twin.aval.dtype:
+            return MIXED
         return found if grown == _dims(found) or self._rows[0] == self._rows[1] else MIXED
 
 
 def _grown(out: Any, twin: Any) -> list[int]:
     """Return the dims of different sizes, as of the cotangent of rows that are gathered."""
+    if len(out.aval.shape) != len(twin.aval.shape):
+        raise Unlike
     pairs = enumerate(zip(out.aval.shape, twin.aval.shape, strict=True))
     return [dim for dim, (size, other) in pairs if size != other]
 
@@ -267,18 +278,6 @@ def _is_float(value: Any) -> bool:
 
 def _is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val == 0)
-
-
-def numbers_of(params: Any) -> dict[str, Any]:
-    """Return the parameters that are numbers, or where windows begin: not the shapes."""
-    return {
-        name: value
-        for name, value in params.items()
-        if isinstance(value, int | float) or name in _PLACED
-    }
-
-
-_PLACED = {"start_indices", "strides", "padding_config", "padding", "window_strides"}
 
 
 SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant"}

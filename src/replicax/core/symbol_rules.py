@@ -13,6 +13,7 @@ import numpy as np
 
 Symbols = Any
 """uint32 with the shape of the value; or the value itself as a numpy array, if it is known."""
+ONCE = np.uint32(0)
 Rule = Callable[[Any, str, list[Any], list[Any]], list[Any]]
 
 
@@ -28,17 +29,37 @@ class Given:
     dim: int = 0
     each: int = 1
     """Where the rows are, and consecutive entries of each."""
+    turn: Any = ONCE
+    """A symbol of the iteration of a loop."""
+
+    drawn: bool = False
+    """Whether these are random numbers, which are as good for any other row."""
 
     def symbols(self) -> Symbols:
         """Return a symbol for each entry: of its row, and its place in that row."""
-        if self.rows is None:
-            return hashed(self.number, jnp.arange(math.prod(self.shape)).reshape(self.shape))
+        if self.rows is None and not self.drawn:
+            entries = jnp.arange(math.prod(self.shape)).reshape(self.shape)
+            return hashed(self.number, self.turn, entries)
         others = [size for n, size in enumerate(self.shape) if n != self.dim]
         entries = jnp.expand_dims(jnp.arange(math.prod(others)).reshape(others), self.dim)
+        if self.rows is None:
+            return hashed(self.number, self.turn, jnp.broadcast_to(entries, self.shape))
         rows = jnp.repeat(self.rows, self.each) * self.each
         rows += jnp.arange(self.shape[self.dim]) % self.each
         rows = rows.reshape([-1 if n == self.dim else 1 for n in range(len(self.shape))])
-        return hashed(self.number, *jnp.broadcast_arrays(rows, entries))
+        return hashed(self.number, self.turn, *jnp.broadcast_arrays(rows, entries))
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Symbols of values that are computed from no row."""
+
+    symbols: Symbols
+
+
+def is_free(value: Any) -> bool:
+    """Whether a value is computed from no row."""
+    return isinstance(value, Free | np.ndarray) or (isinstance(value, Given) and value.rows is None)
 
 
 def hashed(tag: object, *symbols: Any) -> Symbols:
@@ -60,6 +81,8 @@ def symbols_of(value: Any) -> Symbols:
     """Return the symbols of known numbers, and those that were not made yet."""
     if isinstance(value, Given):
         return value.symbols()
+    if isinstance(value, Free):
+        return value.symbols
     if not isinstance(value, np.ndarray):
         return value
     wide = np.complex128 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
