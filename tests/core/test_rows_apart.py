@@ -365,6 +365,17 @@ def test_code_that_depends_on_the_rank_of_few_rows() -> None:
     dp.step(dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()})
 
 
+def test_rows_are_moved_in_a_loss_of_a_custom_step() -> None:
+    def step(model: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(mean_of_reversed)(model, batch, key)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, model, gradient), means
+
+    dp = rx.DataParallel(step=step, accumulate=2)
+    state, _ = dp.step(dp.init(MODEL), DATA)
+    wanted = stepped(mean_of_reversed, mode="single")["w"]
+    np.testing.assert_allclose(dp.model(state)["w"], wanted, 1e-5, 1e-6)
+
+
 def test_batches_of_another_size_are_looked_at_too() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         found = error(model, batch)

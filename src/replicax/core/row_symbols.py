@@ -20,7 +20,7 @@ from replicax.core.equations import bind, called, described, evaluate, of_scan, 
 from replicax.core.row_counts import KEY, is_plain
 from replicax.core.row_inner import called_by, derivative, moves
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
-from replicax.core.rows import STEPPED, Follow
+from replicax.core.rows import STEPPED, Follow, label_of
 from replicax.core.symbol_rules import (
     ONCE,
     RULES,
@@ -146,7 +146,7 @@ class _Evaluation:
         keys = any(self.follow.places.get(atom) == KEY for atom in variables(eqn.invars))
         given = [self._given(var, keys and var in self.follow.drawn) for var in eqn.outvars]
         # Constants and random numbers are as good for any other row: they get no symbols of theirs.
-        free = all(map(is_free, values))
+        free = label_of(eqn) not in self.follow.known and all(map(is_free, values))
         if free:
             given = [each if each and each.rows is None else None for each in given]
         if all(each is not None for each in given):
@@ -169,7 +169,7 @@ class _Evaluation:
         name, params = eqn.primitive.name, eqn.params
         if name == "custom_jvp_call" and not self.derives:
             return self._ruled(eqn, list(map(symbols_of, values)))
-        if name in STEPPED - {"custom_vjp_call"} and params.get("name") not in self.follow.known:
+        if name in STEPPED - {"custom_vjp_call"} and label_of(eqn) not in self.follow.known:
             return self._inside(called(eqn), values)
         if name == "optimization_barrier":
             return values
