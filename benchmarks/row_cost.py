@@ -7,8 +7,11 @@ compilation and the step itself), with the compilation cache off. Writes `result
 """
 
 import argparse
+import os
 import time
 from typing import Any
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import jax
 import jax.numpy as jnp

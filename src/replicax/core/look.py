@@ -58,7 +58,7 @@ class Look:
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
-        followed = Follow((1, 1), {})
+        followed = Follow((1, 1), ruled=False)
         followed(self._one.jaxpr, self._one.jaxpr, self._places(Division(np.zeros((1, 1)))))
         self.draws, self.draws_alone = followed.draws, followed.draws_alone
         """Whether random numbers are drawn by the step's key, and by another one."""
@@ -81,6 +81,8 @@ class Look:
     @cached_property
     def gathers_draws(self) -> bool:
         """Whether gathered rows depend on random numbers that no row has for itself."""
+        if not (self.gathers and self.draws):
+            return False
         gathers = [label for label, name in self._one.examiner.names.items() if name == GATHER]
         twice = 2 * self._rows
         follow = Follow((self._rows, twice), {SUMMED: GIVEN, GATHERED: GIVEN}, drawn_for_all=MIXED)
@@ -230,7 +232,9 @@ class Look:
         one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
         follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
         places = follow(one, twin, inputs)
-        if not (shows and follow.mixing & MOVING and rows == division.size):
+        doubts = any(self._doubts(label, follow, division) for label in self._one.examiner.names)
+        doubts |= not division.within and any(places[: len(self._one.outputs)])
+        if not (doubts and shows and follow.mixing & MOVING and rows == division.size):
             return follow, places
         back(twin, one, inputs)
         try:

@@ -128,6 +128,8 @@ def quantity(
             return Total(place.power)
     if name == "dot_general":
         return _of_dot(params, places, shapes, out)
+    if name == "conv_general_dilated" and all(isinstance(each, Rows) for each in places):
+        return _of_convolution(params, places)
     if name in ("mul", "div"):
         return _of_product(places[0], places[1], 1 if name == "mul" else -1, params, shapes, out)
     if name in ("add", "add_any", "sub", "select_n", "concatenate"):
@@ -186,6 +188,16 @@ def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
             same = of_left.index(left.dim) == of_right.index(right.dim)
             return Total(power) if same else MIXED
     return _along("dot_general", params, places, shapes, out, power)
+
+
+def _of_convolution(params: Any, places: list[Place]) -> Place:
+    """Return the place of a convolution that sums over rows as features: a gradient of weights."""
+    numbers = params["dimension_numbers"]
+    features = [numbers.lhs_spec[1], numbers.rhs_spec[1]]
+    whole = params["feature_group_count"] == params["batch_group_count"] == 1
+    if whole and [getattr(each, "dim", None) for each in places] == features:
+        return Total(sum(getattr(each, "power", 0) for each in places))
+    return MIXED
 
 
 def _of_index(

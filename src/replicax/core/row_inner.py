@@ -54,11 +54,11 @@ def derivative(eqn: Any) -> ClosedJaxpr:
     return jaxpr
 
 
-def called_by(eqn: Any) -> list[Jaxpr]:
-    """Return the jaxprs in an equation's parameters, and the rule of one in `RULED`."""
+def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
+    """Return the jaxprs in an equation's parameters; if `ruled`, and its rule."""
     values = [each for value in eqn.params.values() for each in _each(value)]
     found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
-    if eqn.primitive.name in RULED:
+    if ruled and eqn.primitive.name in RULED:
         with contextlib.suppress(LossError):
             found.append(derivative(eqn))
     return [closed(each).jaxpr for each in found]

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from replicax.core.equations import bind, called, described, evaluate, of_scan, variables
 from replicax.core.row_counts import KEY, is_plain
-from replicax.core.row_inner import called_by, derivative, moves
+from replicax.core.row_inner import RULED, called_by, derivative, moves
 from replicax.core.row_rules import BY_ENTRY, MIXED, Rows
 from replicax.core.rows import STEPPED, Follow, label_of
 from replicax.core.symbol_rules import (
@@ -200,12 +200,12 @@ class _Evaluation:
         rule: Rule = RULES.get(name, of_all)
         return rule(params, tag, values, shapes)
 
-    def _hide(self, eqn: Any) -> None:
-        """Note the variables of all that an equation calls."""
-        for inner in called_by(eqn):
+    def _hide(self, eqn: Any, ruled: bool = True) -> None:
+        """Note the variables of all that an equation calls; `ruled` as for `Follow`."""
+        for inner in called_by(eqn, ruled):
             for each in inner.eqns:
                 self.hidden.update(each.outvars)
-                self._hide(each)
+                self._hide(each, ruled and eqn.primitive.name not in RULED)
 
     def _ruled(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
         """Return symbols of results, and of their derivatives."""

@@ -51,7 +51,8 @@ class Follow:
 
     What differs between the traces depends on the number of rows. `known` holds the places of the
     results of functions, by name, `drawn_for_all` that of random numbers that no row has for
-    itself, and `shown` those of variables that are known otherwise.
+    itself, and `shown` those of variables that are known otherwise. `ruled`: whether derivatives
+    that code defines are followed, too.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Follow:
         known: Mapping[str, Place] = MappingProxyType({}),
         drawn_for_all: Place = GIVEN,
         shown: Mapping[Any, Rows] = MappingProxyType({}),
+        ruled: bool = True,
     ) -> None:
         self._rows, self._drawn_for_all = rows, drawn_for_all
         self.known = known
-        self._shown, self._derives = shown, False
+        self._shown, self._ruled = shown, ruled
         self.seen: dict[str, list[Place]] = {}
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Place] = {}
@@ -156,10 +158,10 @@ class Follow:
             return WITH_INNER[name](self, eqn.params, twin.params, places)
         if name in STEPPED:
             found = self(called(eqn), called(twin), places)
-            if name in RULED and not self._derives:
-                self._derives = True
+            if name in RULED and self._ruled:
+                self._ruled = False
                 keeps = self._keeps(eqn, twin, places, found)
-                self._derives = False
+                self._ruled = True
                 found = found if keeps else [MIXED] * count
             if label.startswith(SEEN):
                 self.seen.setdefault(label, []).append(found[-1])
