@@ -65,7 +65,7 @@ def looped(x: jax.Array, h: Any) -> jax.Array:
     """The last layer, twice: a loop that is no scan over a stack."""
     own = jax.tree.map(lambda leaf: leaf[-1], h)
     x = lax.fori_loop(0, 2, lambda _, x: layer(x, own), x)
-    return lax.cond(jnp.sum(x) > 1e6, lambda x: x, lambda x: layer(x, own), x)
+    return lax.cond(jnp.sum(own["w"]) > 1e6, lambda x: x, lambda x: layer(x, own), x)
 
 
 @jax.custom_vjp
