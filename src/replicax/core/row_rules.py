@@ -245,6 +245,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(_OF_MATRICES.split(), _matrices),
     "dot_general": _dot,
+    "dot_product_attention_bwd_wrapper": _attention,
     "dot_product_attention_fwd_wrapper": _attention,
     "fft": _fourier,
     "gather": _gather,
