@@ -76,7 +76,7 @@ def is_zero(whole: ClosedJaxpr, number: int) -> bool:
         return False
     with jax.ensure_compile_time_eval():
         [found] = jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.consts))()
-    return not np.any(found)
+        return not np.asarray(found).any()
 
 
 def moves(atom: Any) -> bool:
