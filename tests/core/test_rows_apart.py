@@ -43,6 +43,18 @@ def _(primals: Any, tangents: Any) -> Any:
     return sign(*primals), tangents[0] * jnp.mean(jnp.abs(primals[0]))
 
 
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+def _clip(_: Any, cotangent: Any) -> Any:
+    return (cotangent / jnp.maximum(1, jnp.linalg.norm(cotangent)),)
+
+
+clipped.defvjp(lambda x: (x, None), _clip)
+
+
 def ignored_labels(model: Any, batch: Any, key: Any) -> Any:
     """Later batches have some."""
     real = batch["label"] != -100
@@ -104,6 +116,14 @@ def derivative_of_others(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum((sign(output(model, batch)) - batch["y"]) ** 2, axis=1)
 
 
+def clipped_gradient(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((batch["x"] @ clipped(model["w"]) - batch["y"]) ** 2, axis=1)
+
+
+def clipped_rows(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((clipped(output(model, batch)) - batch["y"]) ** 2, axis=1)
+
+
 def one_coefficient(model: Any, batch: Any, key: Any) -> Any:
     share = jax.random.beta(key, 1.0, 1.0)
     found = (batch["x"] * share) @ model["w"]
@@ -124,6 +144,22 @@ def scanned(model: Any, batch: Any, key: Any) -> Any:
     found = error(model, batch)
     mean = jax.lax.associative_scan(jnp.add, found)[-1] / len(found)
     return jnp.where(rx.step_number() % 11 == 6, mean + jnp.std(found), mean)
+
+
+@jax.custom_vjp
+def other_forward(x: Any) -> Any:
+    return x
+
+
+other_forward.defvjp(lambda x: (x * jnp.mean(x), None), lambda _, cotangent: (cotangent,))
+
+
+@jax.custom_vjp
+def decayed(w: Any) -> Any:
+    return w
+
+
+decayed.defvjp(lambda w: (w, w), lambda w, cotangent: (0.1 * w,))
 
 
 @jax.jit
@@ -165,6 +201,14 @@ def whole_sixes(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(kept) / len(found)
 
 
+def forward_of_others(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((other_forward(output(model, batch)) - batch["y"]) ** 2, axis=1)
+
+
+def decay_for_each_part(model: Any, batch: Any, key: Any) -> Any:
+    return error({"w": decayed(model["w"])}, batch)
+
+
 def column_by_number(model: Any, batch: Any, key: Any) -> Any:
     count = len(batch["x"])
     places = jnp.arange(count), jnp.full(count, count // 4, jnp.int32)
@@ -175,9 +219,9 @@ def column_by_number(model: Any, batch: Any, key: Any) -> Any:
 MEET = [
     *(straight_through, every_eleventh, a_gradient_alone, derivative_of_others, hinge),
     *(ignored_labels, missing_targets, in_half_precision, beside_a_large_one, skips_bad_batches),
-    *(labels_of_others, power_of_the_spread, one_coefficient),
-    *(with_the_last, scanned, numbers_reversed_too, another_axis, whole_sixes),
-    column_by_number,
+    *(labels_of_others, power_of_the_spread, clipped_gradient, clipped_rows, one_coefficient),
+    *(with_the_last, scanned, numbers_reversed_too, another_axis, whole_sixes, forward_of_others),
+    *(decay_for_each_part, column_by_number),
 ]
 HALVES = [first_half_twice, halves_of_two_calls, halves_of_two_iterations, halves_of_two_dtypes]
 

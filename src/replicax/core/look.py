@@ -230,8 +230,7 @@ class Look:
     ) -> tuple[Follow, list[Place]]:
         """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
         one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
-        follow = Follow((self._rows, rows), known, ruled=shows)
-        back = Follow((rows, self._rows), known)
+        follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
         places = follow(one, twin, inputs)
         doubts = any(self._doubts(label, follow, division) for label in self._one.examiner.names)
         doubts |= not division.within and any(places[: len(self._one.outputs)])

@@ -128,11 +128,6 @@ def quantity(
             return Total(place.power)
     if name == "dot_general":
         return _of_dot(params, places, shapes, out)
-    if name == "scatter-add" and isinstance(places[2], Rows) and not places[0]:
-        beside = set(range(len(shapes[2]))) - set(params["dimension_numbers"].update_window_dims)
-        plain = is_plain(places[1]) and MIXED not in places
-        if places[2].dim in beside and plain and shapes[0] == out:
-            return Total(places[2].power)  # such as the gradient of a table that rows look up
     if name == "conv_general_dilated" and all(isinstance(each, Rows) for each in places):
         return _of_convolution(params, places)
     if name in ("mul", "div"):

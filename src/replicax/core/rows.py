@@ -158,7 +158,7 @@ class Follow:
             return WITH_INNER[name](self, eqn.params, twin.params, places)
         if name in STEPPED:
             found = self(called(eqn), called(twin), places)
-            if name == "custom_jvp_call" and self._ruled:
+            if name in RULED and self._ruled:
                 self._ruled = False
                 keeps = self._keeps(eqn, twin, places, found)
                 self._ruled = True
