@@ -162,6 +162,14 @@ def decayed(w: Any) -> Any:
 decayed.defvjp(lambda w: (w, w), lambda w, cotangent: (0.1 * w,))
 
 
+@jax.custom_vjp
+def pushed(w: Any) -> Any:
+    return w
+
+
+pushed.defvjp(lambda w: (w, None), lambda _, cotangent: (jnp.full((5, 3), 0.1),))
+
+
 @jax.jit
 def there_and_back(x: Any) -> Any:
     return jnp.tanh(x)[::-1]
@@ -184,6 +192,14 @@ def numbers_reversed_too(model: Any, batch: Any, key: Any) -> Any:
     return both(error(model, batch)) * both(jnp.arange(len(batch["y"]), dtype=jnp.float32))
 
 
+def reversed_in_a_while_loop_too(model: Any, batch: Any, key: Any) -> Any:
+    both = jax.jit(lambda x: x[::-1][::-1])
+    found = error(model, batch)
+    less = lambda i_x: (i_x[0] + 1, both(i_x[1] - jnp.mean(i_x[1])))  # noqa: E731
+    _, centred = jax.lax.while_loop(lambda i_x: i_x[0] < 1, less, (0, stop(found)))
+    return both(found) * (1 + 0.1 * centred)
+
+
 def halves_of_two_dtypes(model: Any, batch: Any, key: Any) -> Any:
     found, half = 3 * output(model, batch)[::-1], len(batch["y"]) // 2
     dtypes = [found.astype(dtype).astype(jnp.float32) for dtype in (jnp.bfloat16, jnp.int32)]
@@ -195,9 +211,9 @@ def another_axis(model: Any, batch: Any, key: Any) -> Any:
     return error(model, {**batch, "x": x})
 
 
-def whole_sixes(model: Any, batch: Any, key: Any) -> Any:
+def whole_eights(model: Any, batch: Any, key: Any) -> Any:
     found = error(model, batch)
-    kept = jax.lax.dynamic_slice_in_dim(found, 0, max(len(found) - 4, 4))
+    kept = jax.lax.dynamic_slice_in_dim(found, 0, max(len(found) // 8 * 8, 3))
     return jnp.sum(kept) / len(found)
 
 
@@ -207,6 +223,10 @@ def forward_of_others(model: Any, batch: Any, key: Any) -> Any:
 
 def decay_for_each_part(model: Any, batch: Any, key: Any) -> Any:
     return error({"w": decayed(model["w"])}, batch)
+
+
+def push_for_each_part(model: Any, batch: Any, key: Any) -> Any:
+    return error({"w": pushed(model["w"])}, batch)
 
 
 def column_by_number(model: Any, batch: Any, key: Any) -> Any:
@@ -220,10 +240,23 @@ MEET = [
     *(straight_through, every_eleventh, a_gradient_alone, derivative_of_others, hinge),
     *(ignored_labels, missing_targets, in_half_precision, beside_a_large_one, skips_bad_batches),
     *(labels_of_others, power_of_the_spread, clipped_gradient, clipped_rows, one_coefficient),
-    *(with_the_last, scanned, numbers_reversed_too, another_axis, whole_sixes, forward_of_others),
-    *(decay_for_each_part, column_by_number),
+    *(
+        with_the_last,
+        scanned,
+        numbers_reversed_too,
+        reversed_in_a_while_loop_too,
+        another_axis,
+        forward_of_others,
+    ),
+    *(decay_for_each_part, push_for_each_part, column_by_number),
 ]
-HALVES = [first_half_twice, halves_of_two_calls, halves_of_two_iterations, halves_of_two_dtypes]
+IN_BLOCKS = [
+    whole_eights,
+    first_half_twice,
+    halves_of_two_calls,
+    halves_of_two_iterations,
+    halves_of_two_dtypes,
+]
 
 
 def two_views(model: Any, batch: Any, key: Any) -> Any:
@@ -334,10 +367,10 @@ def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
         np.testing.assert_allclose(found["w"], stepped(loss, mode="single")["w"], 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("loss", HALVES)
-def test_rows_in_one_half_are_not_those_of_the_other(loss: Loss) -> None:
-    with pytest.raises(rx.LossError, match=r"shard|replicas\b"):
-        stepped(loss, mode="shard_map")
+@pytest.mark.parametrize("loss", IN_BLOCKS)
+def test_blocks_of_rows_are_refused_where_their_places_count(loss: Loss) -> None:
+    with pytest.raises(rx.LossError, match=r"replicas\b"):
+        stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
 
 
 def test_micro_batches_have_the_halves_of_the_batch() -> None:

@@ -19,13 +19,7 @@ from replicax.core.row_inner import Unlike
 from replicax.core.row_rules import MIXED, Rows
 from replicax.core.row_symbols import MOVING, shown
 from replicax.core.row_trials import Division, Found, Pair, compared
-from replicax.core.rows import (
-    DECLARED,
-    ENTERED,
-    GATHERED,
-    SUMMED,
-    Follow,
-)
+from replicax.core.rows import DECLARED, ENTERED, GATHERED, SUMMED, Follow
 from replicax.core.update import TrainState
 
 UNSHOWN = "no difference was found, but the trace does not exclude one"
