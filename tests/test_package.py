@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = {"jax", "jaxlib", "numpy", "optax", "replicax"}
+CORE = {"jax", "jaxlib", "msgspec", "numpy", "optax", "replicax"}
 
 
 def python(version: str) -> str | None:
