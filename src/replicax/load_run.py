@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from replicax.arguments import typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
@@ -13,6 +14,7 @@ from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkp
 from replicax.train.places import place
 
 
+@typed
 def load(
     run_dir: str | Path,
     *,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
@@ -12,16 +13,17 @@ from replicax.verify.sums import Elsewhere, Text
 from replicax.verify.verification import Verification
 
 
+@typed
 def verify(
     dp: DataParallel,
     model: Any,
     batch: Any,
     *,
     modes: Sequence[str | Mode] | None = None,
-    micro_batches: int = checks.MICRO_BATCHES,
-    batch_size: int | None = None,
+    micro_batches: Count = checks.MICRO_BATCHES,
+    batch_size: Rows | None = None,
     target: str | Target | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     show: checks.Show | None = None,
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.

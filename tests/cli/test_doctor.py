@@ -100,7 +100,7 @@ def test_a_check_that_breaks_hides_no_other(main: Main, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--largest-mb", "0"], ["--largest-mb 0", "4 bytes"]),
+        (["--largest-mb", "0"], ["--largest-mb 0", "above 0"]),
         (["--timeout", "-1"], ["--timeout -1"]),
         (["--timeout", "nan"], ["--timeout nan"]),
         (["--jsno"], ["'--jsno'", "mean '--json'"]),

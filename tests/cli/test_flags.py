@@ -162,4 +162,4 @@ def test_an_optional_flag_shows_its_type_and_takes_none(main: Main) -> None:
 @pytest.mark.parametrize("name", ["batch_size", "epochs"])
 def test_a_run_without_rows_or_epochs_is_refused(name: str, main: Main) -> None:
     flag = f"--{name.replace('_', '-')}"
-    assert f"{name}=0; " in refusal(main, "train", "lenet", flag, "0")
+    assert f"{flag} 0; " in refusal(main, "train", "lenet", flag, "0")

@@ -185,7 +185,7 @@ def test_a_noise_scale_that_no_run_has_resolved(
         ([*LINE, *H100, "--noise-scale", "runs/none"], ["runs/none"]),
         ([*LINE, *H100, "--json", "no/such.json"], ["no folder no"]),
         ([*LINE, *H100, "--json", "."], ["is a folder"]),
-        ([*LINE, *H100, "--accumulate", "0"], ["accumulate=0"]),
+        ([*LINE, *H100, "--accumulate", "0"], ["--accumulate 0"]),
         ([*LINE, *H100, "--tokens", "-5"], ["--tokens -5", "above 0"]),
         ([*LINE, *H100, "--devices", "2"], ["--devices"]),
         ([*LINE, *H100, "--run", "../out"], ["--run '../out'", "runs/"]),

@@ -33,8 +33,8 @@ def test_the_seed_decides(main: Main, there: dict[str, Ended]) -> None:
     [
         (["mlp", "a"], ["mlp", "gpt2"]),
         (["gpt2", ""], ["empty"]),
-        (["gpt2", "a", "--temperature=-1"], ["temperature=-1"]),
-        (["gpt2", "a", "--tokens=-1"], ["count=-1"]),
+        (["gpt2", "a", "--temperature=-1"], ["--temperature -1"]),
+        (["gpt2", "a", "--tokens=-1"], ["--tokens -1"]),
         (["gpt2"], ["TEXT", "--help"]),
         (["gpt3", "a"], ["mean 'gpt2'"]),
     ],

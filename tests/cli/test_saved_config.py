@@ -33,7 +33,7 @@ def recipe(folder: Path) -> str:
 def config_of(folder: Path, run: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / f"runs/{run}/config.json").read_text())
     assert config["options"].pop("run") == run
-    del config["start"]
+    del config["start"], config["checksum"]
     return config
 
 

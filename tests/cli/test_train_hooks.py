@@ -117,15 +117,15 @@ def unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--profile", "5:4"], ["5", "4"]),
         (["--profile", "soon"], ["'soon'", "100:110"]),
-        (["--eval-every", "0"], ["every_steps=0"]),
-        (["--eval-every-epochs", "-1"], ["every_epochs=-1"]),
-        (["--eval-rows", "0"], ["rows=0"]),
+        (["--eval-every", "0"], ["--eval-every 0"]),
+        (["--eval-every-epochs", "-1"], ["--eval-every-epochs -1"]),
+        (["--eval-rows", "0"], ["--eval-rows 0"]),
         (["--early-stopping", "loss:0"], ["patience=0"]),
         (["--early-stopping", "loss:many"], ["--early-stopping loss:many", "accuracy:5"]),
         (["--early-stopping", ":3"], ["--early-stopping :3"]),
         (["--keep-best", "loss", "--save-minutes", "0"], ["--keep-best", "--save-minutes"]),
         (["--log-to", "csv,tensorbord"], ["'tensorbord'", "'tensorboard'"]),
-        (["--keep", "0"], ["keep=0"]),
+        (["--keep", "0"], ["--keep 0"]),
     ],
 )
 @pytest.mark.usefixtures("unbegun")

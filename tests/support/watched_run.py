@@ -24,6 +24,9 @@ class WatchedRun:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
+    def alarm(self, line: str) -> None:
+        self.lines.append(f"ALARM  {line}")
+
     def stop(self, why: str) -> None:
         self.stopped.append(why)
 

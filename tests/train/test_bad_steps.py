@@ -14,7 +14,7 @@ from support.processes import SUPPORT, run_job
 import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.job import Alone
-from replicax.errors import ConfigError, DivergedError
+from replicax.errors import DivergedError
 from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
@@ -129,11 +129,6 @@ def test_many_examples_are_named_in_part() -> None:
     assert record.examples == tuple(range(73, 9, -1))
     with pytest.raises(DivergedError, match=r"on examples 73, (\d\d, ){6}66, \.\.\. of epoch 0\)"):
         bad.check()
-
-
-def test_at_least_one_step_is_bad_before_the_end() -> None:
-    with pytest.raises(ConfigError, match="most=0"):
-        BadSteps(0, Alone())
 
 
 def test_the_steps_of_a_twin_are_followed() -> None:

@@ -317,8 +317,8 @@ def test_a_configuration_that_is_no_json_is_refused() -> None:
     [
         (b"", "Expecting value"),
         (b'{"a": 1', "Expecting"),
-        (b"[1]", "list"),
-        (b"null", "NoneType"),
+        (b"[1]", "array"),
+        (b"null", "null"),
         (b'{"a": "\xff"}', "position 7"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",

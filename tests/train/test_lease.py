@@ -16,6 +16,7 @@ from support.lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, r
 from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError
 from replicax.train import lease
 from replicax.train.lease import MOST_KEPT, Lease, take_lease
+from replicax.train.sealed import sealed
 
 # On one host
 
@@ -48,7 +49,8 @@ def test_a_killed_start_is_followed_at_once(
 def test_a_process_id_that_came_again_is_not_the_holder(run: Path, holding: Start) -> None:
     file = file_of(run, 1)
     content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "started": content["started"] - 1}))
+    del content["checksum"]
+    file.write_bytes(sealed({**content, "started": content["started"] - 1}))
     with take_lease(run) as taken:
         assert taken.token == 2
 

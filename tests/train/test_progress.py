@@ -27,6 +27,7 @@ from replicax.train.progress import (
     open_progress,
 )
 from replicax.train.records import Record
+from replicax.train.streams import Unfailing
 
 
 def record(step: int = 3, seconds: float = 1.5, wait: float | None = 0.25) -> Record:
@@ -78,7 +79,7 @@ def test_an_unknown_length_has_no_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
-    display = PlainProgress(None)
+    display = PlainProgress(None, Unfailing(sys.stdout))
     display.count(1)
     display.count(2)
     display.show(record(step=2))

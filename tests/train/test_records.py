@@ -1,16 +1,20 @@
 """Records: one JSON object a line, and a folder for each run."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replicax.errors import ConfigError
-from replicax.train.records import Record, RunFolder, read_records
+from replicax.train import places
+from replicax.train.records import History, Record, RunFolder, read_records
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -79,13 +83,15 @@ def test_the_config_is_json_and_what_json_does_not_know_is_text(tmp_path: Path) 
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"path": Path("a/b"), "rate": 0.1, "none": None})
     text = (tmp_path / "run" / "config.json").read_text()
-    assert strict(text) == {"path": "a/b", "rate": 0.1, "none": None}
+    found = strict(text)
+    assert list(found) == ["path", "rate", "none", "checksum"]
+    assert found == {"path": "a/b", "rate": 0.1, "none": None, "checksum": found["checksum"]}
 
 
 def test_the_config_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"fields": {"clip": math.inf}})
-    assert strict((tmp_path / "run" / "config.json").read_text()) == {"fields": {"clip": None}}
+    assert strict((tmp_path / "run" / "config.json").read_text())["fields"] == {"clip": None}
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -115,10 +121,11 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_to_be_done_again_is_taken_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert folder.keep(3) == (0, 0)
+    assert folder.keep(3).records == []
     for step in (1, 3, 5, 7):
         folder.append(record(step=step))
-    assert folder.keep(2) == (2, 7)
+    kept = folder.keep(2)
+    assert ([each.step for each in kept.records], kept.reached, kept.faults) == ([1, 3], 7, [])
     folder.append(record(kind="restore", step=3))
     folder.append(record(step=5))
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
@@ -138,7 +145,7 @@ def test_a_line_that_a_kill_cut_off_goes_with_what_comes_after_it(tmp_path: Path
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole[:-7])
     again = RunFolder(tmp_path)
-    assert again.keep(1) == (1, 0)
+    assert (len((kept := again.keep(1)).records), kept.reached, kept.damaged) == (1, 0, False)
     again.append(record(step=3))
     assert (tmp_path / "records.jsonl").read_bytes() == whole
 
@@ -152,19 +159,89 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for each in written:
         folder.append(each)
-    assert read_records(tmp_path, 3) == written
-    assert read_records(tmp_path, 2) == written[:2]
-    assert read_records(tmp_path, 0) == []
+    assert read_records(tmp_path, 3, folder.digest) == History(
+        written, (tmp_path / "records.jsonl").read_bytes(), 0, []
+    )
+    assert read_records(tmp_path, 2).records == written[:2]
+    assert read_records(tmp_path, 0).records == []
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | st.text().map(str.encode) | JSON.map(lambda x: json.dumps(x).encode()))
-def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, line: bytes) -> None:
+def test_what_is_no_record_is_left_out_and_told(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "records.jsonl").write_bytes(line)
-    said = ""
-    try:
-        read_records(tmp_path, 1)
-    except ConfigError as error:
-        said = str(error)
-    assert said == "" or said.startswith("line 1 of ")
-    assert "\n" not in said
+    found = read_records(tmp_path, 1)
+    assert (found.records, len(found.faults)) == ([], 1)
+    assert found.faults[0].isprintable()
+
+
+def test_damaged_lines_are_copied_and_the_others_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in range(1, 6):
+        folder.append(record(step=step))
+    path = tmp_path / "records.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"[" * 100_000 + b"\n", *lines[2:]]))
+    found = RunFolder(tmp_path).keep(4, folder.digest)
+    assert ([each.step for each in found.records], found.damaged) == ([1, 3, 4], True)
+    assert "1 of 4" in found.faults[0]
+    assert path.read_bytes() == b"".join([lines[0], *lines[2:4]])
+    assert b"[[[" in (tmp_path / "records-damaged.jsonl").read_bytes()
+
+
+def test_a_changed_number_is_told_and_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append(record())
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"0.75", b"0.95"))
+    again = RunFolder(tmp_path)
+    found = again.keep(1, folder.digest)
+    assert (found.records[0].metrics["accuracy"], found.damaged) == (0.95, True)
+    assert again.keep(1, again.digest).faults == []
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes a part of a line, then nothing, then everything."""
+    folder, room = RunFolder(tmp_path), [10**6]
+    regular = places._regular
+
+    class Filling:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> "Filling":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written: int = self.file.write(data[: room[0]])
+            room[0] -= written
+            return written
+
+    monkeypatch.setattr(places, "_regular", lambda *given: Filling(regular(*given)))
+    folder.append(record(step=1))
+    room[0] = 25
+    folder.append(record(step=2))
+    assert os.strerror(errno.ENOSPC) in str(folder.fault)
+    folder.append(record(step=3))
+    assert folder.fault is None, "told once"
+    room[0] = 10**6
+    folder.append(record(step=4))
+    assert folder.unwritten is None
+    assert [each.step for each in read_records(tmp_path, 4, folder.digest).records] == [1, 2, 3, 4]
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    found = record(step=np.int64(3), metrics={"loss": np.float32(0.5)}, figures={"x": np.int8(1)})
+    assert strict(found.to_json())["figures"] == {"x": 1.0}
+    with pytest.raises(TypeError):
+        record(metrics={"loss": [1.0, 2.0]})

@@ -279,7 +279,7 @@ def test_a_hook_that_fails_outside_of_the_loop_is_left_out(
     whole(run(dp, Fails("nowhere"), run_dir=tmp_path), 6)
     found = whole(run(dp, Fails(point), run_dir=tmp_path, progress=True))
     check_same(found, whole(run(dp)), tmp_path)
-    assert re.search(rf"hook Fails .*failed .*{point} at step", capsys.readouterr().out)
+    assert re.search(rf"ALARM  hook Fails .*failed .*{point} at step", capsys.readouterr().err)
 
 
 def test_a_figure_tells_of_the_step_of_its_record(dp: rx.DataParallel, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def opened(folder: Path, said: list[str], accept: bool = False) -> Storage:
         state=state_at(0),
         seed=0,
         say=said.append,
+        alarm=said.append,
     )
 
 

@@ -58,8 +58,6 @@ def bench_processes(
     progress: bool = True,
 ) -> Bench:
     """Measure jobs of `counts` processes in turn, `rounds` times, and compare them."""
-    if rounds < 1:
-        raise ConfigError(f"rounds={rounds}; it must be at least 1: raise it")
     started = time.perf_counter()
     measured: dict[int, list[Bench]] = {count: [] for count in counts}
     display, neighbours = Display(progress), Neighbours()

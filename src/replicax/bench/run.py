@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from replicax.arguments import Count, Seed, typed
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (
     BenchCase,
@@ -43,6 +44,7 @@ from replicax.core.reduction import Reduction
 from replicax.errors import ConfigError
 
 
+@typed
 def bench(
     loss: LossFunction | None,
     optimizer: optax.GradientTransformation | None,
@@ -59,11 +61,11 @@ def bench(
     micro_shards: int = MICRO_SHARDS,
     precision: str = "float32",
     reduction: str | Reduction = "float32",
-    rounds: int = 5,
+    rounds: Count = 5,
     pin: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     job: Job | None = None,
-    tokens_per_row: int | None = None,
+    tokens_per_row: Count | None = None,
     progress: bool = True,
 ) -> Bench:
     """Benchmark a training step in every mode on every device count.
@@ -117,9 +119,6 @@ def bench(
     platform = attached[0].platform
     if modes is None:
         modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
-    for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it must be at least 1: raise it")
     for mode in modes:
         as_mode(mode)
     lone = jax.process_count() == 1

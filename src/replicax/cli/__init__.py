@@ -8,6 +8,7 @@ An invalid flag raises `ConfigError`, whose one-line message is printed here.
 
 import importlib
 import importlib.metadata
+import io
 import os
 import re
 import select
@@ -62,6 +63,10 @@ SMALLER = "lower --batch-size, raise --accumulate, or use more devices"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # such as ASCII
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

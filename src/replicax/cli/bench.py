@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import jax
 
 import replicax as rx
+from replicax.arguments import Count, Seed
 from replicax.bench import processes
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import all_cases, notes_on_cases, possible_modes, usual_modes, weak_rows
@@ -52,13 +53,13 @@ class BenchOptions(StepOptions):
     """Modes to measure; with exact, a CPU gets one thread per micro-shard in all of them."""
     layouts: Annotated[str | None, several_of(AXES, "the one of --layout")] = None
     """Layouts to compare with one device, in mode jit or --modes; model and stages need rules."""
-    rounds: int = 5
+    rounds: Count = 5
     """Measurements of every step, of about a quarter of a second each."""
     pin: bool = False
     """Pin each simulated device to its own CPU core."""
     profile: bool = False
     """Write a profiler trace of two steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial model, the data order, and the measurement order."""
     run: Annotated[str | None, shown_as("NAME", "bench, recipe and time")] = None
     """Name of the folder in runs/."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from replicax.arguments import Positive
 from replicax.checks import FAIL, WIDTH, print_table
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
@@ -33,11 +34,11 @@ class DoctorOptions(JsonOptions):
     problem.
     """
 
-    largest_mb: float = 64.0
+    largest_mb: Positive = 64.0
     """The largest all-reduce to measure, in MB (of 2^20 bytes) per device."""
     folders: tuple[str, ...] = ()
     """Folders that all processes must share, such as those of checkpoints and data."""
-    timeout: float = 60.0
+    timeout: Positive = 60.0
     """Seconds to wait for all processes to join."""
 
 
@@ -53,8 +54,6 @@ def doctor(arguments: list[str]) -> int:
             f"--largest-mb {options.largest_mb:g}; each device contributes at least one number of "
             "4 bytes: raise it"
         )
-    if not options.timeout > 0:
-        raise ConfigError(f"--timeout {options.timeout:g}; seconds must be above 0: raise it")
     require("rich", "cli")
     with contextlib.ExitStack() as terminal:
         show = terminal.enter_context(options.working())

@@ -9,9 +9,10 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, TypedDict, TypeVar, get_args, get_type_hints
 
-from replicax.errors import ConfigError, check_at_least, did_you_mean, require
+from replicax.arguments import Rows, check_ranges, fitted
+from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
 from replicax.train.changes import read_config
 
@@ -94,6 +95,7 @@ def parse(command: str, options_class: type[Options], arguments: Sequence[str]) 
     """Parse the options of a command without a recipe; their class's docstring is the help."""
     flags, about = _json_alone(arguments, options_class), inspect.getdoc(options_class)
     parsed: Options = _parsed(options_class, flags, f"replicax {command}", about)
+    check_ranges(parsed, "--")
     return parsed
 
 
@@ -150,7 +152,8 @@ def parse_with_recipe(
     flags, program = _json_alone(flags, options_class), f"replicax {command} {spec}"
     parsed = _parsed(both, flags, program, recipe_class.__doc__, both(**begun))
     for name in ("batch_size", "epochs"):
-        check_at_least(name, getattr(parsed.recipe, name), 1)
+        fitted(f"--{name.replace('_', '-')}", Rows, getattr(parsed.recipe, name))
+    check_ranges(parsed, "--")
     return Arguments(spec, preset, parsed.recipe, parsed.options)
 
 
@@ -250,19 +253,29 @@ def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
     return recipe_class(**{**unset, **presets[preset]})
 
 
+class _Saved(TypedDict, total=False):
+    """The parts of a configuration that say what was trained, and how."""
+
+    recipe: str | None
+    preset: str | None
+    fields: dict[str, Any]
+    options: dict[str, Any]
+
+
 def _of_config(
     path: Path, spec: str, recipe_class: type[Any], options_class: type[Options]
 ) -> tuple[str | None, Any, Options]:
     """Return the preset, the recipe and the options in the `config.json` at `path`."""
-    config = read_config(path)
+    config = read_config(path, _Saved, edited=True)
     of = config.get("recipe")
     if of is None or BUILT_IN.get(of, of) != BUILT_IN.get(spec, spec):
         raise ConfigError(
             f"{path} is for {f'the recipe {of}' if of else 'no recipe'}, not for {spec}; recipes "
             "have different fields: give the file of a run of this recipe"
         )
-    options = {name: value for name, value in config["options"].items() if name != "run"}
-    for kind, values in ((recipe_class, config["fields"]), (options_class, options)):
+    saved_fields, saved_options = config.get("fields", {}), config.get("options", {})
+    options = {name: value for name, value in saved_options.items() if name != "run"}
+    for kind, values in ((recipe_class, saved_fields), (options_class, options)):
         if unknown := [name for name in values if name not in _names(kind)]:
             raise ConfigError(
                 f"{path} has {unknown[0]}, unknown to {kind.__name__}: remove it from a copy"
@@ -274,7 +287,7 @@ def _of_config(
         }
         return (
             config.get("preset"),
-            from_json(recipe_class, config["fields"]),
+            from_json(recipe_class, saved_fields),
             options_class(**groups),
         )
     except ValueError as error:

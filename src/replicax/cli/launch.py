@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from replicax.arguments import Count, Natural, NotNegative
 from replicax.cli import failed
 from replicax.cli.flags import one_of, parse, shown_as, taken
 from replicax.errors import ConfigError, did_you_mean
@@ -28,13 +29,13 @@ class LaunchOptions:
 
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where to run: this host, or a cluster engine."""
-    processes: Annotated[int | None, shown_as("N", "none, required")] = None
+    processes: Annotated[Count | None, shown_as("N", "none, required")] = None
     """Number of processes in total."""
-    devices_per_process: Annotated[int | None, shown_as("N", "none")] = None
+    devices_per_process: Annotated[Count | None, shown_as("N", "none")] = None
     """Number of CPU devices that each process simulates."""
     pin: bool = False
     """Pin each process to its own CPU cores."""
-    restarts: int = 0
+    restarts: Natural = 0
     """Number of times that the whole job is restarted after a failure."""
     name: str = "replicax"
     """Name of the job in the engine."""
@@ -44,7 +45,7 @@ class LaunchOptions:
 class LocalOptions:
     """How to run it on this host."""
 
-    grace: float = GRACE_SECONDS
+    grace: NotNegative = GRACE_SECONDS
     """Seconds that the processes have to exit after Ctrl-C or SIGTERM."""
     logs: Annotated[str | None, shown_as("FOLDER", "a new one in runs/")] = None
     """Folder for the output of the processes."""
@@ -95,8 +96,6 @@ def _engine(name: str) -> tuple[type[Any], Callable[[JobSpec, Any], tuple[int, s
 
 
 def _run_here(job: JobSpec, options: LocalOptions) -> tuple[int, str | None]:
-    if options.grace < 0:
-        raise ConfigError(f"--grace {options.grace:g}; seconds must be at least 0: raise it")
     outcome = launch_here(job, logs=options.logs, grace_seconds=options.grace)
     return outcome.exit_code, outcome.message
 

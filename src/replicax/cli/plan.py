@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import replicax as rx
+from replicax.arguments import Positive
 from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
@@ -41,7 +42,7 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
 
     target: Annotated[str, shown_as("TARGET", "the attached devices")] = ATTACHED
     """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8."""
-    tokens: Annotated[float | None, shown_as("FLOAT", "none")] = None
+    tokens: Annotated[Positive | None, shown_as("FLOAT", "none")] = None
     """Tokens to train on (rows if the recipe has no tokens), to derive the device-hours from."""
     noise_scale: Annotated[str | None, shown_as("ROWS|FOLDER", "none")] = None
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""

@@ -23,7 +23,6 @@ WIDTH = 80
 HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "")
 _MOST_RECORD_BYTES = 2**22
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
-_NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def _records(path: Path) -> list[Record]:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.path.getsize(path) - _MOST_RECORD_BYTES))
         for line in file:
-            with contextlib.suppress(*_NO_RECORD):
+            with contextlib.suppress(ValueError):
                 found.append(record_from_json(line))
     return found
 

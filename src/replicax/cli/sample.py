@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
+from replicax.arguments import Natural, NotNegative, Seed
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions
 from replicax.core.job import Alone
@@ -18,11 +19,11 @@ class SampleOptions(RunOptions):
 
     text: Annotated[str, BY_PLACE, shown_as("TEXT")]
     """The text to continue."""
-    tokens: int = 50
+    tokens: Natural = 50
     """Tokens to continue it by, at most."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """Below 1 for likelier tokens, 0 for the likeliest."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draws."""
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import replicax as rx
+from replicax.arguments import Count
 from replicax.cli.flags import one_of, shown_as
 from replicax.cluster.place import find_place
 from replicax.core.exact import MICRO_SHARDS, fix_threads
@@ -32,17 +33,17 @@ class StepOptions:
 
     layout: Annotated[str, one_of(LAYOUTS)] = "replicated"
     """How the parameters and the optimizer state are sharded."""
-    model_parallel: int = 1
+    model_parallel: Count = 1
     """Adjacent devices that split each layer of a replica, by the recipe's rules."""
-    stages: int = 1
+    stages: Count = 1
     """Pipeline stages that the layers are split into; --accumulate micro-batches pass through."""
     fsdp_size: Annotated[int | None, shown_as("INT", "all")] = None
     """Layouts zero1 and fsdp: adjacent replicas that shard one copy of the state."""
     schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
     """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
-    accumulate: Annotated[int | None, shown_as("INT", "1; train: as few as fit")] = None
+    accumulate: Annotated[Count | None, shown_as("INT", "1; train: as few as fit")] = None
     """Micro-batches per device, computed one after another."""
-    micro_shards: int = MICRO_SHARDS
+    micro_shards: Count = MICRO_SHARDS
     """Mode exact: parts of every global batch, whatever the device count; a power of two."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
@@ -59,9 +60,6 @@ class StepOptions:
     @property
     def least_devices(self) -> int:
         """Number of devices of the smallest mesh: one copy of the state."""
-        for flag, size in (("--model-parallel", self.model_parallel), ("--stages", self.stages)):
-            if size < 1:
-                raise ConfigError(f"{flag} {size}; it must be at least 1: raise it")
         copy = self.fsdp_size
         if copy is not None and (copy < 2 or not LAYOUTS[self.layout].splits_optimizer):
             raise ConfigError(
@@ -137,7 +135,7 @@ class ModeOptions:
 class DeviceOptions:
     """The devices, for commands that run a step on a single number of them."""
 
-    devices: Annotated[int | None, shown_as("INT", "all")] = None
+    devices: Annotated[Count | None, shown_as("INT", "all")] = None
     """Number of devices, over all processes; simulated on a CPU (verify: 8 by default)."""
 
 

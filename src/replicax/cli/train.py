@@ -1,13 +1,13 @@
 """`replicax train`: train, evaluate and record a recipe."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 
 import replicax as rx
+from replicax.arguments import Count, NotNegative, Seed
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder
@@ -32,6 +32,7 @@ from replicax.plan.target import attached_target
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.streams import unfailing_stdout
 from replicax.train.summary import Fit
 from replicax.wording import size_text
 
@@ -50,9 +51,9 @@ LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "w
 class StartOptions:
     """Length and starting point of the run."""
 
-    steps: Annotated[int | None, shown_as("N", "the epochs")] = None
+    steps: Annotated[Count | None, shown_as("N", "the epochs")] = None
     """Updates, instead of epochs."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial model, the data order, and all other randomness."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
     """Name of the run and its folder in runs/; an existing run resumes from its checkpoint."""
@@ -73,11 +74,11 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 class EvalOptions:
     """When to evaluate the run, besides at its end, and how to act on the result."""
 
-    eval_every: Annotated[int | None, shown_as("N", "every epoch")] = None
+    eval_every: Annotated[Count | None, shown_as("N", "every epoch")] = None
     """Steps between two evaluations, instead of epochs."""
-    eval_every_epochs: Annotated[int | None, shown_as("N", "1, or none with --eval-every")] = None
+    eval_every_epochs: Annotated[Count | None, shown_as("N", "1, or none with --eval-every")] = None
     """Epochs between two evaluations."""
-    eval_rows: Annotated[int | None, shown_as("N", "all")] = None
+    eval_rows: Annotated[Count | None, shown_as("N", "all")] = None
     """Rows of an evaluation at most, rounded up to whole batches."""
     eval_at_start: bool = False
     """Also evaluate before the first step."""
@@ -111,7 +112,7 @@ class EvalOptions:
 class RecordOptions:
     """Measurements, and where to write them besides the run's folder."""
 
-    log_every: int = 50
+    log_every: Count = 50
     """Steps between two records."""
     log_to: Annotated[str | None, several_of(LOGGERS, "none")] = None
     """Also send records to these loggers, from a thread, so that training never waits."""
@@ -127,19 +128,17 @@ class RecordOptions:
 class SaveOptions:
     """When the run is saved."""
 
-    save_every: Annotated[int | None, shown_as("N", "none")] = None
+    save_every: Annotated[Count | None, shown_as("N", "none")] = None
     """Steps between two checkpoints, instead of minutes."""
-    save_minutes: float = 10.0
+    save_minutes: NotNegative = 10.0
     """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be resumed."""
-    keep: int = 3
+    keep: Count = 3
     """Number of newest checkpoints to keep."""
-    keep_every: Annotated[int | None, shown_as("N", "none")] = None
+    keep_every: Annotated[Count | None, shown_as("N", "none")] = None
     """Also keep the checkpoints at multiples of N steps."""
 
     def saving(self) -> rx.Saving:
         """Return when to save checkpoints, and which to keep."""
-        if not 0 <= self.save_minutes < math.inf:
-            raise ConfigError(f"--save-minutes {self.save_minutes:g}; use at least 0: change it")
         minutes = self.save_minutes or None
         return rx.Saving(
             every=self.save_every, minutes=minutes, keep=self.keep, keep_every=self.keep_every
@@ -150,11 +149,11 @@ class SaveOptions:
 class FaultOptions:
     """Faults to watch for, and when the run gives up."""
 
-    audit_every: Annotated[int | None, shown_as("N", "none")] = None
+    audit_every: Annotated[Count | None, shown_as("N", "none")] = None
     """Steps between two audits, which compare the bits of all replicas."""
     on_divergence: Literal["stop", "restore"] = "stop"
     """If an audit finds a device whose bits differ: stop, or restore the last audited state."""
-    max_bad_steps: int = 5
+    max_bad_steps: Count = 5
     """Stop after this many consecutive skipped steps, whose loss or gradient is not finite."""
     skip_spikes: bool = False
     """Also skip a step whose loss is far above earlier ones."""
@@ -206,7 +205,7 @@ def train(arguments: list[str]) -> int:
     folder = run_folder(options.start.run, parsed.name)
     hooks, saving = options.hooks(), options.save.saving()
     options.compute.fix_threads(options.compute.mode)
-    with Interrupt(at_once=_end_at_once) as interrupt:
+    with unfailing_stdout(), Interrupt(at_once=_end_at_once) as interrupt:
         result = _run(parsed, hooks, run_dir=folder, saving=saving, interrupt=interrupt)
     if not result.interrupted:
         return 0

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import replicax as rx
+from replicax.arguments import Count, Seed
 from replicax.checks import FAIL, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions
@@ -62,7 +63,7 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """Modes to compare with one device; an unsupported one is skipped unless --mode names it."""
     target: Annotated[str | None, shown_as("TARGET", "the attached devices")] = None
     """Hardware to compile for when looking for sums in 16 bits, such as h100:8."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial model, and of all other randomness."""
 
 
@@ -78,13 +79,13 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
     """Name in the file of the state that both start from: a value, or a function that makes it."""
     batch: str = "batch"
     """Name in the file of the global batch, also a value or a function."""
-    micro_batches: int = 1
+    micro_batches: Count = 1
     """Parts that the step computes each replica's rows in, which helps to name causes."""
     weights: Annotated[str | None, shown_as("NAME", "found, if it is mask, weights, ...")] = None
     """Name of the batch's array of weights, one per row."""
-    replicas: Annotated[int | None, shown_as("INT", "found")] = None
+    replicas: Annotated[Count | None, shown_as("INT", "found")] = None
     """Devices that the step splits a batch over."""
-    steps: int = 2
+    steps: Count = 2
     """Consecutive steps whose state is compared."""
 
 

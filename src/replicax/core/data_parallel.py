@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from replicax.arguments import Count, Natural, Rows, Seed, typed
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
 from replicax.core.configuration import configure
@@ -29,7 +30,6 @@ from replicax.core.reduction import Reduction
 from replicax.core.refused import check_kind
 from replicax.core.sources import as_source
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError
 
 
 class DataParallel(Configured):
@@ -74,6 +74,7 @@ class DataParallel(Configured):
         ConfigError: invalid or incompatible arguments.
     """
 
+    @typed
     def __init__(
         self,
         loss: LossFunction | None = None,
@@ -83,8 +84,8 @@ class DataParallel(Configured):
         mesh: Mesh | None = None,
         mode: str | Mode = "jit",
         layout: str | Rules | Layout = "replicated",
-        accumulate: int = 1,
-        micro_shards: int = MICRO_SHARDS,
+        accumulate: Count = 1,
+        micro_shards: Count = MICRO_SHARDS,
         precision: str = "float32",
         reduction: str | Reduction = "float32",
         trainable: Trainable = None,
@@ -103,7 +104,8 @@ class DataParallel(Configured):
         where = f"{devices.size} x {devices.flat[0].device_kind}"
         return f"DataParallel({', '.join([*chosen, where])})"
 
-    def init(self, model: Any, *, seed: int = 0) -> TrainState:
+    @typed
+    def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
         """Return the initial train state, each array placed by the layout.
 
         Args:
@@ -114,8 +116,6 @@ class DataParallel(Configured):
         Raises:
             ConfigError: nothing to train, a different model structure, or too little memory.
         """
-        if not 0 <= seed < 2**32:
-            raise ConfigError(f"seed={seed}; it must be at least 0 and below 2**32: choose another")
         definition, params, extras = self.configuration.split_model(model)
         program = self._adopt((definition, params, extras))
         jax.block_until_ready((params, extras))  # allocate before checking memory
@@ -127,16 +127,17 @@ class DataParallel(Configured):
         """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
         return self._adopt(self.configuration.split_model(model)).abstract_state()
 
+    @typed
     def feed(
         self,
         source: Any,
-        batch_size: int | None = None,
+        batch_size: Rows | None = None,
         *,
         shuffle: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        first: int = 0,
-        prefetch: int = 2,
+        seed: Seed = 0,
+        epoch: Natural = 0,
+        first: Natural = 0,
+        prefetch: Natural = 2,
     ) -> Feed:
         """Return one epoch of `source` as batches for `step` and `evaluate`.
 

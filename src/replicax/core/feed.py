@@ -67,8 +67,6 @@ class Feed:
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
-        if prefetch < 0:
-            raise ConfigError(f"prefetch={prefetch}; it must be at least 0: raise it")
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):

@@ -80,8 +80,6 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
     Only an iterable may omit `batch_size`, which is then taken from its first batch. If shuffled,
     each epoch has a different order, drawn from `seed` and the epoch number.
     """
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}; a batch needs at least 1 row: increase it")
     if isinstance(data, Source):
         return data
     size, grain = batch_size or 0, _is_grain(data, "MapDataset", "IterDataset")

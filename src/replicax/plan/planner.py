@@ -11,6 +11,7 @@ import jax
 
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
+from replicax.arguments import Count, Positive, typed
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import DATA, is_data_only, replica_count, shard_axis
@@ -150,6 +151,7 @@ class _Planner:
         )
 
 
+@typed
 def plan(
     dp: DataParallel,
     model: Any,
@@ -158,10 +160,10 @@ def plan(
     target: str | Target,
     changes: Mapping[str, DataParallel] | None = None,
     rules: Rules = (),
-    tokens_per_row: int | None = None,
-    data_rows: int | None = None,
-    wished_rows: float | None = None,
-    noise_scale: float | None = None,
+    tokens_per_row: Count | None = None,
+    data_rows: Count | None = None,
+    wished_rows: Positive | None = None,
+    noise_scale: Positive | None = None,
     transformer: Transformer | None = None,
     by_formula: bool = False,
     show: Show | None = None,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from replicax.arguments import Count, Rows
 from replicax.core.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
@@ -41,9 +42,9 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
 class CNN(OnFashionMNIST):
     """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
-    batch_size: int = 256
+    batch_size: Rows = 256
     """Images per global batch."""
-    epochs: int = 3
+    epochs: Count = 3
     """Passes over the training images."""
     learning_rate: float = 1e-3
     """Learning rate of Adam."""

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
+from replicax.arguments import Count, Natural, NotNegative, Rows, check_ranges
 from replicax.core.partition import Rules
 from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
@@ -35,19 +36,19 @@ def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[st
 class GPT2:
     """GPT-2 on text: your own, or the source of Python's standard library."""
 
-    batch_size: int = 32
+    batch_size: Rows = 32
     """Rows per global batch, each of `context` tokens."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the training text."""
-    layers: int = 4
+    layers: Count = 4
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: Count = 4
     """Attention heads per block."""
-    width: int = 128
+    width: Count = 128
     """Width of the residual stream."""
-    context: int = 128
+    context: Count = 128
     """Context length in tokens."""
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     """Vocabulary size of the embedding and of a trained BPE; the tokenizer's size by default."""
     data: Path | None = None
     """File or folder of text; by default the source code of Python's standard library."""
@@ -65,9 +66,9 @@ class GPT2:
     """Initial weights: a .safetensors file with the published names."""
     sample: str | None = None
     """Text to continue after training."""
-    sample_tokens: int = 200
+    sample_tokens: Natural = 200
     """Number of tokens to generate."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """Sampling temperature: below 1 favours likely tokens, 0 always picks the likeliest."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -80,9 +81,7 @@ class GPT2:
     }
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1: raise it")
+        check_ranges(self, "")
         if self.sample is not None:  # before training instead of after it
             check_sampling(self.sample, self.sample_tokens, self.temperature)
 

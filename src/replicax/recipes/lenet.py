@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from replicax.arguments import Count, Rows
 from replicax.core.precision import to_sum
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST
@@ -22,9 +23,9 @@ _he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
 class LeNet(OnFashionMNIST):
     """LeNet on Fashion-MNIST, as a plain pytree of arrays."""
 
-    batch_size: int = 256
+    batch_size: Rows = 256
     """Images per global batch."""
-    epochs: int = 10
+    epochs: Count = 10
     """Passes over the training images."""
     learning_rate: float = 0.2
     """Peak learning rate, reached after 10% of the steps, then cosine decay to 0."""

@@ -7,24 +7,26 @@ import jax
 import numpy as np
 import optax
 
+from replicax.arguments import Count, NotNegative, Rows
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearRegression:
     """A line fitted to noisy points, by gradient descent on the squared error."""
 
-    batch_size: int = 64
+    batch_size: Rows = 64
     """Points per global batch."""
-    epochs: int = 10
+    epochs: Count = 10
     """Passes over the points."""
     learning_rate: float = 0.1
     """Learning rate of SGD."""
-    points: int = 1000
+    points: Rows = 1000
     """Number of training points; evaluation uses a fifth as many."""
     slope: float = 2.0
     """Slope of the true line."""
     intercept: float = -1.0
     """Intercept of the true line."""
-    noise: float = 0.1
+    noise: NotNegative = 0.1
     """Standard deviation of the noise."""
 
     def model(self, key: jax.Array) -> dict[str, jax.Array]:

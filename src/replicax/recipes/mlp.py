@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from replicax.arguments import Count, Rows
 from replicax.core.partition import Rules
 from replicax.core.precision import to_sum
 from replicax.errors import require
@@ -75,19 +76,19 @@ class MLP:
         },
     }
 
-    batch_size: int = 64
+    batch_size: Rows = 64
     """Rows per global batch."""
-    epochs: int = 5
+    epochs: Count = 5
     """Passes over the training rows."""
     learning_rate: float = 1e-3
     """Learning rate of Adam."""
-    layers: int = 7
+    layers: Count = 7
     """Dense layers with relu before the linear layer; all but the first have the same shape."""
-    hidden: int = 128
+    hidden: Count = 128
     """Width of each dense layer."""
-    inputs: int = 16
+    inputs: Rows = 16
     """Input features per row."""
-    rows: int = 20_000
+    rows: Rows = 20_000
     """Number of training rows; evaluation uses a tenth as many."""
 
     def model(self, key: jax.Array) -> Any:

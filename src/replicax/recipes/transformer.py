@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax.arguments import Count, typed
 from replicax.core.precision import to_sum
 from replicax.core.traced_for import cuda_capability
 from replicax.errors import ConfigError
@@ -30,23 +31,19 @@ Remat = Literal["none", "selective", "full"]
 EPSILON = 1e-5
 
 
+@typed
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Sizes of the network."""
 
-    layers: int
-    heads: int
-    width: int
-    context: int
+    layers: Count
+    heads: Count
+    width: Count
+    context: Count
     """Maximum number of tokens in a row."""
-    vocab_size: int
+    vocab_size: Count
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigError(
-                    f"{field.name}={getattr(self, field.name)}; it must be at least 1: raise it"
-                )
         if self.width % self.heads:
             raise ConfigError(
                 f"width={self.width} and heads={self.heads}; each head has width / heads dims: "

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from replicax.arguments import Count, typed
 from replicax.core.batch import Batch
 from replicax.core.leaves import numbers
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, check_at_least, choose
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
 from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
@@ -87,8 +88,8 @@ class Audit(Hook):
     _snapshot: Snapshot | None
     _never_finite: set[str]
 
-    def __init__(self, every: int, on_divergence: str = "stop") -> None:
-        check_at_least("an audit with every", every, 1)
+    @typed
+    def __init__(self, every: Count, on_divergence: str = "stop") -> None:
         ways = {"stop": False, "restore": True}
         self._restoring = choose("on_divergence", on_divergence, ways)
         self._every = every

@@ -5,12 +5,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
+
+import msgspec
 
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 from replicax.train.places import read_bytes
-from replicax.train.records import plain_config
+from replicax.train.records import INDENTED, plain_config
+from replicax.train.sealed import unsealed
 from replicax.wording import shortened
 
 HARMLESS = (
@@ -72,19 +75,38 @@ class Change:
     """Whether it can alter results beyond rounding."""
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration in `path`, the `config.json` of a run's folder."""
+class _Sections(TypedDict, total=False):
+    """The parts of a configuration that Replicax writes itself."""
+
+    parallel: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, str]
+    start: dict[str, Any]
+    program: dict[str, str]
+    bits: dict[str, str]
+
+
+def read_config(path: Path, kind: type[Any] = _Sections, *, edited: bool = False) -> dict[str, Any]:
+    """Return the configuration in `path`, the `config.json` of a run's folder.
+
+    Args:
+        path: the file.
+        kind: a `TypedDict` of sections, each of which must have its type if it is there.
+        edited: whether the file may be a copy that a person has changed.
+
+    Raises:
+        ConfigError: it is damaged, or not a configuration.
+    """
     try:
-        value = json.loads(read_bytes(path))
-        if not isinstance(value, dict):
-            raise ValueError(f"a JSON {type(value).__name__} instead of an object")
-    except (OSError, ValueError) as error:
+        config = unsealed(read_bytes(path), dict[str, Any], older=True, edited=edited, **INDENTED)
+        msgspec.convert(config, kind)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(
             f"{path} is not a configuration ({shortened(cause, 100)}): it is damaged or does not "
-            "belong to a run; choose another"
+            "belong to a run; remove it, and the newest checkpoint has a copy, or choose another"
         ) from error
-    return value
+    return config
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:

@@ -13,7 +13,7 @@ from replicax.core.batch import Batch
 from replicax.core.job import Job
 from replicax.core.loss import LOSS
 from replicax.core.update import Metrics
-from replicax.errors import DivergedError, check_at_least
+from replicax.errors import DivergedError
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
@@ -162,7 +162,6 @@ class BadSteps:
     """
 
     def __init__(self, most_in_a_row: int, job: Job) -> None:
-        check_at_least("a Guard with most", most_in_a_row, 1)
         self.in_a_row = 0
         """Consecutive skipped steps among those read so far; set it when a run resumes."""
         self._most, self._job = most_in_a_row, job

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 
+from replicax.arguments import Count, Rows, typed
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
 from replicax.train.records import Record
 
 
+@typed
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The evaluation schedule and data of a run. The final state is always evaluated.
@@ -47,11 +49,11 @@ class Evaluation:
     source: Any = None
     _: dataclasses.KW_ONLY
     sets: Mapping[str, Any] | None = None
-    batch_size: int | None = None
-    every_epochs: int | None = 1
-    every_steps: int | None = None
+    batch_size: Rows | None = None
+    every_epochs: Count | None = 1
+    every_steps: Count | None = None
     at_start: bool = False
-    rows: int | None = None
+    rows: Count | None = None
     ema: bool = False
     loss: LossFunction | None = None
 
@@ -60,8 +62,6 @@ class Evaluation:
             raise ConfigError(
                 "an evaluation takes either a source or sets={name: source}: pass one of them"
             )
-        for name in ("every_epochs", "every_steps", "rows"):
-            check_at_least(f"an evaluation with {name}", getattr(self, name), 1)
 
 
 class Evaluator:

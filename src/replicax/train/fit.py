@@ -10,10 +10,11 @@ from typing import Any, ParamSpec, Self
 
 import jax
 
+from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -31,6 +32,7 @@ from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
 
 
+@typed
 @dataclasses.dataclass(frozen=True)
 class Guard:
     """When to skip a step and record its examples, and when to stop a run that skips steps.
@@ -44,7 +46,7 @@ class Guard:
             `replicax.train.guarded.with_losses`.
     """
 
-    most: int = 5
+    most: Count = 5
     spikes: bool = False
 
 
@@ -96,19 +98,20 @@ class Run(Loop):
         RunInUseError: another process is already writing to this run.
     """
 
+    @typed
     def __init__(
         self,
         dp: DataParallel,
         state: TrainState,
         source: Any,
         *,
-        batch_size: int | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
+        batch_size: Rows | None = None,
+        epochs: Count | None = None,
+        steps: Count | None = None,
         eval_source: Any = None,
         shuffle: bool | None = None,
-        seed: int = 0,
-        log_every: int = 50,
+        seed: Seed = 0,
+        log_every: Count = 50,
         hooks: Sequence[Hook] = (),
         guard: Guard = Guard(),
         run_dir: str | Path | None = None,
@@ -123,8 +126,6 @@ class Run(Loop):
             raise ConfigError(
                 f"epochs={epochs} and steps={steps}; a run has exactly one length: pass one of them"
             )
-        for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
-            check_at_least(name, value, 1)
         if shuffle is None:
             shuffle = can_shuffle(source)
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
@@ -139,7 +140,7 @@ class Run(Loop):
             self.total = epochs * len(self._first)
         self._display = open_progress(progress and dp.job.process == 0, self.total)
         ours = [self._display, *([] if run_dir is None else [Curves()])]
-        self.hooks = Hooks([self._file, *hooks, *ours], self.say)
+        self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
@@ -202,6 +203,7 @@ class Run(Loop):
             state=self.state,
             seed=self._seed,
             say=self.say,
+            alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
         )
         stack.callback(self._storage.close)

@@ -1,13 +1,14 @@
 """How the wall time of a run was spent, over all its starts.
 
     goodput.jsonl   {"start": 2, "restored": 120, "step": 140, "mark": true, "at": 1795338000.5,
-                     "seconds": {"productive": 61.5, "saving": 0.4, ...}}
+                     "seconds": {"productive": 61.5, "saving": 0.4, ...}, "crc": 2596996162}
 
 A start is the first launch of the run or a restart. Each line is a snapshot of one: the seconds in
 each bucket since it began, and the step of its last mark. The last line of a start counts. Work is
 lost if a later start resumes from before it: a start that restores the checkpoint of step S
 discards everything after the last mark of S, in one earlier start or several, except the seconds of
-`saving` and `restoring`. A start that restores nothing discards all. Broken lines are skipped.
+`saving` and `restoring`. A start that restores nothing discards all. A damaged line, one that does
+not match its checksum `crc`, is left out.
 
 The time from the last line of a start to the next start is `down` time, not wall time of the run.
 """
@@ -16,13 +17,17 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.train.places import Lines, read_bytes
+import msgspec
+
+from replicax.train.places import Lines
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
@@ -81,8 +86,8 @@ class Ledger:
     """Tracks the time of one start, assigning it to one bucket at a time.
 
     The buckets therefore always add up to the wall time since the ledger was made. The first bucket
-    is `starting`. A write error does not stop the run: `fault` holds the reason, and the next write
-    tries again. Without a file, as in processes other than 0, it counts in memory only.
+    is `starting`. A write error does not stop the run: the next write tries again. Without a file,
+    as in processes other than 0, it counts in memory only.
 
     Args:
         path: `goodput.jsonl`, or None.
@@ -106,16 +111,22 @@ class Ledger:
         self._began = now()
         self._told: dict[str, Any] = {"start": token, "step": None}
         self._earlier: list[_Start] = []
-        self._before_line = ""
-        self.fault: str | None = None
+        self.damaged = 0
+        """Number of lines of earlier starts that cannot be read."""
         self.hooks: Mapping[str, float] = {}
         """Hook name -> seconds that the loop has spent in it, updated by the caller of hooks."""
-        if path is not None:
+        if self._lines is not None:
             with contextlib.suppress(OSError):  # writing reports the error
-                text = read_bytes(path)
-                self._earlier = _starts(text, token)
-                self._before_line = "\n" if text and not text.endswith(b"\n") else ""
+                text = self._lines.contents()
+                self._earlier, self.damaged = _starts(text, token)
+                if text and not text.endswith(b"\n"):  # cut off by a kill
+                    self._lines.append("")
         self._write(mark=False)
+
+    @property
+    def fault(self) -> str | None:
+        """Why lines are not written yet, unless that was returned before."""
+        return None if self._lines is None else self._lines.fault
 
     def enter(self, bucket: str) -> None:
         at = self._clock()
@@ -195,53 +206,74 @@ class Ledger:
         if self._lines is None:
             return
         line = {**self._told, "mark": mark, "at": self._now(), "seconds": self._spent()}
-        try:
-            self._lines.append(f"{self._before_line}{json.dumps(line)}")
-            if mark or last:
-                self._lines.sync()
-            self._before_line, self.fault = "", None
-        except OSError as error:
-            self._before_line = "\n"  # after a partial line, for example on a full disk
-            self.fault = f"{self._lines.path}: {error.strerror}"
+        text = json.dumps(line)
+        self._lines.append(f'{text[:-1]}, "crc": {zlib.crc32(text.encode())}}}')
+        if mark or last:
+            self._lines.sync()
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the file."""
+
+    start: int
+    mark: bool
+    at: float
+    seconds: dict[str, float]
+    step: int | None = None
+    restored: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+_LINE = msgspec.json.Decoder(_Line)
+_CRC = re.compile(rb', "crc": (\d+)\}$')
 
 
 class _Start:
     """An earlier start, and the part of its time that later starts kept."""
 
-    def __init__(self, lines: list[dict[str, Any]]) -> None:
+    def __init__(self, lines: list[_Line]) -> None:
         first, self.last = lines[0], lines[-1]
-        self.began = first["at"] - math.fsum(first["seconds"].values())
-        self.ended, self.seconds = self.last["at"], self.last["seconds"]
-        self._marks = [line for line in lines if line["mark"]]
+        self.began = first.at - math.fsum(first.seconds.values())
+        self.ended, self.seconds = self.last.at, self.last.seconds
+        self._marks = [(line.step, line.seconds) for line in lines if line.mark]
 
     def cut(self, step: int | None) -> None:
         """Discard the work after the last mark at or before `step`; all of it without a mark."""
-        while self._marks and (step is None or self._marks[-1]["step"] > step):
+        while self._marks and (step is None or (self._marks[-1][0] or 0) > step):
             self._marks.pop()
-        base = self._marks[-1]["seconds"] if self._marks else dict.fromkeys(BUCKETS, 0.0)
+        base = self._marks[-1][1] if self._marks else dict.fromkeys(BUCKETS, 0.0)
         goes = {bucket: base[bucket] for bucket in BUCKETS if bucket not in _STAYS}
         lost = math.fsum(self.seconds[bucket] - seconds for bucket, seconds in goes.items())
         if lost > 0:  # it can be negative if seconds were moved after the mark
             self.seconds = {**self.seconds, **goes, "lost": self.seconds["lost"] + lost}
 
 
-def _starts(text: bytes, below: int) -> list[_Start]:
-    """The starts with a token below `below`, each without the time that later ones discarded."""
-    of: dict[int, list[dict[str, Any]]] = {}
-    for line in map(_line, text.splitlines()):
-        if line is not None and max(of, default=0) <= line["start"] < below:  # else superseded
-            of.setdefault(line["start"], []).append(line)
-    starts = [_Start(lines) for lines in of.values()]
+def _starts(text: bytes, below: int) -> tuple[list[_Start], int]:
+    """The starts with a token below `below`, each without the time that later ones discarded.
+
+    The second result is the number of lines that cannot be read.
+    """
+    of: dict[int, list[_Line]] = {}
+    lines = [_line(each) for each in text.splitlines() if each]
+    for line in lines:
+        if line is not None and max(of, default=0) <= line.start < below:  # else superseded
+            of.setdefault(line.start, []).append(line)
+    starts = [_Start(each) for each in of.values()]
     for number, start in enumerate(starts):
-        for earlier in starts[:number] if "restored" in start.last else ():
-            earlier.cut(start.last["restored"])
-    return starts
+        if not isinstance(start.last.restored, msgspec.UnsetType):
+            for earlier in starts[:number]:
+                earlier.cut(start.last.restored)
+    return starts, lines.count(None)
 
 
-def _line(text: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for a partial line, left by a kill or a full disk."""
+def _line(text: bytes) -> _Line | None:
+    """Parse a line; None if it is damaged, for example cut off by a kill."""
+    if found := _CRC.search(text):
+        text = text[: found.start()] + b"}"
+        if zlib.crc32(text) != int(found[1]):
+            return None
     try:
-        line: dict[str, Any] = json.loads(text)
-        return {**line, "seconds": dict.fromkeys(BUCKETS, 0.0) | line["seconds"]}
-    except (ValueError, TypeError, KeyError):
+        line = _LINE.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
+    line.seconds = dict.fromkeys(BUCKETS, 0.0) | line.seconds
+    return line

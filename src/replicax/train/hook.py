@@ -15,7 +15,7 @@ from replicax.core.sources import Source
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.train.dispatched import Dispatched, RunPosition
-from replicax.train.records import Record
+from replicax.train.records import Record, as_floats
 from replicax.wording import first_line
 
 
@@ -53,6 +53,9 @@ class Running(Protocol):
 
     def say(self, line: str) -> None:
         """Print a permanent line; in process 0 only, and only if `progress` is on."""
+
+    def alarm(self, line: str) -> None:
+        """Print a line to stderr that must not be missed; in every process, always."""
 
     def keep(self, record: Record) -> None:
         """Add a record of a kind defined by the hook."""
@@ -177,23 +180,18 @@ _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)
 class Hooks:
     """The hooks of a run, called in order and timed; a hook that fails is disabled."""
 
-    def __init__(self, hooks: Sequence[Hook], say: Callable[[str], None]) -> None:
+    def __init__(self, hooks: Sequence[Hook], alarm: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
         """Hook name -> seconds that the loop spent in it."""
         self.failed: list[str] = []
         for hook in hooks:
-            if not isinstance(hook, Hook):
-                raise ConfigError(
-                    f"a hook has type {type(hook).__name__}; a hook must be an instance of a "
-                    "subclass of rx.Hook: derive its class from rx.Hook"
-                )
             if hook.name in self.seconds:
                 raise ConfigError(
                     f"two hooks are named {hook.name}; checkpoints identify hooks by name: give "
                     "one of them another `name`"
                 )
             self.seconds[hook.name] = 0.0
-        self._hooks, self._say = list(hooks), say
+        self._hooks, self._alarm = list(hooks), alarm
         self._at = {
             point: [
                 each for each in hooks if getattr(type(each), point) is not getattr(Hook, point)
@@ -241,7 +239,7 @@ class Hooks:
             found = getattr(hook, point)(*arguments)
             if point == "save_state":
                 json.dumps(found, allow_nan=False)  # checkpoints store it as JSON
-            return found
+            return as_floats(found or {}) if point == "figures" else found
         except ReplicaxError:
             raise
         except Exception as error:  # a broken hook must not end the run
@@ -256,8 +254,8 @@ class Hooks:
             if hook in hooks:
                 hooks.remove(hook)
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self._say(
-            f"ALARM  hook {hook.name} failed in {point} at step {step:,} "
+        self._alarm(
+            f"hook {hook.name} failed in {point} at step {step:,} "
             f"({Path(where.filename).name}:{where.lineno}, {first_line(error)}); the run continues "
             "without it"
         )

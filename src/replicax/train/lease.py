@@ -14,7 +14,6 @@ after random pauses. A frozen start that was presumed dead finds the higher toke
 """
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.places import (
@@ -36,6 +35,7 @@ from replicax.train.places import (
     write_whole,
     writing,
 )
+from replicax.train.sealed import sealed, unsealed
 
 RENEW_SECONDS, EXPIRE_SECONDS = 5.0, 30.0
 """Heartbeat interval; time without one after which a start on another host is presumed dead."""
@@ -44,6 +44,16 @@ MOST_KEPT = 8
 _LOOK_SECONDS = 0.5
 _EXITING = 0x4  # PF_EXITING in Linux's sched.h: a killed process that is still freeing its memory
 _NAME = re.compile(r"([0-9]{8,})(?:-[0-9a-f]{16})?\.(?:json|released)")
+
+
+class _Holder(TypedDict, total=False):
+    """The process that a file names."""
+
+    who: str
+    host: str
+    boot: str | None
+    pid: int
+    started: int | None
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
@@ -154,7 +164,7 @@ def _written(folder: Path, token: int) -> Path | None:
     file = folder / f"{token:08d}-{secrets.token_hex(8)}.json"
     is_alone = False
     try:
-        write_whole(file, json.dumps({"who": who, **here}).encode())
+        write_whole(file, sealed({"who": who, **here}))
         is_alone = all(each < token for name, each in _tokens(folder).items() if name != file.name)
         return file if is_alone else None
     finally:
@@ -181,7 +191,7 @@ def _look(file: Path) -> tuple[dict[str, Any], int]:
     holder, touched = {}, 0
     with contextlib.suppress(OSError, ValueError):
         data, touched = read_touched(file)
-        holder = json.loads(data)
+        holder = dict(unsealed(data.rstrip(b" "), _Holder, older=True))
     return holder, touched
 
 

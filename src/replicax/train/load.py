@@ -4,23 +4,32 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, require
-from replicax.train.changes import read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Manifest
 from replicax.train.checkpoints.store import CHECKPOINTS, LOSSES, STATE, Store, check_arrays
-from replicax.train.places import exists, is_remote
-from replicax.train.records import CONFIG, Record, read_records
+from replicax.train.places import exists, is_remote, read_bytes
+from replicax.train.records import CONFIG, HISTORY, RECORDS, Record, read_records
+from replicax.train.sealed import unsealed
+from replicax.train.streams import alarm
 from replicax.wording import named
 
 BEST = "best.json"
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """State fields that only a resumed run needs: a state without them is loaded without them."""
 _MOST_NAMED = 6
+
+
+class Best(TypedDict):
+    """The contents of `best.json`."""
+
+    metric: str
+    value: float
+    step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +121,6 @@ def load_checkpoint(
 ) -> Loaded:
     """Verify every byte of a checkpoint, and read it."""
     require("orbax.checkpoint", "checkpoints")
-    if not isinstance(state, TrainState):
-        raise ConfigError(
-            f"state is a {type(state).__name__}; it must be an rx.TrainState from dp.init(model), "
-            "or its shapes: pass state=dp.abstract_state(model)"
-        )
     like, manifest, path = dp.program(state).abstract_state(), checkpoint.manifest, checkpoint.path
     wanted = array_entries(like)
     found = {
@@ -132,9 +136,13 @@ def load_checkpoint(
         checkpoint.store.verify(path, manifest)
         restored = read(like, checkpoint.store.local(path) / STATE)
     with _readable(checkpoint.run):
-        records = read_records(checkpoint.run, manifest.position.records)
+        history = read_records(
+            checkpoint.run, manifest.position.records, manifest.extra.get(HISTORY)
+        )
+    for fault in history.faults:
+        alarm(f"{checkpoint.run / RECORDS}: {fault}")
     config, step = manifest.config, manifest.position.step
-    return Loaded(dp, restored, step, records, config, path, recipe)
+    return Loaded(dp, restored, step, history.records, config, path, recipe)
 
 
 def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
@@ -149,10 +157,10 @@ def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
     path = run / BEST
     if not exists(path):
         raise ConfigError(f"{run} has no {BEST}: the run did not record its best; omit the step")
-    best = read_config(path).get("step")
-    if type(best) is not int:
-        raise ConfigError(f"{path} does not contain a step; pass a step number instead")
-    return best
+    try:
+        return unsealed(read_bytes(path), Best, older=True)["step"]
+    except ValueError as error:
+        raise ConfigError(f"{path} names no step ({error}); pass a step number instead") from error
 
 
 @contextlib.contextmanager
@@ -161,7 +169,8 @@ def _readable(run: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{run} cannot be read ({error.strerror})") from error
+        where = error.filename or run
+        raise CheckpointError(f"{where} cannot be read ({error.strerror})") from error
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

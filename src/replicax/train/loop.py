@@ -24,6 +24,7 @@ from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import Storage, parts_of_processes
+from replicax.train.streams import alarm
 
 
 class Loop(Running):
@@ -109,6 +110,10 @@ class Loop(Running):
 
     def say(self, line: str) -> None:
         self._display.line(line)
+
+    def alarm(self, line: str) -> None:
+        job = self.dp.job
+        alarm(line, f"process {job.process}: " if job.processes > 1 else "")
 
     def keep(self, record: Record) -> None:
         self.records.append(record)

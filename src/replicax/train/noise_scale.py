@@ -6,7 +6,6 @@ batches are disjoint parts of one batch, possibly of unequal weight.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.arguments import Count, typed
 from replicax.core.accumulate import Sequential, cut, folded, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
@@ -31,10 +31,12 @@ from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
 from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.records import Record, write_json
+from replicax.train.places import read_bytes
+from replicax.train.records import INDENTED, Record, write_json
+from replicax.train.sealed import unsealed
 from replicax.wording import first_line
 
 PARTS = 4
@@ -203,8 +205,8 @@ class NoiseMeter(Hook):
         ConfigError: `every` below 1, or batches of one row.
     """
 
-    def __init__(self, every: int) -> None:
-        check_at_least("a NoiseMeter with every", every, 1)
+    @typed
+    def __init__(self, every: Count) -> None:
         self.scale: NoiseScale | None = None
         self._every = every
         self._probe: Any = None
@@ -279,7 +281,7 @@ def load_noise_scale(path: Path) -> NoiseScale:
     """Read the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = unsealed(read_bytes(file), dict[str, Any], older=True, **INDENTED)
         null: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         null |= {"rows": math.inf, "high": math.inf}
         told = {name: null[name] if fields[name] is None else fields[name] for name in fields}

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from replicax.errors import ConfigError, require
 _STORES = ("gs", "s3", "az")
 _THREADS = 8
 _AT_ONCE_BYTES = 2**24
+_MOST_BYTES = 2**30
+"""A larger file is not one of the small files of a run."""
 
 
 def place(run_dir: str | os.PathLike[str]) -> Path:
@@ -116,18 +119,38 @@ def exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the contents of the file at `path`."""
-    with _os_errors(path):
-        return path.read_bytes()
+    """Read the contents of the file at `path`; see `read_touched`."""
+    return read_touched(path)[0]
 
 
 def read_touched(path: Path) -> tuple[bytes, int]:
-    """Read the file at `path`; return its contents and a number that changes with `touch`."""
+    """Read the file at `path`; return its contents and a number that changes with `touch`.
+
+    Raises:
+        OSError: it is not a regular file (reading a pipe could wait forever), or too large.
+    """
     if is_remote(path):
-        data = read_bytes(path)
+        with _os_errors(path):
+            data = path.read_bytes()
         return data, len(data)
-    with path.open("rb") as file:  # NFS only revalidates its cache on open
-        return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    # NFS only revalidates its cache on open. Opening a pipe would wait for its writer.
+    with _regular(path, os.O_RDONLY) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read(), status.st_mtime_ns
+
+
+def _regular(path: Path, flags: int) -> Any:
+    """Open the regular file at `path`, unbuffered, without ever waiting."""
+    wait_free = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags | wait_free, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        text = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "Not a regular file"
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, text, str(path))
+    return open(descriptor, "ab" if flags & os.O_APPEND else "rb", buffering=0)
 
 
 def copy_files(source: Path, target: Path, paths: Iterable[str]) -> None:
@@ -161,36 +184,70 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = error.filename2 or error.filename or path
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); make it writable, or choose another path"
+            f"{where} cannot be written ({error.strerror}); make it writable, remove it, or choose "
+            "another path"
         ) from error
 
 
 class Lines:
-    """An append-only file of lines at `path`; in an object store, lines are written by `sync`."""
+    """An append-only file of lines at `path`; in an object store, lines are written by `sync`.
+
+    An error of the file system ends nothing: the lines are kept, and written by the next call that
+    can. `fault` tells it once.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._waiting = path, b""
+        self.path = path
+        self._waiting, self._anew = b"", False  # anew: they replace the file
+        self._failing = self._told = ""
+
+    @property
+    def fault(self) -> str | None:
+        """Why lines are not written yet, unless that was returned before."""
+        told, self._told = self._told, self._failing
+        return None if told else self.unwritten
+
+    @property
+    def unwritten(self) -> str | None:
+        """Why lines are not written yet."""
+        return f"{self.path}: {self._failing}" if self._failing else None
+
+    def contents(self) -> bytes:
+        """Return all lines, including those that are not written yet."""
+        before = b"" if self._anew or not exists(self.path) else read_bytes(self.path)
+        return before + self._waiting
 
     def append(self, line: str) -> None:
         """Append a line; on a file system, readers see it at once."""
-        data = line.encode() + b"\n"
-        if is_remote(self.path):
-            self._waiting += data
-            return
-        with self.path.open("ab") as file:
-            file.write(data)
+        self._waiting += line.encode() + b"\n"
+        if not is_remote(self.path):
+            self._write(sync=False)
+
+    def replace(self, lines: bytes) -> None:
+        """Replace the contents of the file by `lines`."""
+        self._waiting, self._anew = lines, True
+        self._write(sync=True)
 
     def sync(self) -> None:
-        """Write all lines to storage; if this fails, the next `sync` tries again."""
-        if is_remote(self.path):
-            if self._waiting:  # objects cannot be appended to
-                before = read_bytes(self.path) if exists(self.path) else b""
-                write_whole(self.path, before + self._waiting)
-                self._waiting = b""
-        elif self.path.exists():
-            with self.path.open("ab") as file:
-                os.fsync(file.fileno())
+        """Write all lines to storage."""
+        self._write(sync=True)
+
+    def _write(self, *, sync: bool) -> None:
+        try:
+            if self._anew or (is_remote(self.path) and self._waiting):
+                write_whole(self.path, self.contents())
+                self._waiting, self._anew = b"", False
+            elif not is_remote(self.path) and (self._waiting or self.path.exists()):
+                with _regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                    while self._waiting:  # a disk that fills up takes a part of a line
+                        self._waiting = self._waiting[file.write(self._waiting) :]
+                    if sync:
+                        os.fsync(file.fileno())
+            self._failing = ""
+        except OSError as error:
+            self._failing = error.strerror or type(error).__name__
 
 
 def in_folder(folder: Path | None, name: str, hook: str) -> Path:

@@ -10,6 +10,7 @@ from replicax.core.batch import Batch
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
+from replicax.train.streams import Unfailing
 from replicax.train.summary import epoch_line, eval_line, skip_line
 from replicax.wording import duration
 
@@ -68,30 +69,31 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
     if not shown:
         return Progress()
     if _in_notebook():
-        return NotebookProgress(total_steps)
-    if sys.stdout.isatty():
+        return NotebookProgress(total_steps, Unfailing(sys.stdout))
+    out = Unfailing(sys.stdout)
+    if out.isatty():
         try:
-            return LiveProgress(total_steps)
+            return LiveProgress(total_steps, out)
         except ImportError:
             pass
-    return PlainProgress(total_steps)
+    return PlainProgress(total_steps, out)
 
 
 class PlainProgress(Progress):
     """Print lines, and the newest figures every `SECONDS_BETWEEN_LINES`."""
 
-    def __init__(self, total_steps: int | None) -> None:
-        self._total = total_steps
+    def __init__(self, total_steps: int | None, out: Unfailing) -> None:
+        self._total, self._out = total_steps, out
         self._last = time.monotonic()
         self._step = self._first = 0
         self._started: float | None = None
 
     def line(self, text: str) -> None:
         self._last = time.monotonic()
-        print(text, flush=True)
+        print(text, file=self._out, flush=True)
 
     def status(self, text: str) -> None:
-        print(text, flush=True)
+        print(text, file=self._out, flush=True)
 
     def count(self, step: int) -> None:
         if self._started is None:
@@ -116,8 +118,8 @@ class PlainProgress(Progress):
 class NotebookProgress(PlainProgress):
     """Print lines, and show the newest figures in one line that is updated in place."""
 
-    def __init__(self, total_steps: int | None) -> None:
-        super().__init__(total_steps)
+    def __init__(self, total_steps: int | None, out: Unfailing) -> None:
+        super().__init__(total_steps, out)
         self._handle: Any = None
         self._shown_at, self._figures = -math.inf, ""
 
@@ -151,7 +153,7 @@ class NotebookProgress(PlainProgress):
 class LiveProgress(Progress):
     """A bar with the newest figures, redrawn in place by rich."""
 
-    def __init__(self, total_steps: int | None) -> None:
+    def __init__(self, total_steps: int | None, out: Any) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -163,7 +165,8 @@ class LiveProgress(Progress):
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            console=Console(highlight=False),
+            console=Console(file=out, highlight=False),
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
             transient=True,
             expand=True,
         )

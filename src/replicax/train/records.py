@@ -7,17 +7,40 @@ noise_scale.json  the estimate from the "noise" records, if measured
 """
 
 import dataclasses
+import hashlib
 import json
 import math
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from replicax.errors import ConfigError
 from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
+from replicax.train.sealed import sealed
 
-_NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""Errors raised by reading a line that is not a record."""
-CONFIG, RECORDS = "config.json", "records.jsonl"
+CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
+HISTORY = "records_sha256"
+"""Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
+INDENTED: Any = {"indent": 2}
+"""The style of the JSON files that people read."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Numbers = dict[str, float | None]
+
+
+def as_floats(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in `values` as Python's; raises `TypeError` and `ValueError`."""
+    return {str(name): float(value) for name, value in values.items()}
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("step", "epoch", "rows"), operator.index),
+    **dict.fromkeys(("metrics", "figures"), as_floats),
+    "seconds": float,
+    "examples": lambda indices: tuple(map(operator.index, indices)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +68,12 @@ class Record:
     figures: dict[str, float] | None = None
     """Numbers that hooks add to a train record, such as a learning rate."""
 
+    def __post_init__(self) -> None:
+        """Convert the numbers of other libraries, such as a hook may have given."""
+        for name, kind in _KINDS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kind(value))
+
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds > 0 else math.nan
@@ -58,18 +87,48 @@ class Record:
         return json.dumps(_finite(fields))
 
 
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The first lines of `records.jsonl`, as far as they can be read."""
+
+    records: list[Record]
+    kept: bytes
+    """The lines of these records."""
+    reached: int
+    """Last step of the records after them, which are dropped."""
+    faults: list[str]
+    """Descriptions of what is wrong with them."""
+    damaged: bool = False
+    """Whether lines that are there are not as they were written."""
+
+
 class RunFolder:
     """The files of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines = Lines(self.records)
+        self._lines, self._sha256 = Lines(self.records), hashlib.sha256()
         with writing(path):
             make_folder(path)
 
     @property
     def records(self) -> Path:
         return self.path / RECORDS
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the lines of `records.jsonl`."""
+        return self._sha256.hexdigest()
+
+    @property
+    def fault(self) -> str | None:
+        """Why records are not written yet, unless that was returned before."""
+        return self._lines.fault
+
+    @property
+    def unwritten(self) -> str | None:
+        """Why records are not written yet."""
+        return self._lines.unwritten
 
     def refuse_another(self, why: str) -> None:
         """Raise `ConfigError` if it has records of a run, which cannot resume because of `why`."""
@@ -83,28 +142,36 @@ class RunFolder:
         write_json(self.path / CONFIG, config)
 
     def append(self, record: Record) -> None:
-        self._lines.append(record.to_json())
+        """Write a record now, or as soon as the file system allows it."""
+        line = record.to_json()
+        self._lines.append(line)
+        self._sha256.update(f"{line}\n".encode())
 
-    def keep(self, lines: int) -> tuple[int, int]:
-        """Keep the first `lines` of `records.jsonl`; the steps after them will be repeated."""
-        self.sync()
-        if not exists(self.records):
-            return 0, 0
-        found = read_bytes(self.records).splitlines(keepends=True)
-        kept, dropped = found[:lines], found[lines:]
+    def keep(self, lines: int, digest: str | None = None) -> History:
+        """Keep the first `lines` of `records.jsonl` that can be read; later steps are repeated.
+
+        What is damaged, by `digest` too, is copied to another file first.
+        """
         with writing(self.records):
-            write_whole(self.records, b"".join(kept))
-        return len(kept), max(map(_step, dropped), default=0)
+            found = self._lines.contents()
+        history = _history(found, lines, digest)
+        if history.damaged:
+            with writing(self.path / DAMAGED):
+                write_whole(self.path / DAMAGED, found)
+        self._sha256 = hashlib.sha256(history.kept)
+        if found != history.kept:
+            self._lines.replace(history.kept)
+        return history
 
     def sync(self) -> None:
         self._lines.sync()
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` to `path` as JSON, converted by `plain_config`."""
-    text = json.dumps(plain_config(value), indent=2)
+    """Write `value` to `path` as JSON with a checksum, converted by `plain_config`."""
+    data = sealed(plain_config(value), **INDENTED)
     with writing(path):
-        write_whole(path, f"{text}\n".encode())
+        write_whole(path, data)
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -119,55 +186,80 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def read_records(folder: Path, lines: int) -> list[Record]:
-    """Read the first `lines` records of the run in `folder`."""
+def read_records(folder: Path, lines: int, digest: str | None = None) -> History:
+    """Read the first `lines` records of the run in `folder`, whose SHA-256 was `digest`."""
     path = folder / RECORDS
-    if not lines or not exists(path):  # lost, which a resumed run reports
-        return []
-    texts = read_bytes(path).splitlines()[:lines]
-    records = []
-    for number, text in enumerate(texts, 1):
-        try:
-            records.append(record_from_json(text))
-        except _NO_RECORD as error:
-            raise ConfigError(
-                f"line {number} of {path} is not a record ({error}); restore the file, or start "
-                "a new run"
-            ) from error
-    return records
+    try:
+        return _history(read_bytes(path) if lines and exists(path) else b"", lines, digest)
+    except OSError as error:
+        return History([], b"", 0, [f"{path} cannot be read ({error.strerror})"])
 
 
-def record_from_json(text: bytes | str) -> Record:
-    """Parse a record that `Record.to_json` wrote."""
-    fields = json.loads(text)
-    waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
-    return Record(
-        kind=str(fields["kind"]),
-        step=int(fields["step"]),
-        epoch=int(fields["epoch"]),
-        metrics=_numbers(fields["metrics"]),
-        rows=int(fields["rows"]),
-        seconds=_number(fields["seconds"]),
-        input_wait_fraction=None if waited is None else _number(waited),
-        examples=None if examples is None else tuple(map(int, examples)),
-        figures=_numbers(fields["figures"]) if fields.get("figures") else None,
+def _history(data: bytes, lines: int, digest: str | None) -> History:
+    texts = data.splitlines(keepends=True)
+    texts, dropped = texts[:lines], texts[lines:]
+    changed = digest is not None and hashlib.sha256(b"".join(texts)).hexdigest() != digest
+    found = [(text, _record(text)) for text in texts]
+    good = [(text, record) for text, record in found if record is not None]
+    faults = []
+    if lost := lines - len(texts):
+        faults.append(f"{lost:,} of {lines:,} records are missing")
+    damaged = len(good) < len(found) or (changed and not lost)
+    if len(good) < len(found):
+        first = next(number for number, (_, record) in enumerate(found, 1) if record is None)
+        faults.append(
+            f"{len(found) - len(good):,} of {lines:,} records are damaged, first {first:,}"
+        )
+    elif damaged:
+        faults.append(f"the first {lines:,} records are not those that were written")
+    later = [record.step for record in map(_record, dropped) if record is not None]
+    return History(
+        records=[record for _, record in good],
+        kept=b"".join(text for text, _ in good),
+        reached=max(later, default=0),
+        faults=faults,
+        damaged=damaged,
     )
 
 
-def _step(line: bytes) -> int:
-    """Return the step of a record; 0 for a line cut off by a kill."""
+class _Line(msgspec.Struct):
+    """A line of `records.jsonl`."""
+
+    kind: str
+    step: _Count
+    epoch: _Count
+    metrics: _Numbers
+    rows: _Count
+    seconds: float | None
+    input_wait_fraction: float | None = None
+    examples: tuple[int, ...] | None = None
+    figures: _Numbers | None = None
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+def record_from_json(text: bytes | str) -> Record:
+    """Parse a record that `Record.to_json` wrote; raises `ValueError`."""
     try:
-        return record_from_json(line).step
-    except _NO_RECORD:
-        return 0
+        line = _LINE.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ValueError(str(error)) from error
+    numbers = {"metrics": _nan(line.metrics), "figures": _nan(line.figures or {}) or None}
+    seconds = math.nan if line.seconds is None else line.seconds
+    return Record(**{**msgspec.structs.asdict(line), **numbers, "seconds": seconds})
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+def _record(text: bytes) -> Record | None:
+    """Parse a record; None for a damaged one, such as a line cut off by a kill."""
+    try:
+        return record_from_json(text) if text.endswith(b"\n") else None
+    except ValueError:
+        return None
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {name: _number(value) for name, value in values.items()}
+def _nan(values: _Numbers) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from replicax.arguments import Count, Positive, typed
 from replicax.core.job import Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
@@ -22,10 +23,19 @@ from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
 from replicax.train.places import exists, writing
-from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
+from replicax.train.records import (
+    CONFIG,
+    DAMAGED,
+    HISTORY,
+    Record,
+    RunFolder,
+    plain_config,
+    read_records,
+)
 from replicax.wording import first_line
 
 
+@typed
 @dataclasses.dataclass(frozen=True)
 class Saving:
     """When to save checkpoints of a run, and which ones to keep.
@@ -44,16 +54,10 @@ class Saving:
         ConfigError: a number is not above 0.
     """
 
-    every: int | None = None
-    minutes: float | None = 10.0
-    keep: int = 3
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("every", "minutes", "keep", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} in a Saving; it must be above 0: increase it")
+    every: Count | None = None
+    minutes: Positive | None = 10.0
+    keep: Count = 3
+    keep_every: Count | None = None
 
     @property
     def wanted(self) -> bool:
@@ -108,13 +112,15 @@ class Storage:
         state: TrainState,
         seed: int,
         say: Callable[[str], None],
+        alarm: Callable[[str], None],
         pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.path, self.saving = path, saving
         self.folder: RunFolder | None = None
         self.ledger = Ledger(None)
         self._lease: Lease | None = None
-        self._config, self._accept, self._say = plain_config(config), accept_changes, say
+        self._config, self._accept = plain_config(config), accept_changes
+        self._say, self._alarm = say, alarm
         self._job, self._before = job, self._config
         self.knows_program = "program" in config
         """Whether the program was compared already, so that `check_program` need not."""
@@ -127,7 +133,7 @@ class Storage:
             told = job.broadcast("the resume point", writing(path)(self._open))
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
-                records = read_records(path, position.records)
+                records = read_records(path, position.records).records
                 where = self._store.folder / told["checkpoint"]
                 self.found = ResumePoint(where, position, told["extra"], records)
         except BaseException:
@@ -163,6 +169,9 @@ class Storage:
             self.folder.refuse_another("it has no config.json")
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
+        if self.ledger.damaged:
+            lines = f"{self.ledger.damaged:,} damaged lines"
+            self._say(f"times  {lines} of {FILE} are left out of the figures")
         there = len(self._store.paths())
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._say)
@@ -175,16 +184,13 @@ class Storage:
             return {"token": self._lease.token, "checkpoint": None}
         path, manifest = found
         position = manifest.position
-        read_records(self.path, position.records)  # before any change, as this may fail
-        lines, reached = self.folder.keep(position.records)
-        if lines < position.records:
-            self._say(
-                f"history {position.records} records were written up to step {position.step:,}, "
-                f"but only {lines} were found; the rest are lost"
-            )
-            position = dataclasses.replace(position, records=lines)
+        history = self.folder.keep(position.records, manifest.extra.get(HISTORY))
+        for fault in history.faults:
+            copy = f"; {DAMAGED} is a copy of the file" if history.damaged else ""
+            self._alarm(f"{self.folder.records}: {fault}, and training goes on without{copy}")
+        position = dataclasses.replace(position, records=len(history.records))
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
-        again = reached - position.step
+        again = history.reached - position.step
         more = f"; steps to repeat: {again:,}" if again > 0 else ""
         self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
         return {
@@ -216,8 +222,8 @@ class Storage:
         before = self._before.get("bits", programs)
         others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
         if others:
-            self._say(
-                f"ALARM  bits will differ from here on: {len(others)} of {len(programs)} compiled "
+            self._alarm(
+                f"bits will differ from here on: {len(others)} of {len(programs)} compiled "
                 f"programs changed ({', '.join(others)}): another jax, processor or batch size"
             )
         self._config["bits"] = programs
@@ -243,7 +249,8 @@ class Storage:
             return
         with self.ledger.spending("saving"):
             self._sync()
-            self._saver.save(state, position, extra)
+            history = {} if self.folder is None else {HISTORY: self.folder.digest}
+            self._saver.save(state, position, extra | history)
             self.ledger.mark(position.step)
         self._saved = what
 
@@ -260,14 +267,16 @@ class Storage:
         """Report the outcome of saves; raises the errors of `Saver.poll`."""
         for line in self._saver.poll():
             self._saved = None
-            self._say(line)
-        if self.ledger.fault is not None:
-            fault, self.ledger.fault = self.ledger.fault, None
-            self._say(f"ALARM  {fault}")
+            self._alarm(line)
+        for fault in (self.folder and self.folder.fault, self.ledger.fault):
+            if fault:
+                self._alarm(f"{fault}; its new lines are kept, and written as soon as possible")
 
     def close(self) -> None:
         with contextlib.suppress(RunInUseError):
             self._sync()
+        if self.folder is not None and (fault := self.folder.unwritten):
+            self._alarm(f"{fault}; its last lines are lost")
         self.ledger.close()
         if self._lease is not None:
             self._lease.release()
@@ -278,9 +287,10 @@ class Storage:
             return
         try:
             self._check()
+        except CheckpointError as error:  # the next save tries again
+            self._alarm(f"{self.folder.records} lacks the newest records: {first_line(error)}")
+        else:
             self.folder.sync()
-        except (OSError, CheckpointError) as error:  # the next save tries again
-            self._say(f"ALARM  {self.folder.records} lacks the newest records: {first_line(error)}")
 
     def _check(self) -> None:
         if self._lease is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.arguments import Count, typed
 from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.errors import ConfigError
 from replicax.verify.batch_rows import find_weights, row_count, shuffled, with_weights
@@ -40,6 +41,7 @@ MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""
 
 
+@typed
 def verify_step(
     step: Step,
     reference: Step,
@@ -47,11 +49,11 @@ def verify_step(
     batch: PyTree,
     *,
     key: jax.Array | None = None,
-    replicas: int | None = None,
+    replicas: Count | None = None,
     stacked: bool | None = None,
-    micro_batches: int = 1,
+    micro_batches: Count = 1,
     weights: str | None = None,
-    steps: int = 2,
+    steps: Count = 2,
     show: Show | None = None,
 ) -> Verification:
     """Compare a `pmap`, `jit` or `shard_map` step with its single-device form.
@@ -145,9 +147,6 @@ def _takes(function: Step, *arguments: Any, key: Any) -> bool:
 
 
 def _check_counts(**given: int | None) -> None:
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it must be at least 1: raise it")
     devices, replicas = jax.device_count(), given["replicas"]
     if replicas is not None and replicas > devices:
         raise ConfigError(

@@ -169,8 +169,6 @@ def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
 
 def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
     """Return the largest number of rows that divides in every case."""
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches}; it must be at least 1: raise it")
     replicas = replica_count(dp.mesh)
     unit = math.lcm(replicas * micro_batches, replicas * dp.accumulate, dp.micro_shards)
     if rows < unit:

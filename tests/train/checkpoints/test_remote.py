@@ -195,7 +195,7 @@ def test_a_save_that_fails_is_told_and_the_next_is_tried(
         patch.setattr(module, "copy_files", broken)
         assert not save(several, 1)
     (alarm,) = several.poll()
-    assert_mentions(alarm, "ALARM", "save has", "failed (1 in", "row): 503: slow down; no step")
+    assert_mentions(alarm, "save has", "failed (1 in", "row): 503: slow down; no step")
     assert save(several, 2)
     assert os.listdir(tmp_path / "temporary") == []
 

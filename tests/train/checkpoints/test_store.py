@@ -139,12 +139,6 @@ def test_of_one_step_the_last_stays(tmp_path: Path) -> None:
     assert names(Store(tmp_path, 1, None)) == ["step-000000005.2", "step-000000006.2"]
 
 
-@pytest.mark.parametrize(("keep", "keep_every"), [(0, None), (-1, None), (1, 0)])
-def test_nothing_kept_is_refused(tmp_path: Path, keep: int, keep_every: int | None) -> None:
-    with pytest.raises(ConfigError, match=r"^keep\w*=.*least 1\b"):
-        Store(tmp_path, keep, keep_every)
-
-
 def test_a_kept_name_is_taken_by_no_other(store: Store, put: Callable[..., Path]) -> None:
     put(store, 7)
     before = read_manifest(store.folder / "step-000000007")

@@ -9,6 +9,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
+from replicax.train.sealed import unsealed
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def saved(run: WatchedRun, step: int) -> None:
 
 def best(run: WatchedRun, file: str = "best.json") -> Any:
     path = run.folder / file
-    return json.loads(path.read_text()) if path.exists() else None
+    return unsealed(path.read_bytes(), dict[str, Any]) if path.exists() else None
 
 
 def test_the_best_is_saved_and_named_once_its_checkpoint_is_there(

@@ -59,9 +59,10 @@ def weights(*hooks: rx.Hook) -> bytes:
 @pytest.mark.parametrize("at", ["open", "write"])
 def test_it_costs_no_step_no_bit_and_one_line(at: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected = weights()
-    assert "ALARM" not in capsys.readouterr().out
+    assert "ALARM" not in capsys.readouterr().err
     assert weights(Gone(at)) == expected
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    said = [*printed.out.splitlines(), *printed.err.splitlines()]
     (alarm,) = (line for line in said if line.startswith("ALARM"))
     assert "ConnectionRefusedError" in alarm
     (lost,) = (line for line in said if line.startswith("Gone:"))
@@ -97,7 +98,7 @@ def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path)
             timeout=300,
         )
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    said = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     assert said.count(f"weights {expected}") == 1
     assert sum(line.startswith("ALARM") for line in said) == 1
     (seconds,) = (float(line.split()[1]) for line in said if line.startswith("seconds"))

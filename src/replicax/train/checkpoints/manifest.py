@@ -14,12 +14,14 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 and others with NumPy
 import numpy as np
 
 from replicax.errors import CheckpointError
-from replicax.train.places import write_whole
+from replicax.train.places import read_bytes, write_whole
+from replicax.train.sealed import sealed, unsealed
 
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
 """Bytes per checksum; several threads read the pieces of a large file."""
 _FORMAT, _MOST_THREADS, _BUFFER_BYTES = 1, 8, 2**18
+_STYLE: Any = {"sort_keys": True, "separators": (",", ":")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into `folder`; it is on disk when this returns."""
     try:
-        data = _signed({"format": _FORMAT, **dataclasses.asdict(manifest)})
+        data = sealed({"format": _FORMAT, **dataclasses.asdict(manifest)}, **_STYLE)
         _understood(data)
         write_whole(folder / MANIFEST, data)
     except (TypeError, ValueError, RecursionError) as error:
@@ -104,40 +106,22 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`, without checking its files."""
     try:
-        return _understood((folder / MANIFEST).read_bytes())
+        return _understood(read_bytes(folder / MANIFEST))
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
 
 
-def _signed(content: dict[str, Any]) -> bytes:
-    checksum = hashlib.sha256(_canonical(content)).hexdigest()
-    return _canonical({**content, "checksum": checksum}) + b"\n"
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
 def _understood(data: bytes) -> Manifest:
     try:
-        content = json.loads(data)
-        found, checksum = content["format"], content.pop("checksum")
-        if found == _FORMAT and data == _signed(content):
-            del content["format"]
-            content["position"] = Position(**content["position"])
-            for name, entry in content["arrays"].items():
-                content["arrays"][name] = ArrayEntry(entry["dtype"], tuple(entry["shape"]))
-            for path, entry in content["files"].items():
-                content["files"][path] = FileEntry(entry["bytes"], tuple(entry["sha256"]))
-            return Manifest(**content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} is damaged or not a manifest") from error
-    if found != _FORMAT:
-        ours = f"this version of Replicax reads format {_FORMAT}"
-        raise CheckpointError(f"{MANIFEST} has format {found!r}; {ours}: upgrade it")
-    raise CheckpointError(f"{MANIFEST} does not match its own checksum, {checksum!r}")
+        found = json.loads(data)["format"]
+        if found == _FORMAT:
+            return unsealed(data, Manifest, **_STYLE)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged or not a manifest: {error}") from error
+    ours = f"this version of Replicax reads format {_FORMAT}"
+    raise CheckpointError(f"{MANIFEST} has format {found!r}; {ours}: upgrade it")
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:

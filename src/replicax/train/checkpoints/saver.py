@@ -126,7 +126,7 @@ class Saver:
                 f"space or repair {self.store.folder}, and restart"
             )
         self._alarms.append(
-            f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"
+            f"a save has failed ({self._failures} in a row): {self._failed}; {good}"
         )
 
     def _finish(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import CheckpointError, ConfigError, check_at_least
+from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import (
     MANIFEST,
     ArrayEntry,
@@ -111,8 +111,6 @@ class Store:
         self.folder = folder
         self._keep, self._keep_every = keep, keep_every
         self._verified: Path | None = None
-        check_at_least("keep", keep, 1)
-        check_at_least("keep_every", keep_every, 1)
 
     def paths(self) -> list[tuple[int, Path]]:
         """Return the steps and folders of all committed checkpoints, oldest first."""

@@ -1,17 +1,18 @@
 """Hooks that track an evaluation metric: `EarlyStopping` and `KeepBest`."""
 
-import json
 import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import ConfigError, check_at_least, choose
+from replicax.arguments import Count, NotNegative, typed
+from replicax.errors import ConfigError, choose
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.hook import Hook, Running
-from replicax.train.load import BEST
+from replicax.train.load import BEST, Best
 from replicax.train.places import in_folder, read_bytes, write_whole
 from replicax.train.records import Record
+from replicax.train.sealed import sealed, unsealed
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
 """Suffixes of the names of metrics to minimize."""
@@ -84,16 +85,15 @@ class EarlyStopping(_Watching):
         ConfigError: `patience` below 1, `least` below 0, or an unknown mode.
     """
 
+    @typed
     def __init__(
         self,
         metric: str = "loss",
-        patience: int = 3,
+        patience: Count = 3,
         *,
         mode: str | None = None,
-        least: float = 0.0,
+        least: NotNegative = 0.0,
     ) -> None:
-        check_at_least("EarlyStopping with patience", patience, 1)
-        check_at_least("EarlyStopping with least", least, 0)
         super().__init__(metric, mode)
         self._patience, self._least = patience, least
 
@@ -130,6 +130,7 @@ class KeepBest(_Watching):
         ConfigError: an unknown mode; in a run, no folder.
     """
 
+    @typed
     def __init__(
         self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
     ) -> None:
@@ -156,8 +157,8 @@ class KeepBest(_Watching):
     def end(self, run: Running) -> None:
         self._name(run)
         if run.folder is not None and self._found not in ({}, self._named):
-            run.say(
-                f"ALARM  {self._title} was at step {self._step:,}, but its checkpoint could not be "
+            run.alarm(
+                f"{self._title} was at step {self._step:,}, but its checkpoint could not be "
                 f"saved; {self._file} does not name it"
             )
         super().end(run)
@@ -187,14 +188,13 @@ class KeepBest(_Watching):
                 f"{path} was written by a KeepBest other than {self.name}; each needs a separate "
                 f"file: KeepBest({best['metric']!r}, file='best-{best['metric']}.json')"
             )
-        write_whole(path, f"{json.dumps(best)}\n".encode())
+        write_whole(path, sealed(best))
         self._named = best
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the contents of the file; empty if it is missing or invalid."""
     try:
-        found = json.loads(read_bytes(path))
-        return {name: found[name] for name in ("metric", "value", "step")}
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(unsealed(read_bytes(path), Best, older=True))
+    except (OSError, ValueError):
         return {}

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
+from replicax.arguments import NotNegative, typed
 from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
@@ -58,11 +59,10 @@ class Throughput(Hook):
         ConfigError: a number below 0.
     """
 
+    @typed
     def __init__(
-        self, tokens_per_row: float | None = None, flops_per_row: float | None = None
+        self, tokens_per_row: NotNegative | None = None, flops_per_row: NotNegative | None = None
     ) -> None:
-        check_at_least("Throughput with tokens_per_row", tokens_per_row, 0)
-        check_at_least("Throughput with flops_per_row", flops_per_row, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
         self._flops: float | None = None  # FLOPs per row, once known
         self._peak: float | None = None  # FLOP/s of all devices, if known

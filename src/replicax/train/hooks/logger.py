@@ -142,9 +142,7 @@ class Logger(Hook):
     def _tell(self, run: Running) -> None:
         if self._fault is not None and not self._told:
             self._told = True
-            run.say(
-                f"ALARM  {self.name}: {self._fault}; records are dropped, the run is unaffected"
-            )
+            run.alarm(f"{self.name}: {self._fault}; records are dropped, the run is unaffected")
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Self
 
 import jax
 
+from replicax.arguments import Count, typed
 from replicax.core.batch import Batch
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
@@ -34,11 +35,12 @@ class Profile(Hook):
         ConfigError: no steps; in a run, no folder.
     """
 
-    def __init__(self, first: int, last: int, folder: str | Path | None = None) -> None:
-        if not 1 <= first <= last:
+    @typed
+    def __init__(self, first: Count, last: Count, folder: str | Path | None = None) -> None:
+        if first > last:
             raise ConfigError(
-                f"a profile of steps {first} to {last}; the first must be at least 1 and the last "
-                "at least the first: correct them"
+                f"a profile of steps {first} to {last}; the last must be at least the first: "
+                "correct them"
             )
         self._first, self._last = first, last
         self._folder = folder

@@ -1,0 +1,206 @@
+"""Check arguments of the public API against their annotations, and convert them.
+
+Whole numbers and numbers may be those of other libraries, such as NumPy's; the result is Python's.
+Annotations that this module does not know accept every value.
+"""
+
+import collections.abc
+import functools
+import inspect
+import math
+import operator
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from replicax.errors import ConfigError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`, or above `above`; NaN is never one of them."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+
+    def fault(self, value: float) -> str | None:
+        """Say which limit `value` exceeds, and the fix."""
+        if not value > self.above and self.above > -math.inf:
+            return f"it must be above {self.above:g}: raise it"
+        if not value >= self.least:
+            return f"it must be at least {self.least:g}: raise it"
+        if not value <= self.most:
+            most = f"{self.most:,}" if isinstance(self.most, int) else f"{self.most:g}"
+            return f"it must be at most {most}: lower it"
+        return None
+
+
+Natural = Annotated[int, Range(0, 2**63 - 1)]
+Count = Annotated[int, Range(1, 2**63 - 1)]
+Rows = Annotated[int, Range(1, 2**31 - 1)]
+"""Rows of a batch, which int32 numbers."""
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(0, 1e18)]
+
+
+def typed(target: T) -> T:
+    """Decorate a function, or a class for its `__init__`: its arguments are those that it declares.
+
+    Raises:
+        ConfigError: when called with an argument of another type, or outside of its range.
+    """
+    if isinstance(target, type):
+        target.__init__ = typed(target.__init__)  # type: ignore[misc]
+        return target
+    signature, hints = inspect.signature(target), functools.cache(_hints)
+
+    @functools.wraps(target)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            bound = signature.bind(*arguments, **named)
+        except TypeError:  # Python says it better
+            return target(*arguments, **named)
+        for name, hint in hints(target).items():
+            if name in bound.arguments:
+                bound.arguments[name] = fitted(name, hint, bound.arguments[name])
+        return target(*bound.args, **bound.kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def fitted(name: str, hint: Any, value: Any) -> Any:
+    """Return `value` as the type `hint`, which it must have; `name` is for the message."""
+    try:
+        return _fitted(hint, value)
+    except _UnfitError as unfit:
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        text = shown if len(shown) <= 80 else f"a {type(value).__name__}"
+        between = " " if name.startswith("--") else "="
+        raise ConfigError(f"{name}{between}{text}; {unfit}") from None
+
+
+def check_ranges(options: Any, prefix: str) -> None:
+    """Check the fields of a dataclass, and of those in it, whose annotations have a `Range`.
+
+    Args:
+        options: the dataclass.
+        prefix: what stands before a field's name where the user gives it: `--`.
+    """
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name, None)
+        if is_dataclass(value):
+            check_ranges(value, prefix)
+        elif "Range(" in repr(hint):
+            fitted(f"{prefix}{name.replace('_', '-')}" if prefix else name, hint, value)
+
+
+class _UnfitError(Exception):
+    """A rule that a value breaks, and the fix."""
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    known = get_type_hints(target, include_extras=True)
+    return {name: hint for name, hint in known.items() if name != "return"}
+
+
+def _fitted(hint: Any, value: Any) -> Any:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return _in_range(_fitted(inner[0], value), inner[1:])
+    if kind in (Union, types.UnionType):
+        return _one_of(inner, value)
+    if kind is Literal:
+        if value not in inner:
+            raise _UnfitError(f"it must be one of {', '.join(map(repr, inner))}: choose one")
+        return value
+    if kind in _CONTAINERS:
+        return _contained(kind, inner, value)
+    if hint in _SCALARS:
+        return _SCALARS[hint](value)
+    if hint is Callable or kind is collections.abc.Callable:
+        return _is(callable(value), value, "callable")
+    is_class = isinstance(hint, type) and hint is not Any
+    if is_class and not getattr(hint, "_is_protocol", False):
+        return _is(isinstance(value, hint), value, f"a {hint.__name__}")
+    return value
+
+
+def _in_range(value: Any, marks: Sequence[Any]) -> Any:
+    for mark in marks:
+        if isinstance(mark, Range) and value is not None and (fault := mark.fault(value)):
+            raise _UnfitError(fault)
+    return value
+
+
+def _one_of(hints: Sequence[Any], value: Any) -> Any:
+    """Return `value` as the first of `hints` that fits; else raise what the best one says."""
+    if value is None and type(None) in hints:
+        return None
+    faults = []
+    for hint in hints:
+        if hint is not type(None):
+            try:
+                return _fitted(hint, value)
+            except _UnfitError as unfit:
+                faults.append(str(unfit))
+    if len(faults) == 1:
+        raise _UnfitError(faults[0])
+    names = [name for fault in faults if (name := fault.partition("it must be ")[2])]
+    raise _UnfitError(
+        f"it must be {' or '.join(each.partition(':')[0] for each in names)}: change it"
+    )
+
+
+def _contained(kind: Any, inner: Sequence[Any], value: Any) -> Any:
+    if issubclass(kind, Mapping):
+        return _is(isinstance(value, Mapping), value, "a dict")
+    if isinstance(value, str | bytes) or not isinstance(value, collections.abc.Sequence):
+        raise _UnfitError("it must be a list: put it in brackets")
+    return [_fitted(inner[0], each) for each in value]
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, bool | np.bool_):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    same = isinstance(value, float | np.floating) and float(value).is_integer()
+    raise _UnfitError(f"it must be a whole number: {f'pass {int(value)}' if same else 'change it'}")
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, bool | np.bool_ | str | bytes):
+        try:
+            if not math.isnan(number := float(value)):
+                return number
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise _UnfitError("it must be a number: change it")
+
+
+def _flag(value: Any) -> bool:
+    return bool(_is(isinstance(value, bool | np.bool_), value, "True or False"))
+
+
+def _path(value: Any) -> Any:
+    return _is(isinstance(value, os.PathLike), value, "a path")
+
+
+def _is(fits: bool, value: Any, expected: str) -> Any:
+    if not fits:
+        raise _UnfitError(f"it must be {expected}: change it")
+    return value
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {int: _whole, float: _number, bool: _flag, Path: _path}
+_CONTAINERS = (dict, Mapping, collections.abc.Mapping, list, Sequence, collections.abc.Sequence)

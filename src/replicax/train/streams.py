@@ -1,0 +1,66 @@
+"""Output of a run: nothing that happens to it ends the run."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class Unfailing:
+    """A text stream whose errors are no errors: a full disk, a reader that is gone, no stream.
+
+    Characters that `target` cannot encode become question marks. Text that it could not take may
+    be written later, with the next.
+    """
+
+    def __init__(self, target: Any, tells: bool = True) -> None:
+        self._target, self._tells = io.StringIO() if target is None else target, tells
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self._target, "encoding", None) or "utf-8"
+        with self._trying():
+            self._target.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._trying():
+            self._target.flush()
+
+    def discard(self) -> None:
+        """Drop what the target still cannot take, so that the interpreter need not fail over it."""
+        try:
+            self._target.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._target.fileno())
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            if self._tells:
+                self._tells = False
+                alarm(
+                    f"standard output: {getattr(error, 'strerror', '') or error}; the run goes on"
+                )
+
+
+def alarm(line: str, who: str = "") -> None:
+    """Print a line that must not be missed to stderr; `who` is the process, if of several."""
+    print(f"{who}ALARM  {line}", file=Unfailing(sys.stderr, tells=False), flush=True)
+
+
+@contextlib.contextmanager
+def unfailing_stdout() -> Iterator[None]:
+    """Let no error of stdout end what is done in this context."""
+    stream = Unfailing(sys.stdout)
+    with contextlib.redirect_stdout(stream):
+        try:
+            yield
+        finally:
+            stream.discard()

@@ -1,0 +1,78 @@
+"""Standard output that is full, closed, ASCII or gone: the run goes on, and alarms are heard."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import REGRESSION, Main
+
+from replicax.train.streams import Unfailing, alarm, unfailing_stdout
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+
+
+def test_what_cannot_be_encoded_becomes_a_question_mark() -> None:
+    data = io.BytesIO()
+    stream = Unfailing(io.TextIOWrapper(data, encoding="ascii"))
+    print("step 1 · loss", file=stream, flush=True)
+    assert data.getvalue() == b"step 1 ? loss\n"
+
+
+@needs_full
+def test_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with FULL.open("w") as full:
+        stream = Unfailing(full)
+        for _ in range(3):
+            print("a line", file=stream, flush=True)
+        stream.discard()
+    assert capsys.readouterr().err.count("ALARM") == 1
+
+
+@pytest.mark.parametrize("target", [None, "closed"])
+def test_no_stream_is_no_error(target: Any) -> None:
+    stream = io.StringIO()
+    stream.close()
+    print("a line", file=Unfailing(None if target is None else stream, tells=False), flush=True)
+
+
+def test_an_alarm_names_the_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarm("failed", "process 1: ")
+    assert capsys.readouterr().err == "process 1: ALARM  failed\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    alarm("nobody hears it")
+
+
+@needs_full
+def test_training_goes_on_without_its_output(
+    main: Main, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    with FULL.open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with unfailing_stdout():
+            code, _, err = main(*REGRESSION, "--run", "a")
+    assert (code, err.count("ALARM")) == (0, 1)
+    assert len((folder / "runs/a/records.jsonl").read_text().splitlines()) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["full", "closed", "ascii", "nobody reads"])
+def test_the_command_ends_with_0(how: str, tmp_path: Path) -> None:
+    more = {"PYTHONIOENCODING": "ascii"} if how == "ascii" else {}
+    end = {"full": ">/dev/full", "closed": ">&-", "ascii": ">log", "nobody reads": "| true"}[how]
+    command = " ".join(["-m", "replicax", *REGRESSION, "--run", "a"])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} {command} {end}"],
+        cwd=tmp_path,
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert (tmp_path / "runs/a/checkpoints").is_dir()

@@ -1,0 +1,147 @@
+"""Every single-bit flip of every small file of a run: what a start then makes of it."""
+
+import contextlib
+import dataclasses
+import io
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import replicax as rx
+from replicax.core.job import Alone
+from replicax.core.update import TrainState
+from replicax.errors import ReplicaxError
+from replicax.train import lease, load
+from replicax.train.checkpoints.arrays import abstract
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.fingerprint import sha256
+from replicax.train.goodput import Ledger
+from replicax.train.records import Record
+from replicax.train.sealed import sealed
+from replicax.train.storage import Saving, Storage
+
+CONFIG = {
+    "fields": {"rate": 0.1, "layers": [1, 2]},
+    "versions": {"jax": "0.10.2"},
+    "start": {"command": ["train.py", "--rate", "0.1"], "host": "a-host"},
+}
+LONGEST_SECONDS = 5.0
+
+
+def state_at(step: int) -> TrainState:
+    where = jax.sharding.NamedSharding(
+        rx.make_mesh(devices=jax.devices()[:1]), jax.sharding.PartitionSpec()
+    )
+    made = TrainState(jnp.int32(step), {"w": jnp.arange(4.0) + step}, (), {}, jnp.uint32(3))
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, where), made)
+
+
+def make_run(folder: Path) -> None:
+    """A run that was saved at step 2, of which a start was killed after step 3."""
+    run = _storage(folder, [])
+    assert run.folder is not None
+    for step in (1, 2):
+        run.folder.append(Record("train", step, 0, {"loss": 1 / step}, 2, 0.1, 0.5))
+    run.save(state_at(2), Position(2, 0, 4, 0, 4, 0, 2, 0), {"batch": 2})
+    run.finish(state_at(2), Position(2, 0, 4, 0, 4, 0, 2, 0), {"batch": 2})
+    run.folder.append(Record("train", 3, 0, {"loss": 1 / 3}, 2, 0.1, 0.5))
+    (folder / load.BEST).write_bytes(sealed({"metric": "loss", "value": 0.5, "step": 2}))
+    run.close()
+
+
+def small_files(folder: Path) -> list[Path]:
+    """Those that a start reads, without the arrays' own."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    return sorted(path for path in found if "/state/" not in path.as_posix())
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a start says of a run, and what it reads from it."""
+
+    said: str
+    read: Any
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the outcome, whatever was done to the files."""
+        lines = self.said.splitlines()
+        return next((f"not one line: {line!r}" for line in lines if not line.isprintable()), None)
+
+
+def outcome(folder: Path) -> Outcome:
+    """Start the run in `folder` and load it, as a user would."""
+    said, read = list[str](), dict[str, Any]()
+    with contextlib.redirect_stderr(io.StringIO()) as printed, _impatient():
+        try:
+            read["best"] = load.find_checkpoint(folder, "best").manifest
+            run = _storage(folder, said)
+            try:
+                read["times"] = _spent(run.ledger)
+                read["config"] = run._before
+                if run.found is not None:
+                    read["found"] = run.found.position, run.found.extra, run.found.records
+                    read["state"] = sha256(run.restore(abstract(state_at(0))).params)
+                run.tell()
+            finally:
+                run.close()
+        except ReplicaxError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return Outcome("\n".join([*said, *printed.getvalue().splitlines()]), read)
+
+
+def unnoticed(original: Path, name: Path, bit: int, at: Path, expected: Outcome) -> str | None:
+    """Flip one bit of the file `name` in a copy of the run; what is wrong then, or None."""
+    shutil.copytree(original, at)
+    content = bytearray((at / name).read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    (at / name).write_bytes(content)
+    started = time.perf_counter()
+    found = outcome(at)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(at)
+    if seconds > LONGEST_SECONDS:
+        return f"{name}, bit {bit}: {seconds:.0f} s"
+    if found.fault:
+        return f"{name}, bit {bit}: {found.fault}"
+    if found.read != expected.read and _timeless(found.said) == _timeless(expected.said):
+        return f"{name}, bit {bit}: unnoticed"
+    return None
+
+
+def _timeless(said: str) -> str:
+    return re.sub(r"/\S+", "", said)
+
+
+def _spent(ledger: Ledger) -> Any:
+    return [(start.seconds, start.began, start.ended) for start in ledger._earlier]
+
+
+def _storage(folder: Path, said: list[str]) -> Storage:
+    return Storage(
+        folder,
+        CONFIG,
+        Saving(every=1),
+        Alone(),
+        accept_changes=False,
+        state=state_at(0),
+        seed=0,
+        say=said.append,
+        alarm=said.append,
+    )
+
+
+@contextlib.contextmanager
+def _impatient() -> Iterator[None]:
+    """Wait for no holder on another host."""
+    before, lease.EXPIRE_SECONDS = lease.EXPIRE_SECONDS, 0.0
+    try:
+        yield
+    finally:
+        lease.EXPIRE_SECONDS = before
