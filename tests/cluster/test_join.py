@@ -6,7 +6,7 @@ import jax
 import pytest
 from support.cluster_jobs import free_port
 
-from replicax.cluster import join
+from replicax.cluster import alike, join
 from replicax.cluster.cluster_job import current_job
 from replicax.cluster.join import initialize
 from replicax.cluster.wire import Hello
@@ -57,13 +57,13 @@ def test_jax_was_started_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = join._versions()
+    versions = alike.versions()
     assert versions["jax"] == jax.__version__
-    assert set(versions) == {"python", *join._PACKAGES}
+    assert set(versions) == {"python", *alike._PACKAGES}
     monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert join._versions()["jax"] == "0.0.1"
-    monkeypatch.setattr(join, "_PACKAGES", ["no-such-package"])
-    assert join._versions()["no-such-package"] == "not installed"
+    assert alike.versions()["jax"] == "0.0.1"
+    monkeypatch.setattr(alike, "_PACKAGES", ["no-such-package"])
+    assert alike.versions()["no-such-package"] == "not installed"
 
 
 def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> Hello:

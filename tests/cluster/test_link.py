@@ -88,7 +88,7 @@ def test_values_that_come_too_late_are_not_kept() -> None:
     with opened(2) as job:
         first, second = job.start()
         assert first.link.gather("t", 1, lambda: True) == []
-        first.wire.send(Gather("t", 1))  # as if it had crossed the withdrawal
+        first.wire.send(Gather("t", "1"))  # as if it had crossed the withdrawal
         second.link.gather("t", 2)
         time.sleep(0.1)
         assert first.link._gathered == {}

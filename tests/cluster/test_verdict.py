@@ -1,6 +1,5 @@
 """Who is to blame, judged by a clock that the tests set."""
 
-import math
 import re
 from typing import Any
 
@@ -48,7 +47,7 @@ def test_nothing_is_known_yet() -> None:
     assert judged(Member(0, "a", 1, NOW), Member(1, "b", 2, NOW)) is None
     waiting = waits("the data", 5.0, [0])
     assert judged(member(0, 0), Member(1, "b", 2, NOW), waiting=waiting) is None
-    assert Standing().allowed_seconds == math.inf
+    assert Standing().allowed_seconds > 1e300
 
 
 def test_who_has_begun_the_fewest_steps() -> None:

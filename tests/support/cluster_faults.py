@@ -260,7 +260,9 @@ def duplicate(run: Run) -> None:
         trial.seconds = time.monotonic() - begun
         says = r"rejected by process 0: process VICTIM \(.*\) is already in the job"
         if trial.victim == 0:
-            says = r"process 0 cannot listen on .* \(job 'first' of \d processes already uses it\)"
+            says = (
+                r"process 0 cannot listen on .* \(process 0 of this job, of \d processes, already"
+            )
         named(trial, [intruder], says)
 
 
@@ -269,7 +271,7 @@ def second_job(run: Run) -> None:
     second = run.start_all(fault="none", name="second", job="second")
     if run.all_end(second):
         run.trial.seconds = time.monotonic() - begun
-        says = "job 'first' uses this port, and this process belongs to job 'second'"
+        says = "another job uses this port"
         named(run.trial, second, says)
 
 
@@ -338,7 +340,7 @@ FAULTS = {
     ),
     "port": Fault(
         "a second job on the same port",
-        "it is rejected and names the first; the job ends with the same weights as alone",
+        "it is rejected; the job ends with the same weights as alone",
         lambda run: intruded(run, second_job),
     ),
     "learning-rate": Fault(

@@ -1,22 +1,23 @@
 """Progress of this process: steps begun and finished, its current activity, and for how long."""
 
 import collections
-import math
 import statistics
 import sys
 import threading
 import time
 import traceback
-from typing import NamedTuple
 
+from replicax.cluster.message import Typed
 from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
 
 _PACES = 100
 """Number of recent step times kept; their median is the usual step time."""
+NO_LIMIT_SECONDS = sys.float_info.max
+"""An infinite timeout; JSON has no infinity."""
 
 
-class Standing(NamedTuple):
+class Standing(Typed):
     """State that a process reports to the others, as its heartbeat."""
 
     begun: int = 0
@@ -27,7 +28,7 @@ class Standing(NamedTuple):
     """`starting`, `stepping`, `compiling`, `in a callback`, `idle`."""
     seconds: float = 0.0
     """Time since its last progress."""
-    allowed_seconds: float = math.inf
+    allowed_seconds: float = NO_LIMIT_SECONDS
     """Timeout for progress; unlimited until the first report."""
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class Pulse:
         allowed = patience.allowed(statistics.median(paces) if paces else None)
         if doing in ("compiling", "starting"):
             allowed = max(allowed, patience.start_seconds)
-        return Standing(begun, finished, doing, seconds, allowed)
+        return Standing(begun, finished, doing, seconds, min(allowed, NO_LIMIT_SECONDS))
 
     def _look(self) -> tuple[int, float]:
         """Return the number of finished steps, and when that was noticed; record the step time.

@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
+from replicax.cluster.message import Typed
 from replicax.cluster.pulse import Standing
 
 SAVED = 75
@@ -34,12 +34,12 @@ class Waiting:
     """Values that processes have sent for a topic, while they wait for the others'."""
 
     since: float
-    values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    values: dict[int, str] = dataclasses.field(default_factory=dict)
     patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
     """Timeout requested by each of them, if longer than the default."""
 
 
-class Verdict(NamedTuple):
+class Verdict(Typed):
     """Why all processes stop."""
 
     reason: str
