@@ -1,12 +1,13 @@
 """Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
 
+import os
 import socket
 
 import jax
 import pytest
 from support.cluster_jobs import free_port
 
-from replicax.cluster import alike, join
+from replicax.cluster import join
 from replicax.cluster.cluster_job import current_job
 from replicax.cluster.join import initialize
 from replicax.cluster.wire import Hello
@@ -56,14 +57,34 @@ def test_jax_was_started_before(monkeypatch: pytest.MonkeyPatch) -> None:
         initialize(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1)
 
 
-def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = alike.versions()
-    assert versions["jax"] == jax.__version__
-    assert set(versions) == {"python", *alike._PACKAGES}
-    monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert alike.versions()["jax"] == "0.0.1"
-    monkeypatch.setattr(alike, "_PACKAGES", ["no-such-package"])
-    assert alike.versions()["no-such-package"] == "not installed"
+def test_a_proxy_is_not_between_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in (
+        ({}, "node017"),
+        ({"no_proxy": "a,b"}, "a,b,node017"),
+        ({"no_grpc_proxy": "c", "no_proxy": "a"}, "c,node017"),
+    ):
+        monkeypatch.setattr(os, "environ", dict(before))
+        join._exempt_from_proxies("node017")
+        assert os.environ["no_grpc_proxy"] == after  # noqa: SIM112 (as gRPC spells it)
+
+
+def test_a_host_that_does_not_know_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str, port: None) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    join._check_own_name()
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ClusterError, match=f"{socket.gethostname()}.*/etc/hosts") as caught:
+        initialize(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_processors_that_differ_are_told_and_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    hellos = [Hello("ours", p, 2, processor={"processor": f"model {p}"}) for p in range(2)]
+    join._prepare(7, hellos)
+    assert "processor is model 1 on process 1, model 0 on process 0" in capsys.readouterr().err
+    join._prepare(7, hellos[:1] * 2)
+    assert capsys.readouterr().err == ""
 
 
 def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> Hello:

@@ -108,6 +108,18 @@ def test_one_that_is_waited_for_has_ended() -> None:
             )
 
 
+def test_one_that_ends_says_how_far_it_came() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        for process, steps in ((first, 5), (second, 4)):
+            process.job.in_flight.begun = steps
+        second.link.leave()
+        first.job.move()
+        verdict = first.stopped.result(timeout=HANG_SECONDS)
+        assert list(verdict.blames) == [1]
+        assert re.search(r"at step 5, .* process 1 .* 4\b", verdict.reason)
+
+
 def allow(processes: list[Process], seconds: float) -> None:
     """No process takes longer than that, as each tells of itself."""
     for process in processes:

@@ -104,6 +104,15 @@ def test_one_that_has_ended() -> None:
     assert re.search(r"process 1 \(node, pid 101\), which ended\b.*step 6", verdict.reason)
 
 
+def test_one_that_ends_in_the_middle_of_the_others_steps_is_named_at_once() -> None:
+    verdict = judged(member(0, 5, seconds=0.5), member(1, 4, seconds=0.4, ended=True), member(2, 5))
+    assert verdict is not None
+    assert list(verdict.blames) == [1]
+    assert re.search(r"at step 5, wait for process 1 \(.*which ended\b.* 4\b", verdict.reason)
+    assert judged(member(0, 5, "idle"), member(1, 4, ended=True)) is None
+    assert judged(member(0, 5), member(1, 5, ended=True)) is None
+
+
 def test_the_last_one_that_runs() -> None:
     assert judged(member(0, 7, seconds=59.0), member(1, 7, ended=True, unheard=900.0)) is None
 

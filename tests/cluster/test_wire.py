@@ -117,7 +117,7 @@ def test_the_other_end_closes(pair: tuple[Connection, Connection]) -> None:
 
 def test_a_message_without_an_end(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
-    here._lines.most = 1000
+    here._received.most = 1000
     there._socket.sendall(b"x" * 5000)
     with pytest.raises(ValueError, match=r"1000"):
         receive_all(here, 1)

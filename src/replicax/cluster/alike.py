@@ -1,4 +1,4 @@
-"""What must be the same in all processes, since a difference changes results without an error."""
+"""Versions, flags and settings whose difference between processes changes results silently."""
 
 import contextlib
 import importlib.metadata
@@ -27,7 +27,6 @@ _SETTINGS = (
     "jax_cpu_collectives_implementation",
     "jax_debug_infs",
     "jax_debug_nans",
-    "jax_default_dtype_bits",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_disable_jit",
@@ -62,7 +61,8 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
         for flag, value in parse_flags(env.get(name, "")).items()
         if not _MAY_DIFFER.search(flag)
     }
-    settings = {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
+    own = jax.config.values  # an attribute, if there is one, knows this thread's own value
+    settings = {name: str(getattr(jax.config, name, own.get(name))) for name in _SETTINGS}
     return {**versions(), **variables, **flags, **settings}
 
 

@@ -28,7 +28,7 @@ class Peer(asyncio.Protocol):
         self.process: int | None = None
         """Its rank, once it is admitted."""
         self._hear, self._lost = hear, lost
-        self._lines = wire.Lines(wire.LONGEST_HELLO_BYTES)
+        self._received = wire.Received(wire.LONGEST_HELLO_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -36,9 +36,9 @@ class Peer(asyncio.Protocol):
         self._leaves = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.close)
 
     def data_received(self, data: bytes) -> None:
-        self._lines.feed(data)
+        self._received.feed(data)
         try:
-            while not self._transport.is_closing() and (line := self._lines.take()) is not None:
+            while not self._transport.is_closing() and (line := self._received.take()) is not None:
                 self._hear(self, wire.decode(line))
         except ValueError:  # not a process of Replicax
             self.close()
@@ -51,7 +51,7 @@ class Peer(asyncio.Protocol):
         """Let it stay and send long messages."""
         self.process = process
         self._leaves.cancel()
-        self._lines.most = wire.LONGEST_LINE_BYTES
+        self._received.most = wire.LONGEST_LINE_BYTES
 
     def send(self, message: wire.Message) -> None:
         """Send `message`, unless the connection has ended."""

@@ -107,6 +107,7 @@ class Link:
         """Notify the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
+            self._wire.send(self.pulse.stand(self._patience))  # the last step that it has begun
             self._wire.send(wire.Bye())
 
     def close(self) -> None:

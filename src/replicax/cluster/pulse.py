@@ -21,7 +21,7 @@ class Standing(Typed):
     """State that a process reports to the others, as its heartbeat."""
 
     begun: int = 0
-    """Steps dispatched to the devices. The process with the fewest blocks the others."""
+    """Steps dispatched, or being dispatched. The process with the fewest blocks the others."""
     finished: int = 0
     """Steps that the devices are known to have finished."""
     doing: str = "starting"
@@ -67,7 +67,7 @@ class Pulse:
     def stand(self, patience: Patience) -> Standing:
         """Return the current state of this process."""
         finished, noticed_at = self._look()
-        begun = self.in_flight.begun
+        begun = max(self.in_flight.entered, self.in_flight.begun)
         seconds = time.monotonic() - max(self._moved_at, noticed_at)
         doing = "idle" if self._idle else "stepping" if begun else "starting"
         if not self._idle and seconds > 1.0:

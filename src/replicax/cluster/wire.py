@@ -149,7 +149,7 @@ def decode(line: bytes) -> Message:
         raise ValueError("a message is not nested deeply") from None
 
 
-class Lines:
+class Received:
     """Splits received bytes into lines of at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
@@ -183,7 +183,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
-        self._lines = Lines(LONGEST_LINE_BYTES)
+        self._received = Received(LONGEST_LINE_BYTES)
 
     def send(self, message: Message) -> None:
         """Send `message`; `OSError` if the other end is gone or no longer reads."""
@@ -196,7 +196,7 @@ class Connection:
         Raise `ConnectionError` if the other end has closed, and `ValueError` if it does not
         follow this protocol.
         """
-        while (line := self._lines.take()) is None:
+        while (line := self._received.take()) is None:
             # A timeout of the socket would also apply to a `send` in another thread, and
             # an epoll would not wake up when another thread closes the socket.
             with selectors.PollSelector() as selector:
@@ -206,10 +206,10 @@ class Connection:
             arrived = self._socket.recv(1 << 16)
             if not arrived:
                 raise ConnectionResetError("closed by the other end")
-            self._lines.feed(arrived)
+            self._received.feed(arrived)
         while line is not None:
             yield decode(line)
-            line = self._lines.take()
+            line = self._received.take()
 
     def close(self) -> None:
         """Close this end; a `receive` in another thread then ends as well."""
