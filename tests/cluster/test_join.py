@@ -2,10 +2,12 @@
 
 import os
 import socket
+from pathlib import Path
 
 import jax
 import pytest
 from support.cluster_jobs import free_port
+from support.processes import run_job
 
 from replicax.cluster import join
 from replicax.cluster.cluster_job import current_job
@@ -59,13 +61,22 @@ def test_jax_was_started_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_proxy_is_not_between_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for before, after in (
-        ({}, "node017"),
-        ({"no_proxy": "a,b"}, "a,b,node017"),
-        ({"no_grpc_proxy": "c", "no_proxy": "a"}, "c,node017"),
+        ({}, None),
+        ({"http_proxy": "p"}, "node017"),
+        ({"grpc_proxy": "p", "no_proxy": "a,b"}, "a,b,node017"),
+        ({"https_proxy": "p", "no_grpc_proxy": "c", "no_proxy": "a"}, "c,node017"),
     ):
         monkeypatch.setattr(os, "environ", dict(before))
         join._exempt_from_proxies("node017")
-        assert os.environ["no_grpc_proxy"] == after  # noqa: SIM112 (as gRPC spells it)
+        assert os.environ.get("no_grpc_proxy") == after  # noqa: SIM112 (as gRPC spells it)
+
+
+def test_a_job_starts_where_a_proxy_is_set(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    env = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    script = Path(__file__).parents[1] / "support" / "strangers_job.py"
+    ended = run_job(script, tmp_path, env=env, timeout_seconds=60.0)
+    assert [each.code for each in ended] == [0, 0]
 
 
 def test_a_host_that_does_not_know_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:

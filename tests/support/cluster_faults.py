@@ -299,6 +299,7 @@ def launcher(run: Run) -> None:
 _GONE = r"process \d stops: process VICTIM \(.*\) disconnected without notice"
 _FROZEN = r"process \d stops: .*process VICTIM \(.*sent no heartbeat for"
 _ASLEEP = r"process \d stops: .*(wait for|waited \d+ s for .* from) process VICTIM \(.*has begun"
+_LEFT = r"process \d stops: .*(wait for|for .* from) process VICTIM \(.*which ended after step"
 _FAILED = r"process \d stops: process VICTIM \(.*\) failed: ValueError: bad value"
 _ALL = "all stop before the first step and name the field and the process"
 
@@ -322,6 +323,11 @@ FAULTS = {
         "a process sleeps inside a step, in a callback",
         "all exit within 6 s and name it",
         lambda run: lost(run, _ASLEEP + ".*in a callback", 6.0),
+    ),
+    "leave": Fault(
+        "a process leaves its loop early, with exit code 0",
+        "all exit within 5 s and name it",
+        lambda run: lost(run, _LEFT, GONE_SECONDS),
     ),
     "error": Fault(
         "an exception in one process",

@@ -188,10 +188,10 @@ class Hub:
             return
         member = self._members[process]
         del self._peers[process]
-        if member.ended or self._verdict or self._closing.is_set():
-            return
         if not self._started:
             del self._members[process]  # missing until it reconnects
+            return
+        if member.ended or self._verdict or self._closing.is_set():
             return
         end = f"{member} disconnected without notice, last seen at step {member.standing.begun}"
         self._stop(Verdict(f"{end}: killed, crashed, or network failure", [process]))

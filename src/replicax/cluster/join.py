@@ -26,6 +26,8 @@ from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError
 
 _DAY_SECONDS = 86_400
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables with the proxy that gRPC uses, even for this host."""
 _EXEMPT = ("no_grpc_proxy", "no_proxy")
 """Variables with the hosts that gRPC reaches without a proxy; it reads the first that is set."""
 
@@ -155,6 +157,8 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
 
 def _exempt_from_proxies(host: str) -> None:
     """Have gRPC connect to `host` directly, whatever proxy the environment names."""
+    if not any(map(os.environ.get, _PROXIES)):
+        return
     exempt = next(filter(None, map(os.environ.get, _EXEMPT)), None)
     os.environ[_EXEMPT[0]] = ",".join(filter(None, [exempt, host]))
 
