@@ -191,7 +191,28 @@ def test_what_looks_like_another_s_fault(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(failure, "_link", Recorder)
     failure.report(type(name, (RuntimeError,), {})("x"))
     failure.report(RuntimeError("x"))
-    assert told == [True, False]
+    failure.report(ValueError("UNKNOWN: Gloo all-reduce failed"))
+    assert told == [True, False, True]
+
+
+def test_what_another_s_end_causes_is_not_printed_below_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Told:
+        verdict, process = Verdict("process 1 is late", [1]), 0
+
+    def leave(code: int) -> None:
+        pass
+
+    monkeypatch.setattr(failure, "leave_at_once", leave)
+    monkeypatch.setattr(failure, "_link", Told)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    failure.watch_exceptions()
+    for error in (ValueError("UNKNOWN: Gloo all-reduce failed"), ValueError("its own")):
+        sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert "Gloo" not in said
+    assert "its own" in said
 
 
 def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,21 @@ import time
 import types
 from typing import Any
 
+import msgspec
 import pytest
-from support.cluster_jobs import VERSIONS, Job, opened
+from support.cluster_jobs import VERSIONS, Job, opened, proven
 from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS, until
 
+from replicax.cluster import door
 from replicax.cluster import hub as hub_module
-from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Bye, Failed, Hello, encode
 from replicax.errors import AgreementError, ClusterError
 
 HELLO = Hello("ours", 1, 2, "h", 1, VERSIONS)
+PROVEN = proven(HELLO)
 
 
 def works(job: Job, processes: list[Any]) -> bool:
@@ -59,7 +61,8 @@ def test_what_is_prepared_reaches_all() -> None:
     job = Job(2, Patience(), HANG_SECONDS)
     job.open(lambda hellos: (700, [[hello.process] for hello in hellos]))
     try:
-        assert [p.go[1:] for p in job.start()] == [(700, [[0], [1]])] * 2
+        told = [(p.go.port, p.go.local_devices) for p in job.start()]
+        assert told == [(700, [[0], [1]])] * 2
     finally:
         job.close()
 
@@ -100,7 +103,8 @@ def test_another_job() -> None:
     with opened(2) as job:
         processes = job.start()
         said = refusal(job, 1, job="theirs")
-        assert re.match(r"rejected by\b.*process 0: job 'ours' .*job 'theirs'$", said)
+        assert re.match(r"rejected by\b.*process 0: another job .*REPLICAX_COORDINATOR", said)
+        assert "ours" not in said
         assert works(job, processes)
 
 
@@ -111,11 +115,11 @@ def test_another_number_of_processes() -> None:
         assert works(job, job.start())
 
 
-@pytest.mark.parametrize("process", [-1, 2, 1.0, True, "1", None, [1]])
-def test_an_id_that_cannot_be(process: Any) -> None:
+@pytest.mark.parametrize("process", [-1, 2])
+def test_an_id_that_cannot_be(process: int) -> None:
     with opened(2) as job:
         stranger = job.stranger()
-        stranger.sendall(encode(HELLO._replace(process=process)))
+        stranger.sendall(encode(proven(msgspec.structs.replace(HELLO, process=process))))
         said = stranger.recv(1 << 16).decode()
         assert re.search(r"from 0 to 1, .*this process", said)
         assert str(process) in said
@@ -131,7 +135,11 @@ def test_an_id_that_cannot_be(process: Any) -> None:
         b"{}\n",
         b'["Hello","ours"]\n',
         b'[["Hello"]]\n',
-        encode(HELLO._replace(pid="many")),  # type: ignore[arg-type]
+        encode(PROVEN).replace(b",1,", b',"many",'),
+        encode(PROVEN).replace(b",1,", b",true,"),
+        encode(PROVEN).replace(b",1,", b",1.0,"),
+        encode(PROVEN).replace(b"{", b"[").replace(b"}", b"]"),
+        b"[" * 60_000 + b"\n",
         encode(Bye()),
         b"\n",
     ],
@@ -158,8 +166,7 @@ def test_a_stranger_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LONGEST_LINE_BYTES", 10_000)
+def test_a_stranger_that_never_ends_a_line() -> None:
     with opened(2) as job:
         stranger = job.stranger()
         with pytest.raises(OSError, match=r"."):  # it is cut off while it sends
@@ -170,7 +177,7 @@ def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_stranger_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(2) as job:
         with monkeypatch.context() as patch:
-            patch.setattr(hub_module, "HELLO_SECONDS", 0.2)
+            patch.setattr(door, "HELLO_SECONDS", 0.2)
             assert ends(job.stranger())
         job.stranger()
         assert works(job, job.start())
@@ -193,7 +200,7 @@ def test_a_hub_that_was_frozen_forgives_silence(monkeypatch: pytest.MonkeyPatch)
     with opened(2, silent_seconds=4.0) as job:
         members = [job.stranger(), job.stranger()]
         for process, member in enumerate(members):
-            member.sendall(encode(HELLO._replace(process=process)))
+            member.sendall(encode(proven(msgspec.structs.replace(HELLO, process=process))))
         time.sleep(0.3)
         offset[0] = 100.0
         time.sleep(0.4)
@@ -206,7 +213,7 @@ def test_a_hub_that_was_frozen_forgives_silence(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_leaves_before_the_start_may_come_again() -> None:
     with opened(2) as job:
         stranger = job.stranger()
-        stranger.sendall(encode(HELLO))
+        stranger.sendall(encode(PROVEN))
         assert b"Tick" in stranger.recv(1 << 16)
         assert re.search(r"is already\b.*\bjob", refusal(job, 1))
         stranger.close()

@@ -1,10 +1,13 @@
 """Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
 
+import os
 import socket
+from pathlib import Path
 
 import jax
 import pytest
 from support.cluster_jobs import free_port
+from support.processes import run_job
 
 from replicax.cluster import join
 from replicax.cluster.cluster_job import current_job
@@ -56,14 +59,43 @@ def test_jax_was_started_before(monkeypatch: pytest.MonkeyPatch) -> None:
         initialize(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1)
 
 
-def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = join._versions()
-    assert versions["jax"] == jax.__version__
-    assert set(versions) == {"python", *join._PACKAGES}
-    monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert join._versions()["jax"] == "0.0.1"
-    monkeypatch.setattr(join, "_PACKAGES", ["no-such-package"])
-    assert join._versions()["no-such-package"] == "not installed"
+def test_a_proxy_is_not_between_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in (
+        ({}, None),
+        ({"http_proxy": "p"}, "node017"),
+        ({"grpc_proxy": "p", "no_proxy": "a,b"}, "a,b,node017"),
+        ({"https_proxy": "p", "no_grpc_proxy": "c", "no_proxy": "a"}, "c,node017"),
+    ):
+        monkeypatch.setattr(os, "environ", dict(before))
+        join._exempt_from_proxies("node017")
+        assert os.environ.get("no_grpc_proxy") == after  # noqa: SIM112 (as gRPC spells it)
+
+
+def test_a_job_starts_where_a_proxy_is_set(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    env = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    script = Path(__file__).parents[1] / "support" / "strangers_job.py"
+    ended = run_job(script, tmp_path, env=env, timeout_seconds=60.0)
+    assert [each.code for each in ended] == [0, 0]
+
+
+def test_a_host_that_does_not_know_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str, port: None) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    join._check_own_name()
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ClusterError, match=f"{socket.gethostname()}.*/etc/hosts") as caught:
+        initialize(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_processors_that_differ_are_told_and_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    hellos = [Hello("ours", p, 2, processor={"processor": f"model {p}"}) for p in range(2)]
+    join._prepare(7, hellos)
+    assert "processor is model 1 on process 1, model 0 on process 0" in capsys.readouterr().err
+    join._prepare(7, hellos[:1] * 2)
+    assert capsys.readouterr().err == ""
 
 
 def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> Hello:

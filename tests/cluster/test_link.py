@@ -88,7 +88,7 @@ def test_values_that_come_too_late_are_not_kept() -> None:
     with opened(2) as job:
         first, second = job.start()
         assert first.link.gather("t", 1, lambda: True) == []
-        first.wire.send(Gather("t", 1))  # as if it had crossed the withdrawal
+        first.wire.send(Gather("t", "1"))  # as if it had crossed the withdrawal
         second.link.gather("t", 2)
         time.sleep(0.1)
         assert first.link._gathered == {}
@@ -106,6 +106,18 @@ def test_one_that_is_waited_for_has_ended() -> None:
             assert re.search(
                 r"waited \d+ s\b.*\bt from .* 2 \(.*ended after\b.*step 0", verdict.reason
             )
+
+
+def test_one_that_ends_says_how_far_it_came() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        for process, steps in ((first, 5), (second, 4)):
+            process.job.in_flight.begun = steps
+        second.link.leave()
+        first.job.move()
+        verdict = first.stopped.result(timeout=HANG_SECONDS)
+        assert list(verdict.blames) == [1]
+        assert re.search(r"at step 5, .* process 1 .* 4\b", verdict.reason)
 
 
 def allow(processes: list[Process], seconds: float) -> None:

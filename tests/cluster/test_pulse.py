@@ -76,6 +76,8 @@ def test_begun_and_finished(pulse: Pulse, clock: Clock) -> None:
     results[3].done = True  # the devices work in order: it can only be a guess
     stand = pulse.stand(PATIENCE)
     assert (stand.begun, stand.finished) == (4, 2)
+    pulse.in_flight.enter()
+    assert pulse.stand(PATIENCE).begun == 5
     assert re.fullmatch(r"has begun 4 steps and .* 2, stepping for 0\.0 s", str(stand))
 
 

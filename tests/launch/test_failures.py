@@ -113,6 +113,24 @@ def test_one_that_blames_itself_is_named_with_its_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("late", [-60.0, 60.0])
+def test_one_that_aborts_after_it_was_blamed_is_named_with_the_words_of_the_others(
+    late: float, tmp_path: Path
+) -> None:
+    """JAX aborts a frozen process once its job has ended."""
+    script = f"""
+        here()
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGABRT)
+        gone(1)
+        fail("no heartbeat from process 1 for 3 s", blames=[1], late={late})
+        sys.exit(1)
+    """
+    cause = "no heartbeat from process 1 for 3 s" if late < 0 else "killed by SIGABRT"
+    assert message(script, tmp_path) == named(1, cause, tmp_path)
+
+
+@pytest.mark.usefixtures("patient")
 def test_one_that_left_early_is_named(tmp_path: Path) -> None:
     script = """
         here()

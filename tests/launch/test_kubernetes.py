@@ -124,6 +124,8 @@ def test_a_pod_finds_its_place() -> None:
     for variable in _container(manifest)["env"]:
         if "value" in variable:
             env[variable["name"]] = _expand(variable["value"], env)
+        elif secret := variable["valueFrom"].get("secretKeyRef"):
+            assert secret == {"name": "run-7", "key": "secret", "optional": True}
         else:
             path = variable["valueFrom"]["fieldRef"]["fieldPath"]
             env[variable["name"]] = labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]  # type: ignore[index]

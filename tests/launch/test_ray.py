@@ -100,6 +100,7 @@ def test_a_worker_runs_the_command_as_its_process(
     """In the launcher's folder, with its variables of JAX and its place in the job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("REPLICAX_SECRET", "of the launcher")
     monkeypatch.setattr(on_ray, "require", lambda *_: FakeRay())
     forwarded = []
     run = on_ray.run_process
@@ -111,6 +112,7 @@ def test_a_worker_runs_the_command_as_its_process(
     monkeypatch.setattr(on_ray, "run_process", watched)
     names = "REPLICAX_PROCESS_ID", "REPLICAX_PROCESSES", "JAX_NUM_CPU_DEVICES", "NCCL_DEBUG"
     script = f"import os; open('told', 'w').write(' '.join(map(os.environ.get, {names})))"
+    script += "; open('told', 'a').write(f\" {len(os.environ['REPLICAX_SECRET'])}\")"
     job = JobSpec((sys.executable, "-S", "-c", script), 1, devices_per_process=3)
     train: Any = SimpleNamespace(
         **dict.fromkeys(("ScalingConfig", "RunConfig", "FailureConfig", "LoggingConfig"), dict),
@@ -118,9 +120,9 @@ def test_a_worker_runs_the_command_as_its_process(
         TrainingFailedError=ZeroDivisionError,
     )
     assert on_ray._fit(train, job, {"CPU": 1}, str(tmp_path)) == (0, None)
-    assert (tmp_path / "told").read_text().split() == ["0", "1", "3", "INFO"]
+    assert (tmp_path / "told").read_text().split() == ["0", "1", "3", "INFO", "43"]
     assert forwarded[0]["NCCL_DEBUG"] == "INFO"
-    assert "HOME" not in forwarded[0]
+    assert not {"HOME", "REPLICAX_SECRET"} & forwarded[0].keys()
     with pytest.raises(ProcessError, match="process 0 ended with 7"):
         run({"job": JobSpec(("sh", "-c", "exit 7"), 1), "env": {}, "folder": str(tmp_path)})
 

@@ -75,6 +75,23 @@ def test_the_command_arrives_as_it_was(tmp_path: Path) -> None:
         assert calls == [["srun", "--kill-on-bad-exit=0", "--wait=60", "--label", *ODD]]
 
 
+def test_each_start_draws_a_secret_that_srun_passes_on(tmp_path: Path) -> None:
+    drawn = set()
+    for number in range(2):
+        (folder := tmp_path / str(number)).mkdir()
+        script = slurm_script(_job(), SlurmOptions())
+        told = script.replace(
+            "srun --kill", f'echo "$REPLICAX_SECRET" > {folder}/told; srun --kill'
+        )
+        _, said, calls = _run(told, folder, [0])
+        secret = (folder / "told").read_text().strip()
+        assert "export REPLICAX_SECRET\n" in script
+        assert len(bytes.fromhex(secret)) == 32
+        assert secret not in said + str(calls)
+        drawn.add(secret)
+    assert len(drawn) == 2
+
+
 def test_what_slurm_is_asked_for() -> None:
     options = SlurmOptions(
         nodes=2,

@@ -25,7 +25,8 @@ def test_each_process_gets_its_place(tmp_path: Path) -> None:
             if name.startswith(("REPLICAX_", "JAX_", "PYTHONUNB", "MINE")):
                 print(f"{name}={os.environ[name]}")
     """
-    env = {**environment(MINE="kept"), "REPLICAX_PROCESS_ID": "7", "JAX_NUM_CPU_DEVICES": "9"}
+    theirs = {"REPLICAX_PROCESS_ID": "7", "JAX_NUM_CPU_DEVICES": "9", "REPLICAX_SECRET_FILE": "x"}
+    env = {**environment(MINE="kept"), **theirs}
     outcome = run(python(script), 3, tmp_path, devices_per_process=2, env=env)
     assert outcome.exit_code == 0
     assert outcome.message is None
@@ -41,6 +42,7 @@ def test_each_process_gets_its_place(tmp_path: Path) -> None:
     assert host == "127.0.0.1"
     assert 1024 < int(port) < 65536
     assert len(told[0].pop("REPLICAX_JOB_ID")) == 16
+    assert len(told[0].pop("REPLICAX_SECRET")) > 40
     assert told[0] == {
         "REPLICAX_PROCESSES": "3",
         "JAX_NUM_CPU_DEVICES": "2",

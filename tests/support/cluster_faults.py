@@ -260,7 +260,9 @@ def duplicate(run: Run) -> None:
         trial.seconds = time.monotonic() - begun
         says = r"rejected by process 0: process VICTIM \(.*\) is already in the job"
         if trial.victim == 0:
-            says = r"process 0 cannot listen on .* \(job 'first' of \d processes already uses it\)"
+            says = (
+                r"process 0 cannot listen on .* \(process 0 of this job, of \d processes, already"
+            )
         named(trial, [intruder], says)
 
 
@@ -269,7 +271,7 @@ def second_job(run: Run) -> None:
     second = run.start_all(fault="none", name="second", job="second")
     if run.all_end(second):
         run.trial.seconds = time.monotonic() - begun
-        says = "job 'first' uses this port, and this process belongs to job 'second'"
+        says = "another job uses this port"
         named(run.trial, second, says)
 
 
@@ -297,6 +299,7 @@ def launcher(run: Run) -> None:
 _GONE = r"process \d stops: process VICTIM \(.*\) disconnected without notice"
 _FROZEN = r"process \d stops: .*process VICTIM \(.*sent no heartbeat for"
 _ASLEEP = r"process \d stops: .*(wait for|waited \d+ s for .* from) process VICTIM \(.*has begun"
+_LEFT = r"process \d stops: .*(wait for|for .* from) process VICTIM \(.*which ended after step"
 _FAILED = r"process \d stops: process VICTIM \(.*\) failed: ValueError: bad value"
 _ALL = "all stop before the first step and name the field and the process"
 
@@ -321,6 +324,11 @@ FAULTS = {
         "all exit within 6 s and name it",
         lambda run: lost(run, _ASLEEP + ".*in a callback", 6.0),
     ),
+    "leave": Fault(
+        "a process leaves its loop early, with exit code 0",
+        "all exit within 5 s and name it",
+        lambda run: lost(run, _LEFT, GONE_SECONDS),
+    ),
     "error": Fault(
         "an exception in one process",
         "the others exit within 5 s and name it and the exception",
@@ -338,7 +346,7 @@ FAULTS = {
     ),
     "port": Fault(
         "a second job on the same port",
-        "it is rejected and names the first; the job ends with the same weights as alone",
+        "it is rejected; the job ends with the same weights as alone",
         lambda run: intruded(run, second_job),
     ),
     "learning-rate": Fault(

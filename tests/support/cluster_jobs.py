@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster.cluster_job import Linked
@@ -17,6 +18,7 @@ from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import meet
+from replicax.cluster.secret import Secret
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.in_flight import InFlight
@@ -31,9 +33,20 @@ def free_port() -> int:
         return port
 
 
-def place(process: int, processes: int, port: int, job: str = "ours") -> Place:
+NO_SECRET = Secret()
+
+
+def place(
+    process: int, processes: int, port: int, job: str = "ours", secret: Secret = NO_SECRET
+) -> Place:
     address = f"127.0.0.1:{port}"
-    return Place(process, processes, address, job, None, None, None, "test", {})
+    return Place(process, processes, address, job, None, None, None, "test", {}, secret)
+
+
+def proven(hello: Hello, secret: Secret = NO_SECRET) -> Hello:
+    """`hello` with its proof."""
+    proof = secret.proof(hello.job, hello.process, hello.processes)
+    return msgspec.structs.replace(hello, proof=proof)
 
 
 class Process:
@@ -60,7 +73,14 @@ class Process:
 class Job:
     """A job on a port of its own; all that it opened is closed at the end."""
 
-    def __init__(self, processes: int, patience: Patience, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        processes: int,
+        patience: Patience,
+        timeout_seconds: float,
+        secret: Secret = NO_SECRET,
+    ) -> None:
+        self.secret = secret
         self.processes, self.patience, self.timeout_seconds = processes, patience, timeout_seconds
         self.port = free_port()
         self.said: list[str] = []
@@ -71,7 +91,7 @@ class Job:
         self.hub: Hub | None = None
 
     def open(self, prepare: Prepare = lambda hellos: ()) -> None:
-        own = place(0, self.processes, self.port)
+        own = place(0, self.processes, self.port, secret=self.secret)
         self.hub = Hub(own, self.patience, self.timeout_seconds, prepare)
         self._closing.callback(self.hub.close)
 
@@ -83,10 +103,13 @@ class Job:
         processes: int | None = None,
         timeout_seconds: float | None = None,
         versions: Mapping[str, str] = VERSIONS,
+        secret: Secret | None = None,
     ) -> Future[Process]:
         """`process` comes in a thread of its own."""
         coordinator, host = f"127.0.0.1:{self.port}", socket.gethostname()
-        hello = Hello(job, process, processes or self.processes, host, os.getpid(), versions)
+        of = processes or self.processes
+        proof = (secret or self.secret).proof(job, process, of)
+        hello = Hello(job, process, of, host, os.getpid(), versions, proof=proof)
         seconds = timeout_seconds or self.timeout_seconds
 
         def coming() -> Process:
@@ -135,11 +158,15 @@ class Job:
 
 @contextlib.contextmanager
 def opened(
-    processes: int, *, silent_seconds: float = 5.0, timeout_seconds: float = HANG_SECONDS
+    processes: int,
+    *,
+    silent_seconds: float = 5.0,
+    timeout_seconds: float = HANG_SECONDS,
+    secret: Secret = NO_SECRET,
 ) -> Iterator[Job]:
     """A job whose hub serves; no thread of it is left at the end."""
     before = set(threading.enumerate())
-    job = Job(processes, Patience(silent_seconds=silent_seconds), timeout_seconds)
+    job = Job(processes, Patience(silent_seconds=silent_seconds), timeout_seconds, secret)
     try:
         job.open()
         yield job

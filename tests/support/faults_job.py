@@ -62,6 +62,8 @@ def inject() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "sleep":
         time.sleep(FOR_EVER)
+    elif FAULT == "leave":
+        sys.exit(0)
     elif FAULT == "error":
         raise ValueError("bad value")
 
@@ -99,7 +101,7 @@ def main() -> None:
     done = 0
     for epoch in range(10_000):
         for batch in dp.feed(source, BATCH * (1 + (FAULT == "batch" and WRONG)), epoch=epoch):
-            if done == STEP and FAULT in ("kill", "freeze", "sleep", "error") and WRONG:
+            if done == STEP and FAULT in ("kill", "freeze", "sleep", "leave", "error") and WRONG:
                 inject()
             if done == STEP and FAULT == "intruders":
                 wait_for_intruders()

@@ -51,7 +51,8 @@ def join():
     place = find_place(os.environ)
     if place.process == 0:
         Hub(place, Patience(), 30.0, lambda hellos: ())
-    hello = Hello(place.job, place.process, place.processes)
+    told = place.job, place.process, place.processes
+    hello = Hello(*told, proof=place.secret.proof(*told))
     wire, go = meet(place.coordinator, hello, 30.0, say)
     pulse = Pulse(InFlight())
     stop = partial(stop_now, place.process, pulse)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from replicax.cluster.alike import processor
 from replicax.errors import ConfigError
 
 THREADS = Path("/proc/self/task")
@@ -117,20 +118,11 @@ def environment() -> dict[str, Any]:
     """Date, hardware and versions."""
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
+        "processor": processor()["processor"],
         "cores": core_count(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    models = [line for line in text.splitlines() if line.startswith("model name")]
-    return models[0].partition(":")[2].strip() if models else platform.machine()
 
 
 NEIGHBOURS_TO_NOTE = 0.05

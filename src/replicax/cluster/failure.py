@@ -110,8 +110,9 @@ def fail(error: str, *, collateral: bool) -> Verdict | None:
 
 def is_collateral(error: BaseException) -> bool:
     """Return whether `error` looks like another process's fault."""
-    # Raised when a device's peers are gone; the types are jaxlib's and have no public name.
-    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    # Raised when a device's peers are gone; the types are jaxlib's and have no public name, and
+    # a program that waits for others while it is dispatched raises a ValueError.
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or "Gloo" in str(error)
 
 
 def has_joined() -> bool:
@@ -131,7 +132,9 @@ def watch_exceptions() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        link = _link()
+        if not (link and link.verdict and is_collateral(error)):  # its cause has been printed
+            before(kind, error, trace)
         end(error, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook

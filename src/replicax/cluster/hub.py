@@ -13,20 +13,23 @@ from typing import Any
 
 from replicax.cluster import wire
 from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.door import Door, Peer
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.pulse import Standing
 from replicax.cluster.rendezvous import bind
+from replicax.cluster.variables import COORDINATOR, SECRET
 from replicax.cluster.verdict import Member, Verdict, Waiting, judge
 
-HELLO_SECONDS = 10.0
-"""Timeout for the first message on a new connection."""
 LOOK_SECONDS = 0.1
 """Interval between checks for stuck processes."""
 _COLLATERAL_SECONDS = 1.0
 """How long to wait for the root cause of a failure that looks like a consequence."""
+_MOST_TOPICS = 100
+"""Topics that may wait for values at once: each has a thread that waits for it."""
 
 
+OTHER_JOB = "another job uses this port"
 Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
 """Called once with the first message of each process, in order; returns the fields of `Go` after
 the names. An error ends all processes."""
@@ -42,12 +45,13 @@ class Hub:
         self, place: Place, patience: Patience, timeout_seconds: float, prepare: Prepare
     ) -> None:
         self._listening = bind(place, listens=True)
-        self._job, self._processes = place.job, place.processes
+        self._job, self._processes, self._secret = place.job, place.processes, place.secret
+        self._door = Door(place.processes, self._hear, self._lost)
         self._silent_seconds = patience.silent_seconds
         self._timeout_seconds, self._prepare = timeout_seconds, prepare
         self._members: dict[int, Member] = {}
         self._hellos: dict[int, wire.Hello] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._peers: dict[int, Peer] = {}
         self._gathers: dict[str, Waiting] = {}
         self._started = False
         self._suspecting = False
@@ -69,68 +73,60 @@ class Hub:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._meet, sock=self._listening, limit=wire.LONGEST_LINE_BYTES
-        )
+        serving = asyncio.ensure_future(self._door.serve(self._listening))
         watching = asyncio.ensure_future(self._watch())
         await self._closing.wait()
-        watching.cancel()
-        server.close()  # each connection is closed by its own task, which the runner cancels
+        for task in (serving, watching):
+            task.cancel()
+        self._listening.close()
+        self._door.close()
+        await asyncio.sleep(0)  # the connections close
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection."""
-        process = None
-        try:
-            hello = wire.decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
-            if not isinstance(hello, wire.Hello):
+    def _hear(self, peer: Peer, message: wire.Message) -> None:
+        """Handle a message of any connection."""
+        if peer.process is not None:
+            self._take(self._members[peer.process], message)
+            return
+        if isinstance(message, wire.Hello):
+            refusal = self._refusal(message)
+            if refusal is None:
+                self._admit(message, peer)
                 return
-            refusal = self._refusal(hello)
-            if refusal:
-                writer.write(wire.encode(wire.Refused(refusal)))
-                return
-            process = self._admit(hello, writer)
-            while line := await reader.readline():
-                self._take(self._members[process], wire.decode(line))
-        except (TimeoutError, OSError, ValueError, TypeError):
-            pass  # an unrelated client, or a broken connection: both are closed below
-        except asyncio.CancelledError:
-            pass  # the hub is closing; Python 3.11 would log an error
-        finally:
-            if process is not None:
-                self._lost(process)
-            with contextlib.suppress(OSError):
-                writer.close()
+            peer.send(wire.Refused(refusal))
+        peer.close()
 
     def _refusal(self, hello: wire.Hello) -> str | None:
-        process, job = hello.process, hello.job
-        if job != self._job:
-            return f"job {self._job!r} uses this port, and this process belongs to job {job!r}"
+        """Return why `hello` is not admitted; strangers learn nothing of the job."""
+        process, processes = hello.process, hello.processes
+        if not self._secret.admits(hello.proof, hello.job, process, processes):
+            return f"{OTHER_JOB}, or the secret of this process differs: give all the same {SECRET}"
+        if hello.job != self._job:
+            return f"{OTHER_JOB}: set {COORDINATOR} to a free one"
         if hello.asks:
-            return f"job {self._job!r} of {self._processes} processes already uses it"
-        if hello.processes != self._processes:
-            told = hello.processes
-            return f"the job has {self._processes} processes, but this one was given {told}"
-        if type(process) is not int or not 0 <= process < self._processes:
-            return f"ranks range from 0 to {self._processes - 1}, but this process has {process!r}"
+            return f"process 0 of this job, of {self._processes} processes, already uses it"
+        if processes != self._processes:
+            return f"the job has {self._processes} processes, but this one was given {processes}"
+        if not 0 <= process < self._processes:
+            return f"ranks range from 0 to {self._processes - 1}, but this process has {process}"
         if process in self._members:
             return f"{self._members[process]} is already in the job"
-        return self._verdict and self._verdict.reason
+        return self._verdict.reason if self._verdict else None
 
-    def _admit(self, hello: wire.Hello, writer: asyncio.StreamWriter) -> int:
+    def _admit(self, hello: wire.Hello, peer: Peer) -> None:
         process = hello.process
-        self._members[process] = Member(process, str(hello.host), int(hello.pid), time.monotonic())
-        self._hellos[process], self._writers[process] = hello, writer
-        self._send(process, wire.Tick(self._missing()))
+        peer.admit(process)
+        self._members[process] = Member(process, hello.host, hello.pid, time.monotonic())
+        self._hellos[process], self._peers[process] = hello, peer
+        peer.send(wire.Tick(self._missing()))
         if not self._missing():
             self._start()
-        return process
 
     def _missing(self) -> list[int]:
         return [p for p in range(self._processes) if p not in self._members]
 
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
-        if found := differences([hello.versions for hello in hellos]):
+        if found := differences([hello.environment for hello in hellos]):
             text = f"the processes differ: {'; '.join(found)}: start all in the same environment"
             self._stop(Verdict(text, []))
             return
@@ -176,19 +172,26 @@ class Hub:
         topic = message.topic
         gather = self._gathers.setdefault(topic, Waiting(time.monotonic()))
         gather.values[process] = message.value
-        gather.patience_seconds[process] = float(message.patience_seconds or 0.0)
+        gather.patience_seconds[process] = message.patience_seconds or 0.0
+        held = sum(len(each.values.get(process, "")) for each in self._gathers.values())
+        if len(self._gathers) > _MOST_TOPICS or held > wire.LONGEST_LINE_BYTES:
+            raise ValueError("more values than the threads of a process send")
         if len(gather.values) == self._processes:
             del self._gathers[topic]
             values = [gather.values[p] for p in range(self._processes)]
             self._send_all(wire.Gathered(topic, values))
 
-    def _lost(self, process: int) -> None:
-        member = self._members[process]
-        del self._writers[process]
-        if member.ended or self._verdict or self._closing.is_set():
+    def _lost(self, peer: Peer) -> None:
+        """Handle the end of a connection."""
+        process = peer.process
+        if process is None:
             return
+        member = self._members[process]
+        del self._peers[process]
         if not self._started:
             del self._members[process]  # missing until it reconnects
+            return
+        if member.ended or self._verdict or self._closing.is_set():
             return
         end = f"{member} disconnected without notice, last seen at step {member.standing.begun}"
         self._stop(Verdict(f"{end}: killed, crashed, or network failure", [process]))
@@ -234,9 +237,5 @@ class Hub:
 
     def _send_all(self, message: wire.Message) -> None:
         # Process 0 last: it may be about to exit, and the others need the message first.
-        for process in sorted(self._writers, reverse=True):
-            self._send(process, message)
-
-    def _send(self, process: int, message: wire.Message) -> None:
-        with contextlib.suppress(OSError):
-            self._writers[process].write(wire.encode(message))
+        for process in sorted(self._peers, reverse=True):
+            self._peers[process].send(message)

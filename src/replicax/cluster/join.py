@@ -2,11 +2,8 @@
 
 import atexit
 import contextlib
-import importlib.metadata
 import os
-import platform
 import socket
-import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +11,9 @@ import jax
 
 from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
+from replicax.cluster.alike import beyond_common, environment, processor
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
+from replicax.cluster.differences import differences
 from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
@@ -26,8 +25,11 @@ from replicax.cluster.wire import Go, Hello
 from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError
 
-_PACKAGES = ("replicax", "jax", "jaxlib", "numpy", "optax", "flax")
 _DAY_SECONDS = 86_400
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables with the proxy that gRPC uses, even for this host."""
+_EXEMPT = ("no_grpc_proxy", "no_proxy")
+"""Variables with the hosts that gRPC reaches without a proxy; it reads the first that is set."""
 
 
 def initialize(
@@ -71,7 +73,7 @@ def initialize(
     Raises:
         ConfigError: a variable or an argument is missing, invalid, or contradicts another.
         ClusterError: another process cannot be reached, never joined, or rejects this one.
-        AgreementError: the processes have different versions of Python, JAX or Replicax.
+        AgreementError: the processes have different versions, XLA flags or settings of JAX.
     """
     earlier = current_job()
     if earlier is not None and (earlier.processes == 1 or jax.distributed.is_initialized()):
@@ -102,20 +104,24 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
             "itself: remove the former call"
         )
     coordinator = str(place.coordinator)
+    gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)  # type: ignore[attr-defined]
+    if not gpus:
+        _check_own_name()
     with contextlib.ExitStack() as held:
         if place.process == 0:
             port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
             Hub(place, patience, timeout_seconds, partial(_prepare, port))
-        gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)  # type: ignore[attr-defined]
         hello = Hello(
             place.job,
             place.process,
             place.processes,
             socket.gethostname(),
             os.getpid(),
-            _versions(),
+            environment(os.environ),
+            {} if gpus else processor(),
             gpus,
             place.local_devices,
+            proof=place.secret.proof(place.job, place.process, place.processes),
         )
         wire, go = meet(coordinator, hello, timeout_seconds, say)
         pulse = Pulse(InFlight())
@@ -131,6 +137,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
 
 def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
     host = split_address(str(place.coordinator))[0]
+    _exempt_from_proxies(host)
     # SIGTERM must end the process; JAX's handler would swallow it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -148,6 +155,27 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
         raise ClusterError(f"jax.distributed did not start: {error}") from error
 
 
+def _exempt_from_proxies(host: str) -> None:
+    """Have gRPC connect to `host` directly, whatever proxy the environment names."""
+    if not any(map(os.environ.get, _PROXIES)):
+        return
+    exempt = next(filter(None, map(os.environ.get, _EXEMPT)), None)
+    os.environ[_EXEMPT[0]] = ",".join(filter(None, [exempt, host]))
+
+
+def _check_own_name() -> None:
+    """Raise `ClusterError` if Gloo, the network of CPU devices, cannot find this host's address."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise ClusterError(
+            f"this host's own name {name!r} cannot be resolved ({error.strerror}), and JAX's CPU "
+            f"devices find each other by it; add the line `127.0.0.1 {name}`, or this host's "
+            "address in place of 127.0.0.1, to /etc/hosts"
+        ) from None
+
+
 def _do_not_preempt() -> None:
     """Schedule this thread, and the threads it starts later, as batch work if supported.
 
@@ -159,7 +187,15 @@ def _do_not_preempt() -> None:
 
 
 def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence[int] | None]]:
-    """Return the reply to all processes: process 0's port for JAX, and each process's devices."""
+    """Return the reply to all processes: process 0's port for JAX, and each process's devices.
+
+    Print it if processors differ: all compute, but sums may differ in their last bits.
+    """
+    if found := differences(beyond_common([hello.processor for hello in hellos])):
+        say(
+            f"the processors differ: {'; '.join(found)}: results may differ between processes in "
+            "their last bits, use hosts of one kind to avoid that"
+        )
     told = [hello.local_devices for hello in hellos]
     return port, told if any(told) else deal([(hello.host, hello.gpus) for hello in hellos])
 
@@ -170,18 +206,6 @@ def _hold_port(host: str) -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind((host if is_loopback(host) else "", 0))
     return holder
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of Python and of the loaded packages that affect results."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        loaded = getattr(sys.modules.get(package), "__version__", None)
-        try:
-            versions[package] = str(loaded or importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
 
 
 def _leave(link: Link) -> None:

@@ -1,6 +1,7 @@
 """This process's connection to the other processes of its job, through process 0."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class Link:
         self.verdict: Verdict | None = None
         self._wire, self._patience, self._on_stop = connection, patience, on_stop
         self._hub = names[0]
-        self._gathered: dict[str, list[Any] | None] = {}
+        self._gathered: dict[str, Sequence[str] | None] = {}
         """The values received, by pending topic."""
         self._changed = threading.Condition()
         self._leaving = self._failing = False
@@ -58,15 +59,16 @@ class Link:
         true, the result is empty. The others always have at least as long as each of them may go
         without progress, which is the default timeout.
         """
+        sent = wire.Gather(topic, json.dumps(value), patience_seconds)
         with self._changed:
             self._gathered[topic] = None
-        self._wire.send(wire.Gather(topic, value, patience_seconds))
+        self._wire.send(sent)
         with self._changed:
             while self._gathered[topic] is None and not (cancelled and cancelled()):
                 self._changed.wait(timeout=0.1)
             values = self._gathered.pop(topic)
         if values is not None:
-            return values
+            return [json.loads(each) for each in values]
         # Otherwise the hub would keep waiting for the other values.
         with contextlib.suppress(OSError):
             self._wire.send(wire.Withdraw(topic))
@@ -105,6 +107,7 @@ class Link:
         """Notify the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
+            self._wire.send(self.pulse.stand(self._patience))  # the last step that it has begun
             self._wire.send(wire.Bye())
 
     def close(self) -> None:

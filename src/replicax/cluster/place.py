@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from replicax.cluster.address import split_address
 from replicax.cluster.engines import find_innermost
+from replicax.cluster.secret import Secret, find_secret
 from replicax.cluster.variables import (
     COORDINATOR,
     JOB_ID,
@@ -42,6 +43,8 @@ class Place:
     `REPLICAX_*`, `arguments` or `nothing`."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """The source of each field: `{"process": "SLURM_PROCID=3"}`."""
+    secret: Secret = field(default_factory=Secret, repr=False, compare=False)
+    """Proof that this process belongs to the job."""
 
     def line(self) -> str:
         """Return the detected values and their sources, in one line."""
@@ -132,7 +135,7 @@ def find_place(
         facts["local_devices"] = _devices(env[LOCAL_DEVICES], LOCAL_DEVICES)
     values = {part: fact.value for part, fact in facts.items()}
     reasons = {part: fact.reason for part, fact in facts.items()}
-    return Place(**values, engine=engine, reasons=reasons)
+    return Place(**values, engine=engine, reasons=reasons, secret=find_secret(env))
 
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:

@@ -1,33 +1,34 @@
 """Progress of this process: steps begun and finished, its current activity, and for how long."""
 
 import collections
-import math
 import statistics
 import sys
 import threading
 import time
 import traceback
-from typing import NamedTuple
 
+from replicax.cluster.message import Typed
 from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
 
 _PACES = 100
 """Number of recent step times kept; their median is the usual step time."""
+NO_LIMIT_SECONDS = sys.float_info.max
+"""An infinite timeout; JSON has no infinity."""
 
 
-class Standing(NamedTuple):
+class Standing(Typed):
     """State that a process reports to the others, as its heartbeat."""
 
     begun: int = 0
-    """Steps dispatched to the devices. The process with the fewest blocks the others."""
+    """Steps dispatched, or being dispatched. The process with the fewest blocks the others."""
     finished: int = 0
     """Steps that the devices are known to have finished."""
     doing: str = "starting"
     """`starting`, `stepping`, `compiling`, `in a callback`, `idle`."""
     seconds: float = 0.0
     """Time since its last progress."""
-    allowed_seconds: float = math.inf
+    allowed_seconds: float = NO_LIMIT_SECONDS
     """Timeout for progress; unlimited until the first report."""
 
     def __str__(self) -> str:
@@ -66,7 +67,7 @@ class Pulse:
     def stand(self, patience: Patience) -> Standing:
         """Return the current state of this process."""
         finished, noticed_at = self._look()
-        begun = self.in_flight.begun
+        begun = max(self.in_flight.entered, self.in_flight.begun)
         seconds = time.monotonic() - max(self._moved_at, noticed_at)
         doing = "idle" if self._idle else "stepping" if begun else "starting"
         if not self._idle and seconds > 1.0:
@@ -75,7 +76,7 @@ class Pulse:
         allowed = patience.allowed(statistics.median(paces) if paces else None)
         if doing in ("compiling", "starting"):
             allowed = max(allowed, patience.start_seconds)
-        return Standing(begun, finished, doing, seconds, allowed)
+        return Standing(begun, finished, doing, seconds, min(allowed, NO_LIMIT_SECONDS))
 
     def _look(self) -> tuple[int, float]:
         """Return the number of finished steps, and when that was noticed; record the step time.

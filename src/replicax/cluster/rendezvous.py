@@ -10,7 +10,7 @@ from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Connection, Go, Hello, Refused, Tick
+from replicax.cluster.wire import Busy, Connection, Go, Hello, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
 
 _CONNECT_SECONDS = 5.0
@@ -47,11 +47,12 @@ def bind(place: Place, *, listens: bool = False) -> socket.socket:
 
 
 def _whose(place: Place) -> str:
-    """Return which Replicax job uses the port, if any."""
+    """Return whether a Replicax job uses the port, and whether it is this one."""
     try:
         connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
         with contextlib.closing(Connection(connection)) as wire:
-            wire.send(Hello(place.job, process=-1, processes=0, asks=True))
+            proof = place.secret.proof(place.job, -1, 0)
+            wire.send(Hello(place.job, process=-1, processes=0, asks=True, proof=proof))
             said = next(wire.receive(timeout_seconds=1.0), None)
         return f" ({said.reason})" if isinstance(said, Refused) else ""
     except (OSError, ValueError):
@@ -64,23 +65,28 @@ def meet(
     """Connect to the hub and wait until all processes have joined; `say` which are missing.
 
     `ClusterError` if the hub cannot be reached or rejects this process, or if a process never
-    joined; `AgreementError` if the processes have different versions.
+    joined; `AgreementError` if the processes have different versions, flags or settings.
     """
     deadline = time.monotonic() + timeout_seconds
-    wire = reach(coordinator, deadline, say)
-    try:
-        wire.send(hello)
-        # The hub reports which processes are missing: wait slightly longer than it does.
-        return wire, _wait(wire, deadline + 5.0, say)
-    except (OSError, ValueError) as error:
+    while True:
+        wire = reach(coordinator, deadline, say)
+        try:
+            wire.send(hello)
+            # The hub reports which processes are missing: wait slightly longer than it does.
+            go = _wait(wire, deadline + 5.0, say)
+        except (OSError, ValueError) as error:
+            wire.close()
+            raise ClusterError(
+                f"{coordinator} was reached, but the program listening there is not process 0 of a "
+                f"Replicax job, or it just ended ({error}); see its output, or use another port"
+            ) from None
+        except BaseException:
+            wire.close()
+            raise
+        if go is not None:
+            return wire, go
         wire.close()
-        raise ClusterError(
-            f"{coordinator} was reached, but the program listening there is not process 0 of a "
-            f"Replicax job, or it just ended ({error}); see its output, or use another port"
-        ) from None
-    except BaseException:
-        wire.close()
-        raise
+        time.sleep(_AGAIN_SECONDS)
 
 
 def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Connection:
@@ -108,7 +114,8 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
             time.sleep(_AGAIN_SECONDS)
 
 
-def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go:
+def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go | None:
+    """Return the hub's answer once all have joined; None if it is too busy to listen now."""
     said_at = started = time.monotonic()
     while time.monotonic() < deadline:
         for message in wire.receive(timeout_seconds=1.0):
@@ -118,6 +125,8 @@ def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go:
                     raise ClusterError(f"rejected by process 0: {reason}")
                 case Verdict(reason, blames):
                     raise (ClusterError if blames else AgreementError)(reason)
+                case Busy():
+                    return None
                 case Go():
                     return message
                 case Tick(missing) if missing and now - said_at > _SAY_SECONDS:

@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
+from replicax.cluster.message import Typed
 from replicax.cluster.pulse import Standing
 
 SAVED = 75
@@ -34,12 +34,12 @@ class Waiting:
     """Values that processes have sent for a topic, while they wait for the others'."""
 
     since: float
-    values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    values: dict[int, str] = dataclasses.field(default_factory=dict)
     patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
     """Timeout requested by each of them, if longer than the default."""
 
 
-class Verdict(NamedTuple):
+class Verdict(Typed):
     """Why all processes stop."""
 
     reason: str
@@ -71,6 +71,10 @@ def judge(
         if all(member.ended for member in missing) or now - those.since > patience:
             return _missing(topic, missing, now - those.since, now)
     busy = [member for member in running if member.standing.doing != "idle"]
+    ahead = max((member.standing.begun for member in busy), default=0)
+    left = [each for each in members.values() if each.ended and each.standing.begun < ahead]
+    if left:
+        return _ended_early(left, ahead, now)
     patience = max((member.standing.allowed_seconds for member in busy), default=0.0)
     stuck = [member for member in busy if member.standing.seconds > patience]
     if stuck:
@@ -83,6 +87,15 @@ def _missing(topic: str, missing: Sequence[Member], seconds: float, now: float) 
     return Verdict(
         f"the others have waited {seconds:.0f} s for {topic} from {they}",
         [member.process for member in missing],
+        stacks=True,
+    )
+
+
+def _ended_early(left: Sequence[Member], ahead: int, now: float) -> Verdict:
+    they = "; ".join(f"{member}, which {_state(member, now)}" for member in left)
+    return Verdict(
+        f"the others, at step {ahead}, wait for {they}: all must take the same number of steps",
+        [member.process for member in left],
         stacks=True,
     )
 

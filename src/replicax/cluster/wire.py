@@ -1,28 +1,33 @@
 """Messages between the processes of a job: one JSON array per line, over TCP.
 
-Received data is never executed: an unknown client is only rejected.
+Received data is never executed, and the types of a message are checked before anything reads it.
 """
 
 import contextlib
 import json
+import re
 import selectors
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
 
+import msgspec
+
+from replicax.cluster.message import Typed
 from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
 
 LONGEST_LINE_BYTES = 1 << 26
 """A longer message does not come from Replicax, and ends the connection."""
+LONGEST_HELLO_BYTES = 1 << 16
+"""The limit for a first message, which may come from anyone."""
 SEND_SECONDS = 10.0
 """Timeout for sending. Messages are small: if a socket stays full, its reader is frozen or gone."""
 
 # To process 0. `Standing` is a heartbeat, and a `Verdict` makes it stop the job.
 
 
-class Hello(NamedTuple):
+class Hello(Typed):
     """The first message of a process."""
 
     job: str
@@ -30,30 +35,36 @@ class Hello(NamedTuple):
     processes: int
     host: str = ""
     pid: int = 0
-    versions: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
+    """Versions, flags and settings, which must be the same in all processes."""
+    processor: Mapping[str, str] = {}
+    """The kind of processor, if the job computes on it."""
     gpus: Sequence[str] = ()
     """UUIDs of the visible GPUs."""
     local_devices: Sequence[int] | None = None
     asks: bool = False
-    """Whether it only asks which job uses this port."""
+    """Whether it only asks who uses this port."""
+    proof: str = ""
+    """Proof that it knows the job's secret."""
 
 
-class Gather(NamedTuple):
+class Gather(Typed):
     """A value for all others; every process sends one."""
 
     topic: str
-    value: Any
+    value: str
+    """In JSON."""
     patience_seconds: float | None = None
     """Timeout for the others; by default how long each may go without progress."""
 
 
-class Withdraw(NamedTuple):
+class Withdraw(Typed):
     """The process no longer waits for the others' values."""
 
     topic: str
 
 
-class Failed(NamedTuple):
+class Failed(Typed):
     """The process ends with an error."""
 
     error: str
@@ -61,27 +72,31 @@ class Failed(NamedTuple):
     """Whether that looks like another process's fault."""
 
 
-class Bye(NamedTuple):
+class Bye(Typed):
     """The process is done."""
 
 
 # From process 0, which also sends a `Verdict` to stop all.
 
 
-class Refused(NamedTuple):
+class Refused(Typed):
     """The process does not belong to the job; the connection ends."""
 
     reason: str
 
 
-class Tick(NamedTuple):
+class Busy(Typed):
+    """Too many connections are open that have not said who they are: try again."""
+
+
+class Tick(Typed):
     """A heartbeat."""
 
     missing: Sequence[int]
     """Processes that have not joined yet."""
 
 
-class Go(NamedTuple):
+class Go(Typed):
     """All processes have joined."""
 
     names: Sequence[str]
@@ -92,32 +107,72 @@ class Go(NamedTuple):
     """Indices of the visible accelerators that each process uses; `None`: all."""
 
 
-class Gathered(NamedTuple):
+class Gathered(Typed):
     """The values of all processes, in order."""
 
     topic: str
-    values: list[Any]
+    values: Sequence[str]
+    """In JSON."""
 
 
 Message = (
-    Hello | Standing | Gather | Withdraw | Failed | Bye | Verdict | Refused | Tick | Go | Gathered
+    Hello
+    | Standing
+    | Gather
+    | Withdraw
+    | Failed
+    | Bye
+    | Verdict
+    | Refused
+    | Busy
+    | Tick
+    | Go
+    | Gathered
 )
-_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
     """Return `message` as a line."""
-    return json.dumps([type(message).__name__, *message], separators=(",", ":")).encode() + b"\n"
+    try:
+        return msgspec.json.encode(message) + b"\n"
+    except UnicodeEncodeError:  # such as the name of a file that is not UTF-8
+        text = json.dumps(msgspec.to_builtins(message))
+        return re.sub(r"\\ud[89a-f]..", r"\\ufffd", text).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """Return the message in `line`; `ValueError` if there is none."""
     try:
-        kind, *fields = json.loads(line)
-        message: Message = _KINDS[kind](*fields)
-    except (TypeError, LookupError) as error:
-        raise ValueError(f"{line[:80]!r} is not a message") from error
-    return message
+        return _DECODER.decode(line)
+    except RecursionError:
+        raise ValueError("a message is not nested deeply") from None
+
+
+class Received:
+    """Splits received bytes into lines of at most `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._unread = bytearray()
+        self._searched = 0
+
+    def feed(self, arrived: bytes) -> None:
+        """Add received bytes."""
+        self._unread += arrived
+
+    def take(self) -> bytes | None:
+        """Return the next line; None if it has not ended yet, `ValueError` if it is too long."""
+        end = self._unread.find(b"\n", self._searched)
+        self._searched = len(self._unread) if end < 0 else end
+        if self._searched > self.most:
+            raise ValueError(f"a message is longer than {self.most} bytes")
+        if end < 0:
+            return None
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        self._searched = 0
+        return line
 
 
 class Connection:
@@ -128,7 +183,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
-        self._unread = bytearray()
+        self._received = Received(LONGEST_LINE_BYTES)
 
     def send(self, message: Message) -> None:
         """Send `message`; `OSError` if the other end is gone or no longer reads."""
@@ -141,9 +196,7 @@ class Connection:
         Raise `ConnectionError` if the other end has closed, and `ValueError` if it does not
         follow this protocol.
         """
-        searched = 0
-        while self._unread.find(b"\n", searched) < 0:
-            searched = len(self._unread)
+        while (line := self._received.take()) is None:
             # A timeout of the socket would also apply to a `send` in another thread, and
             # an epoll would not wake up when another thread closes the socket.
             with selectors.PollSelector() as selector:
@@ -153,13 +206,10 @@ class Connection:
             arrived = self._socket.recv(1 << 16)
             if not arrived:
                 raise ConnectionResetError("closed by the other end")
-            self._unread += arrived
-            if len(self._unread) > LONGEST_LINE_BYTES:
-                raise ValueError("unterminated message")
-        while (end := self._unread.find(b"\n")) >= 0:
-            line = bytes(self._unread[:end])
-            del self._unread[: end + 1]  # before the yield: the next call gets the rest
+            self._received.feed(arrived)
+        while line is not None:
             yield decode(line)
+            line = self._received.take()
 
     def close(self) -> None:
         """Close this end; a `receive` in another thread then ends as well."""

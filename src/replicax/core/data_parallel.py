@@ -180,8 +180,9 @@ class DataParallel(Configured):
         if type(batch) is not Batch:
             batch = self._known.placed(batch)
         batch = self.prepare(state, batch)
-        state, metrics = self._known.step(state, batch)
         self.job.move()
+        self.job.in_flight.enter()
+        state, metrics = self._known.step(state, batch)
         self.job.in_flight.add(metrics[LOSS])
         self._checks.check_result(state, metrics)
         return state, metrics

@@ -21,6 +21,8 @@ class InFlight:
     def __init__(self) -> None:
         self.begun = 0
         """Number of steps dispatched."""
+        self.entered = 0
+        """The same, with the one that is being dispatched, which may wait for other processes."""
         self._waited_for = 0
         self._unfinished: collections.deque[Any] = collections.deque()
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()
@@ -33,6 +35,10 @@ class InFlight:
         with self._lock:
             ready = itertools.takewhile(_is_ready, self._unfinished)
             return self._waited_for + sum(1 for _ in ready)
+
+    def enter(self) -> None:
+        """Note that a step is about to be dispatched."""
+        self.entered = self.begun + 1
 
     def add(self, result: Any) -> None:
         """Add the step that computes `result`, an array that is never donated.

@@ -173,7 +173,11 @@ def _blamed(processes: Sequence[Ended], reports: dict[int, FailureReport]) -> Fa
     order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]
     silent = _first_silent(processes, order)
     if silent is not None:
-        return _failure(processes, silent, processes[silent].how, step)
+        end = processes[silent]
+        blaming = next(each for each in reports.values() if silent in each.blames)
+        # JAX aborts a process whose job has ended: then the cause is the reason to end it.
+        aborted = end.status == -signal.SIGABRT and end.time > blaming.time
+        return _failure(processes, silent, blaming.error if aborted else end.how, step)
     number = next((number for number in order if processes[number].report is None), None)
     if number is None:  # such as a process that stalled and was notified
         first, report = next(iter(reports.items()))

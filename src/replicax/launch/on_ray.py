@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from replicax.cluster.address import join_address, split_address
+from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError, ConfigError, require
 from replicax.launch.attempt import Attempt, collected_signals
@@ -158,7 +159,11 @@ def _fit(
 ) -> tuple[int, str | None]:
     """Run the job with Ray Train; return the exit code and a message or None."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
-    env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED) and name not in (SECRET, SECRET_FILE)
+    }
     trainer = trainer_module.DataParallelTrainer(
         run_process,
         train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
@@ -224,9 +229,9 @@ def run_process(config: dict[str, Any]) -> int:
     meeting = None
     if number == 0:  # it broadcasts its address
         host = require("ray.util", "ray").get_node_ip_address()
-        meeting = (join_address(host, free_port()), secrets.token_hex(8))
+        meeting = join_address(host, free_port()), secrets.token_hex(8), secrets.token_urlsafe()
     collective = require("ray.train.collective", "ray")
-    coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
+    coordinator, job_id, secret = collective.broadcast_from_rank_zero(meeting)
     echo = Echo(job.processes, quiet=False)
     try:
         os.chdir(config["folder"])
@@ -239,7 +244,8 @@ def run_process(config: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
         report = Path(temporary) / "failure.json"
         # Ray writes the output to its own files.
-        start = ProcessStart(job, number, coordinator, job_id, env, Path(os.devnull), report)
+        place = number, coordinator, job_id, secret
+        start = ProcessStart(job, *place, env, Path(os.devnull), report)
         with collected_signals() as signals:
             try:
                 (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()

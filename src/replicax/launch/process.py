@@ -33,7 +33,8 @@ class ProcessStart:
     coordinator: str
     """Address of process 0."""
     job_id: str
-    env: Mapping[str, str]
+    secret: str = dataclasses.field(repr=False)
+    env: Mapping[str, str] = dataclasses.field(repr=False)
     """The environment of the job."""
     log: Path
     """File for both of its streams."""
@@ -46,13 +47,15 @@ class ProcessStart:
     def own_env(self) -> dict[str, str]:
         """The environment of the process, including its place in the job."""
         devices = self.job.devices_per_process
+        kept = {name: value for name, value in self.env.items() if name != variables.SECRET_FILE}
         return {
-            **self.env,
+            **kept,
             **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
             variables.PROCESS_ID: str(self.number),
             variables.PROCESSES: str(self.job.processes),
             variables.COORDINATOR: self.coordinator,
             variables.JOB_ID: self.job_id,
+            variables.SECRET: self.secret,
             variables.FAILURE_FILE: str(self.report),
             "PYTHONUNBUFFERED": "1",
         }

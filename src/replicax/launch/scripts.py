@@ -129,6 +129,7 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
         "jobset.yaml",
         {
             "name": _quoted(job.name),
+            "bare-name": job.name,
             "namespace": options.namespace and _quoted(options.namespace),
             "processes": job.processes,
             "restarts": job.restarts,

@@ -54,7 +54,8 @@ def launch(
 
     Meanwhile signals to this process are forwarded to them; after a SIGINT or SIGTERM they have
     `grace_seconds` to exit. Their environment is `env`, or this process's; their output goes to
-    the folder `logs`, or a new one in `runs/`.
+    the folder `logs`, or a new one in `runs/`. A secret in their environment keeps
+    all other processes out of the job.
 
     Raises:
         ConfigError: an invalid job.
@@ -63,7 +64,7 @@ def launch(
     base = dict(os.environ if env is None else env)
     _check(job, base)
     cores = core_blocks(job.processes) if job.pin else [()] * job.processes
-    job_id = secrets.token_hex(8)
+    job_id, secret = secrets.token_hex(8), secrets.token_urlsafe()
     folder = _folder(logs, job_id)
     began = time.monotonic()
     restarts = Restarts(job.restarts)
@@ -84,7 +85,7 @@ def launch(
                 for number in range(job.processes):
                     log = folder / f"process-{number}{again}.log"
                     report = log.with_suffix(".failure.json").absolute()
-                    place = number, coordinator, job_id
+                    place = number, coordinator, job_id, secret
                     starts.append(ProcessStart(job, *place, base, log, report, cores[number]))
                 attempt = Attempt(starts, echo, signals, grace_seconds)
                 start = time.monotonic()

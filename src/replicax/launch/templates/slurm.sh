@@ -29,6 +29,11 @@
 #SBATCH --open-mode=append
 #end
 
+# Keeps the processes of other users out of the job; srun passes it on.
+REPLICAX_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export REPLICAX_SECRET
+unset REPLICAX_SECRET_FILE
+
 #if devices
 # Simulated devices per process, when it runs on CPUs.
 export JAX_NUM_CPU_DEVICES={{devices}}

@@ -1,0 +1,65 @@
+"""The secret of a job: only a process that knows it can join."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicax.cluster.variables import SECRET, SECRET_FILE
+from replicax.errors import ConfigError
+
+_LONGEST_BYTES = 4096
+
+
+class Secret:
+    """Proves that a process belongs to the job, without sending or showing the secret.
+
+    Without a secret (an empty `key`) any process can compute the proof.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        self._key = key
+
+    def proof(self, job: str, process: int, processes: int) -> str:
+        """Return the proof that a process sends to join as that rank."""
+        rank = f"{process} of {processes} in {job}"
+        return hmac.new(self._key, rank.encode(errors="replace"), hashlib.sha256).hexdigest()
+
+    def admits(self, proof: str, job: str, process: int, processes: int) -> bool:
+        """Return whether `proof` comes from a process that knows the secret."""
+        own = self.proof(job, process, processes)
+        return hmac.compare_digest(own.encode(), proof.encode())
+
+
+def find_secret(env: Mapping[str, str]) -> Secret:
+    """Return the secret in REPLICAX_SECRET or in the file REPLICAX_SECRET_FILE, if either is set.
+
+    No error shows a part of it.
+    """
+    if SECRET in env and SECRET_FILE in env:
+        raise ConfigError(
+            f"{SECRET} and {SECRET_FILE} are both set; one is enough: unset the other"
+        )
+    key, name = env.get(SECRET, "").encode(errors="surrogateescape"), SECRET
+    if path := env.get(SECRET_FILE):
+        name = f"{SECRET_FILE}={path}"
+        key = _read(Path(path), name)
+    key = key.strip()
+    if not key and (SECRET in env or SECRET_FILE in env):
+        raise ConfigError(f"{name} is empty; it must be the job's secret: set it, or unset it")
+    return Secret(key)
+
+
+def _read(path: Path, name: str) -> bytes:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{name} is not a regular file: name a file with the job's secret")
+    try:
+        with path.open("rb") as file:
+            key = file.read(_LONGEST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}: correct it") from None
+    if len(key) > _LONGEST_BYTES:
+        raise ConfigError(
+            f"{name} has more than {_LONGEST_BYTES} bytes: name a file with the job's secret only"
+        )
+    return key

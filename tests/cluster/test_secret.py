@@ -1,0 +1,118 @@
+"""Who knows the secret of a job may join it, and nobody else learns anything."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.cluster_jobs import VERSIONS, Job, opened, place, proven
+from support.waiting import HANG_SECONDS
+
+from replicax.cluster.hub import Hub
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import find_place
+from replicax.cluster.secret import Secret, find_secret
+from replicax.cluster.wire import Hello, encode
+from replicax.errors import ClusterError, ConfigError
+
+KEY = "the secret of this job"
+SECRET, OTHER = Secret(KEY.encode()), Secret(b"another")
+ENV = {"REPLICAX_PROCESS_ID": "1", "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINATOR": "a:1"}
+
+
+def same(one: Secret, other: Secret) -> bool:
+    return other.admits(one.proof("a", 1, 2), "a", 1, 2)
+
+
+def works(job: Job, processes: list[Any]) -> bool:
+    waiting = [job.call(p.gather, "still there", p.process) for p in processes]
+    return [each.result(timeout=HANG_SECONDS) for each in waiting] == [[0, 1]] * 2
+
+
+def test_a_secret_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{KEY}\n")
+    for env in ({"REPLICAX_SECRET": KEY}, {"REPLICAX_SECRET_FILE": str(file)}):
+        assert same(find_secret(env), SECRET)
+        assert same(find_place({**ENV, **env}).secret, SECRET)
+    assert same(find_secret({}), Secret())
+    assert not same(find_secret({}), SECRET)
+
+
+def test_a_proof_holds_for_one_rank_of_one_job() -> None:
+    proof = SECRET.proof("a", 1, 2)
+    assert not any(SECRET.admits(proof, *them) for them in [("b", 1, 2), ("a", 0, 2), ("a", 1, 3)])
+    assert not SECRET.admits("ä", "a", 1, 2)
+
+
+def test_a_secret_that_cannot_be_used_is_named_but_not_shown(tmp_path: Path) -> None:
+    pipe, empty, large = tmp_path / "pipe", tmp_path / "empty", tmp_path / "large"
+    os.mkfifo(pipe)
+    empty.touch()
+    large.write_text(KEY * 1000)
+    for wrong in (pipe, empty, large, tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=re.escape(str(wrong))) as caught:
+            find_secret({"REPLICAX_SECRET_FILE": str(wrong)})
+        assert KEY not in str(caught.value)
+    with pytest.raises(ConfigError, match="REPLICAX_SECRET is empty"):
+        find_secret({"REPLICAX_SECRET": " "})
+    with pytest.raises(ConfigError, match="both") as caught:
+        find_secret({"REPLICAX_SECRET": KEY, "REPLICAX_SECRET_FILE": "x"})
+    assert KEY not in str(caught.value)
+
+
+def test_a_place_does_not_show_its_secret() -> None:
+    found = find_place({**ENV, "REPLICAX_SECRET": KEY})
+    assert KEY not in f"{found!r} {found.line()} {found.reasons} {vars(found)}"
+
+
+@pytest.mark.parametrize("wrong", [OTHER, Secret()], ids=["another", "none"])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_process_without_the_secret_neither_joins_nor_disturbs(
+    wrong: Secret, started: bool
+) -> None:
+    with opened(2, secret=SECRET) as job:
+        processes = job.start() if started else []
+        for process in (0, 1):
+            with pytest.raises(ClusterError, match="REPLICAX_SECRET") as caught:
+                job.come(process, secret=wrong).result(timeout=HANG_SECONDS)
+            assert "secret" in str(caught.value)
+            assert "differs" in str(caught.value)
+            assert "ours" not in str(caught.value)
+        assert works(job, processes or job.start())
+
+
+def test_a_process_with_a_secret_does_not_join_a_job_without_one() -> None:
+    with opened(2) as job:
+        with pytest.raises(ClusterError, match="REPLICAX_SECRET"):
+            job.come(1, secret=OTHER).result(timeout=HANG_SECONDS)
+        assert works(job, job.start())
+
+
+def test_strangers_do_not_learn_the_id_of_a_job() -> None:
+    with opened(2, secret=SECRET) as job:
+        job.start()
+        for hello in (
+            proven(Hello("ours", 1, 2), OTHER),
+            proven(Hello("theirs", 1, 2), SECRET),
+            Hello("", 0, 0),
+            Hello("", -1, 0, asks=True),
+        ):
+            stranger = job.stranger()
+            stranger.sendall(encode(hello))
+            assert "another job" in (said := stranger.recv(1 << 16).decode())
+            assert "ours" not in said
+        with pytest.raises(ClusterError, match="another job") as caught:
+            Hub(place(0, 2, job.port, "theirs"), Patience(), 5.0, lambda hellos: ())
+        assert "ours" not in str(caught.value)
+
+
+def test_a_proof_does_not_serve_for_another_rank() -> None:
+    with opened(2, secret=SECRET) as job:
+        stolen = proven(Hello("ours", 1, 2, "h", 1, VERSIONS), SECRET)
+        stranger = job.stranger()
+        stranger.sendall(encode(msgspec.structs.replace(stolen, process=0)))
+        assert "another job" in stranger.recv(1 << 16).decode()
+        assert works(job, job.start())

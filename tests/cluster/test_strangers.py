@@ -1,0 +1,128 @@
+"""Whoever finds the port of a job neither joins it, nor stops it, nor fills its memory.
+
+`benchmarks/strangers.py` does the same to real processes, ten thousand times.
+"""
+
+import contextlib
+import socket
+import time
+
+import pytest
+from support.cluster_jobs import Job, Process, opened, place, proven
+from support.strangers import Strangers
+from support.waiting import HANG_SECONDS, until
+
+from replicax.cluster import hub as hub_module
+from replicax.cluster import rendezvous, wire
+from replicax.cluster.door import MORE_STRANGERS
+from replicax.cluster.secret import Secret
+from replicax.cluster.wire import Bye, Gather, Hello, encode
+
+SECRET = Secret(b"a secret that nobody guesses")
+
+
+def works(job: Job, processes: list[Process], topic: str = "still there") -> bool:
+    waiting = [job.call(p.gather, topic, p.process) for p in processes]
+    return [each.result(timeout=HANG_SECONDS) for each in waiting] == [[0, 1]] * 2
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed it by now."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_job_goes_on_whatever_strangers_say(
+    started: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with opened(2, secret=SECRET) as job:
+        processes = job.start() if started else []
+        strangers = Strangers(job.port, "ours", 2, seed=int(started))
+        for number in range(150):
+            strangers.come()
+            assert not processes or number % 10 or works(job, processes, f"after {number}")
+        strangers.leave()
+        assert works(job, processes or job.start())
+        assert not any(process.stopped.done() for process in processes)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+def test_few_strangers_are_open_at_once() -> None:
+    with opened(2, secret=SECRET) as job:
+        most = 2 + MORE_STRANGERS
+        strangers = [job.stranger() for _ in range(3 * most)]
+        until(lambda: sum(map(closed, strangers)) == 2 * most)
+        coming = [job.come(process) for process in range(2)]
+        time.sleep(0.3)
+        assert not any(each.done() for each in coming)  # they try again
+        for stranger in strangers:
+            stranger.close()
+        assert works(job, [each.result(timeout=HANG_SECONDS) for each in coming])
+
+
+def test_a_job_runs_while_all_places_of_strangers_are_taken() -> None:
+    with opened(2, secret=SECRET) as job:
+        processes = job.start()
+        _ = [job.stranger() for _ in range(100)]
+        assert works(job, processes)
+
+
+def test_a_stranger_is_cut_off_before_it_fills_the_memory() -> None:
+    with opened(2, secret=SECRET) as job:
+        processes = job.start()
+        stranger = job.stranger()
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 60_000_000:
+                sent += stranger.send(b"x" * 100_000)
+        assert sent < 20_000_000  # the system's own buffers, of the two ends
+        assert works(job, processes)
+
+
+def test_the_first_message_is_short_and_later_ones_may_be_long() -> None:
+    with opened(2) as job:
+        hello = Hello("ours", 1, 2, host="h" * wire.LONGEST_HELLO_BYTES)
+        stranger = job.stranger()
+        stranger.sendall(encode(proven(hello)))
+        until(lambda: closed(stranger))
+        processes = job.start()
+        waiting = [job.call(p.gather, "long", "x" * 1_000_000) for p in processes]
+        assert [len(value) for each in waiting for value in each.result(HANG_SECONDS)] == [
+            1_000_000
+        ] * 4
+
+
+def test_a_process_does_not_fill_the_memory_with_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        with contextlib.suppress(OSError):
+            for number in range(10_000):
+                second.wire.send(Gather(f"topic {number}", "x" * 10_000))
+        assert list(first.stopped.result(timeout=HANG_SECONDS).blames) == [1]
+        assert len(job.hub._gathers) <= hub_module._MOST_TOPICS + 1  # type: ignore[union-attr]
+
+
+def test_a_rank_is_free_again_whatever_ends_its_connection() -> None:
+    with opened(2) as job:
+        for last in (b"junk\n", encode(Bye()), encode(Bye())[:-2], b"[" * 100_000 + b"\n"):
+            taken = job.stranger()
+            taken.sendall(encode(proven(Hello("ours", 1, 2))) + last)
+            assert b"Tick" in taken.recv(1 << 16)
+            taken.close()
+            until(lambda: not job.hub._members)  # type: ignore[union-attr]
+        assert works(job, job.start())
+
+
+def test_who_asks_while_all_places_are_taken_waits_for_no_answer() -> None:
+    with opened(2, secret=SECRET) as job:
+        _ = [job.stranger() for _ in range(100)]
+        assert rendezvous._whose(place(0, 2, job.port)) == ""
