@@ -47,6 +47,8 @@ Natural = Annotated[int, Range(0, 2**63 - 1)]
 Count = Annotated[int, Range(1, 2**63 - 1)]
 Rows = Annotated[int, Range(1, 2**31 - 1)]
 """Rows of a batch, which int32 numbers."""
+Devices = Annotated[int, Range(1, 4096)]
+"""Devices of a process; a CPU simulates each in a thread of its own."""
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0, 1e18)]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from replicax.arguments import Count, Natural, NotNegative
+from replicax.arguments import Count, Devices, Natural, NotNegative
 from replicax.cli import failed
 from replicax.cli.flags import one_of, parse, shown_as, taken
 from replicax.errors import ConfigError, did_you_mean
@@ -31,7 +31,7 @@ class LaunchOptions:
     """Where to run: this host, or a cluster engine."""
     processes: Annotated[Count | None, shown_as("N", "none, required")] = None
     """Number of processes in total."""
-    devices_per_process: Annotated[Count | None, shown_as("N", "none")] = None
+    devices_per_process: Annotated[Devices | None, shown_as("N", "none")] = None
     """Number of CPU devices that each process simulates."""
     pin: bool = False
     """Pin each process to its own CPU cores."""

@@ -15,6 +15,7 @@ from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.lease import is_held
+from replicax.train.places import read_end
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
 from replicax.train.summary import metrics_text
 from replicax.wording import shortened, size_text
@@ -123,9 +124,8 @@ def _store(path: Path) -> Store:
 def _records(path: Path) -> list[Record]:
     """Return the last records, skipping invalid lines: a killed process truncates one."""
     found: list[Record] = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, os.path.getsize(path) - _MOST_RECORD_BYTES))
-        for line in file:
+    with contextlib.suppress(OSError):
+        for line in read_end(path, _MOST_RECORD_BYTES).splitlines():
             with contextlib.suppress(ValueError):
                 found.append(record_from_json(line))
     return found

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.arguments import Count
+from replicax.arguments import Count, Devices
 from replicax.cli.flags import one_of, shown_as
 from replicax.cluster.place import find_place
 from replicax.core.exact import MICRO_SHARDS, fix_threads
@@ -135,7 +135,7 @@ class ModeOptions:
 class DeviceOptions:
     """The devices, for commands that run a step on a single number of them."""
 
-    devices: Annotated[Count | None, shown_as("INT", "all")] = None
+    devices: Annotated[Devices | None, shown_as("INT", "all")] = None
     """Number of devices, over all processes; simulated on a CPU (verify: 8 by default)."""
 
 

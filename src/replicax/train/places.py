@@ -123,6 +123,14 @@ def read_bytes(path: Path) -> bytes:
     return read_touched(path)[0]
 
 
+def read_end(path: Path, most: int) -> bytes:
+    """Read the last `most` bytes of the local file at `path`, which must be a regular file."""
+    with _regular(path, os.O_RDONLY) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        data: bytes = file.read()
+        return data
+
+
 def read_touched(path: Path) -> tuple[bytes, int]:
     """Read the file at `path`; return its contents and a number that changes with `touch`.
 

@@ -1,0 +1,36 @@
+"""Hostile run folders, configurations and command lines: one line, and a documented exit code."""
+
+from pathlib import Path
+
+import pytest
+from support.hostile import make_run, trial
+
+from replicax.train import lease
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for no holder on another host."""
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize(("kind", "trials"), [("folder", 12), ("config", 12), ("command line", 12)])
+def test_what_nobody_should_give_is_one_line(
+    kind: str, trials: int, original: Path, tmp_path: Path
+) -> None:
+    found = (trial(kind, seed, original, tmp_path / "at") for seed in range(trials))
+    assert [wrong for wrong in found if wrong] == []
+
+
+@pytest.mark.exhaustive
+def test_so_are_environments(original: Path, tmp_path: Path) -> None:
+    assert [trial("environment", seed, original, tmp_path / "at") for seed in range(4)] == [
+        None
+    ] * 4
