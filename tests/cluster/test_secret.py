@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.cluster_jobs import VERSIONS, Job, opened, place, proven
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster.hub import Hub
 from replicax.cluster.patience import Patience
@@ -107,6 +107,19 @@ def test_strangers_do_not_learn_the_id_of_a_job() -> None:
         with pytest.raises(ClusterError, match="another job") as caught:
             Hub(place(0, 2, job.port, "theirs"), Patience(), 5.0, lambda hellos: ())
         assert "ours" not in str(caught.value)
+
+
+def test_the_secret_is_not_sent_but_what_is_sent_can_be_read_and_sent_again() -> None:
+    line = encode(proven(Hello("ours", 1, 2, "host-7", 1, VERSIONS), SECRET))
+    assert KEY.encode() not in line
+    assert b"host-7" in line
+    with opened(2, secret=SECRET) as job:
+        for _ in range(2):
+            recorded = job.stranger()
+            recorded.sendall(line)
+            assert b"Tick" in recorded.recv(1 << 16)
+            recorded.close()
+            until(lambda: not job.hub._members)  # type: ignore[union-attr]
 
 
 def test_a_proof_does_not_serve_for_another_rank() -> None:

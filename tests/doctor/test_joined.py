@@ -12,7 +12,7 @@ import pytest
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.place import Place
-from replicax.doctor.joined import check_coordinator, check_place, check_proxies
+from replicax.doctor.joined import check_coordinator, check_place
 
 
 def test_a_lone_process() -> None:
@@ -70,7 +70,7 @@ def place(process: int, address: str | None, **changed: object) -> Place:
 
 
 def check(place: Place | None, timeout_seconds: float = 0.1) -> list[Check]:
-    return check_coordinator(place, {}, timeout_seconds, lambda line: None)
+    return check_coordinator(place, timeout_seconds, lambda line: None)
 
 
 def test_there_is_nothing_to_reach() -> None:
@@ -130,25 +130,3 @@ def test_a_loopback_name_for_several_hosts(free: int) -> None:
     assert re.search(r"4 processes are .*one host \(2 here\)", row.found)
     (row,) = check(place(0, f"localhost:{free}", local_processes=4))
     assert row.verdict == PASS
-
-
-@pytest.mark.parametrize(
-    ("env", "host", "named"),
-    [
-        ({}, "node017", None),
-        ({"https_proxy": ""}, "node017", None),
-        ({"https_proxy": "http://p:3128"}, "node017", "https_proxy is set:"),
-        ({"grpc_proxy": "p", "HTTP_PROXY": "p"}, "node017", "grpc_proxy, HTTP_PROXY are set"),
-        ({"http_proxy": "p", "no_proxy": "a,node017"}, "node017", None),
-        ({"http_proxy": "p", "no_proxy": ".cluster"}, "node017.cluster", None),
-        ({"http_proxy": "p", "no_proxy": ""}, "node017", "http_proxy is set"),
-        ({"HTTP_PROXY": "p", "NO_PROXY": "node018"}, "node017", "NO_PROXY=node018 does not exempt"),
-        ({"http_proxy": "p"}, "localhost", None),
-    ],
-)
-def test_proxies(env: dict[str, str], host: str, named: str | None) -> None:
-    rows = check_proxies(host, env)
-    assert [row.verdict for row in rows] == ([NOTE] if named else [])
-    if named:
-        assert named in rows[0].found
-        assert host in rows[0].cause

@@ -19,6 +19,29 @@ sys.exit(1)
 """
 
 
+def test_the_secret_of_a_job_is_in_the_environment_and_nowhere_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+        for pid in (os.getpid(), os.getppid()):
+            print(open(f"/proc/{pid}/cmdline").read().replace("\\0", " "))
+        with open(os.path.join(FOLDER, f"secret-{me}"), "w") as file:
+            file.write(os.environ["REPLICAX_SECRET"])
+    """
+    script = script.replace("FOLDER", repr(str(tmp_path)))
+    drawn = set()
+    for number in range(2):
+        outcome = run(python(script), 2, tmp_path / str(number), quiet=False)
+        assert outcome.exit_code == 0
+        first, second = [(tmp_path / f"secret-{process}").read_text() for process in range(2)]
+        assert first == second
+        drawn.add(first)
+    shown = "".join(capfd.readouterr()) + repr(outcome) + log(outcome, 0) + log(outcome, 1)
+    assert "guard.py" in shown
+    assert len(drawn) == 2
+    assert not [secret for secret in drawn if secret in shown]
+
+
 def test_each_process_gets_its_place(tmp_path: Path) -> None:
     script = """
         for name in sorted(os.environ):

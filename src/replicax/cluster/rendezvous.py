@@ -1,7 +1,6 @@
 """Rendezvous of the processes of a job, before any of them uses a device."""
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -140,6 +139,4 @@ def _why(host: str, error: OSError) -> str:
         return f"the host name {host!r} cannot be resolved ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: process 0 has not started, or failed"
-    proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy")]
-    proxy = f"; {', '.join(proxies)} set: exclude this host" if proxies else ""
-    return f"{error.strerror or error}: a firewall, another network, or a wrong address{proxy}"
+    return f"{error.strerror or error}: a firewall, another network, or a wrong address"

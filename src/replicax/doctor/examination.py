@@ -98,7 +98,7 @@ class Examination:
         self._check(PLACE, self._placed)
         self._check(
             COORDINATOR,
-            lambda: joined.check_coordinator(self.place, env, self.timeout_seconds, self.say),
+            lambda: joined.check_coordinator(self.place, self.timeout_seconds, self.say),
         )
 
     def _placed(self) -> list[Check]:

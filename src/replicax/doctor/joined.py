@@ -23,10 +23,6 @@ JOINED = "joined"
 LEAST_PATIENCE_SECONDS = 30.0
 """Per check: some compile, and some wait for a slow host."""
 _NAMED = 8
-# gRPC, which JAX's runtime uses, reads the first of these that is set, in lower case only; other
-# programs read the upper-case names, which also indicate that the network has a proxy.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_PROXY", "HTTPS_PROXY", "HTTP_PROXY")
-_EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_GRPC_PROXY", "NO_PROXY")
 
 
 def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
@@ -42,7 +38,7 @@ def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
 
 
 def check_coordinator(
-    place: Place | None, env: Mapping[str, str], timeout_seconds: float, say: Callable[[str], None]
+    place: Place | None, timeout_seconds: float, say: Callable[[str], None]
 ) -> list[Check]:
     """Check that process 0 can listen on the coordinator's port, or that others can reach it.
 
@@ -61,25 +57,8 @@ def check_coordinator(
         fix = "set REPLICAX_COORDINATOR to the name of process 0's host"
         return [Check(COORDINATOR, "", FAIL, found, fix)]
     if place.process == 0:
-        rows = _check_port(place, host, port)
-    else:
-        rows = _check_way(place, host, port, timeout_seconds, say)
-    return [*rows, *check_proxies(host, env)]
-
-
-def check_proxies(host: str, env: Mapping[str, str]) -> list[Check]:
-    """Warn if a proxy is set that also handles connections to `host`."""
-    proxies = [name for name in _PROXIES if env.get(name)]
-    if not proxies or is_loopback(host):
-        return []
-    if any(_is_exempt(host, env.get(name, "")) for name in _EXCEPTIONS):
-        return []
-    exempt = next((name for name in _EXCEPTIONS if env.get(name)), None)
-    but = f" and {exempt}={env[exempt]} does not exempt {host}" if exempt else ""
-    verb = "is" if len(proxies) == 1 else "are"
-    found = f"{', '.join(proxies)} {verb} set{but}: JAX may try to reach process 0 through it"
-    fix = f"no_proxy={','.join(filter(None, [env.get('no_proxy'), host]))}, or unset it"
-    return [Check(COORDINATOR, "", NOTE, found, fix, {"proxies": proxies})]
+        return _check_port(place, host, port)
+    return _check_way(place, host, port, timeout_seconds, say)
 
 
 def _check_port(place: Place, host: str, port: int) -> list[Check]:
@@ -128,15 +107,7 @@ def _fix_of_way(error: BaseException | None, host: str, port: int) -> str:
         return "correct REPLICAX_COORDINATOR, or use the address instead of the name"
     if isinstance(error, ConnectionRefusedError):
         return "start process 0, or see its output for why it does not listen"
-    names = [name for name in _PROXIES if os.environ.get(name)]
-    beside = f"; set no_proxy={host} in addition to {names[0]}" if names else ""
-    return f"let the hosts reach {host} on port {port} and above, or use another network{beside}"
-
-
-def _is_exempt(host: str, listed: str) -> bool:
-    """Return whether `host` ends in one of the names, as gRPC and most programs read the list."""
-    names = [name.strip().lstrip("*") for name in listed.split(",")]
-    return any(name and host.endswith(name) for name in names)
+    return f"let the hosts reach {host} on port {port} and above, or use another network"
 
 
 def _is_own(address: str) -> bool:
