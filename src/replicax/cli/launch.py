@@ -95,8 +95,6 @@ def _engine(name: str) -> tuple[type[Any], Callable[[JobSpec, Any], tuple[int, s
 
 
 def _run_here(job: JobSpec, options: LocalOptions) -> tuple[int, str | None]:
-    if options.grace < 0:
-        raise ConfigError(f"--grace {options.grace:g}; seconds must be at least 0: raise it")
     outcome = launch_here(job, logs=options.logs, grace_seconds=options.grace)
     return outcome.exit_code, outcome.message
 
