@@ -55,9 +55,9 @@ def launch(
 ) -> Outcome:
     """Start the processes of `job` on this host and return once all of them are gone.
 
-    Meanwhile signals to this process are forwarded to them; after a SIGINT or SIGTERM they have
-    `grace_seconds` to exit. Their environment is `env`, or this process's; their output goes to
-    the folder `logs`, or a new one in `runs/`.
+    Meanwhile signals to this process are forwarded to them, SIGHUP and SIGQUIT as SIGTERM; after
+    one of these or a SIGINT they have `grace_seconds` to exit. Their environment is `env`, or this
+    process's; their output goes to the folder `logs`, or a new one in `runs/`.
 
     Raises:
         ConfigError: an invalid job.

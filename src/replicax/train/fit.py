@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError, Interrupted, Terminated, check_at_least
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -85,7 +86,10 @@ class Run(Loop):
         accept_changes: whether to resume in a `run_dir` that has a different configuration.
         config: additional entries of `config.json`, next to the derived ones.
         progress: whether to print the derived values, a live line, and a closing summary.
-        interrupt: handles SIGINT and SIGTERM; a new one by default.
+        interrupt: handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. By default a new one, of SIGINT only
+            if nothing is saved; once all is saved and closed, the run then raises
+            `KeyboardInterrupt` after Ctrl-C, else `SystemExit` with code 75, each with the `Fit` as
+            its `result`. With your own `rx.Interrupt`, read `result.interrupted` instead.
 
     Raises:
         ConfigError: invalid arguments.
@@ -141,7 +145,11 @@ class Run(Loop):
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.say)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
-        self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
+        self._evaluator = (
+            None
+            if plan is None
+            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted)
+        )
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
@@ -152,9 +160,11 @@ class Run(Loop):
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
-            self._interrupt = self._given_interrupt or stack.enter_context(
-                Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
+            self._interrupt = self._given_interrupt or Interrupt(
+                terminate=self._run_dir is not None and self._saving.wanted
             )
+            if not self._interrupt.is_open:
+                stack.enter_context(self._interrupt)
             self.config |= derived(self.dp, self._first)
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
@@ -182,6 +192,9 @@ class Run(Loop):
             if self._stream is not None:
                 self._stream.close()
             self._finish()
+        if self.result.interrupted and self._given_interrupt is None:
+            ctrl_c = self._stopping.signal == signal.SIGINT
+            raise Interrupted(self.result) if ctrl_c else Terminated(self.result)
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
@@ -233,7 +246,8 @@ class Run(Loop):
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())
         storage, job = self._storage, self.dp.job
-        if storage is not None and not storage.knows_program and not self._begun:
+        ends_here = not self._begun and not self._stopping.wanted
+        if storage is not None and not storage.knows_program and ends_here:
             repeats = job.gather("whether a source can be read again", self.source.can_repeat)
             rows = next(self.source.epoch(0))[0] if all(repeats) else None
             if rows is not None:  # not known from a batch, as no steps were left to train

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import hashlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +141,7 @@ def _name(path: Sequence[Any]) -> str:
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
     """Drop what Orbax logs meanwhile, as its errors are also raised; others log as before."""
-    package = str(Path(require("orbax.checkpoint", "checkpoints").__file__).parent)
+    package = str(Path(inspect.getfile(require("orbax.checkpoint", "checkpoints"))).parent)
     logger = logging.getLogger("absl")  # which others log to as well
 
     def passes(record: logging.LogRecord) -> bool:
