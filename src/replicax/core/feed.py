@@ -120,8 +120,10 @@ class Feed:
         try:
             while True:
                 asked = time.perf_counter()
-                batch = next(items, None)
-                self.wait_seconds += time.perf_counter() - asked
+                try:
+                    batch = next(items, None)
+                finally:
+                    self.wait_seconds += time.perf_counter() - asked
                 if batch is None:
                     return
                 yield batch

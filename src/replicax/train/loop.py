@@ -185,6 +185,7 @@ class Loop(Running):
                 if self._stopping.over or self._all_steps_done():
                     break
             if batches.gave_up:  # all processes did
+                self._ledger.move("productive", "waiting", feed.wait_seconds - waited)
                 self._stopping.vote(now=True)
             closing = self._all_steps_done() or not self._resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
