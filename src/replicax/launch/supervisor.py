@@ -1,12 +1,14 @@
 """Run a job on this host, with restarts."""
 
+import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from replicax.cluster.verdict import SAVED
@@ -22,6 +24,13 @@ GRACE_SECONDS = 30.0
 LONGEST_GRACE_SECONDS = 7 * 86_400
 MOST_PROCESSES = 4096
 """Processes on one host, and devices that each may simulate: far above any use."""
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "",
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+}
+"""JAX's variables of its cache: all programs, as a start compiles dozens of small ones."""
 STOPPED_EARLY = "stopped early with everything saved"
 
 
@@ -77,7 +86,7 @@ def launch(
     restarts = Restarts(job.restarts)
     attempts = 0
     echo = Echo(job.processes, quiet)
-    with collected_signals() as signals:
+    with _compilation_cache(job, base) as base, collected_signals() as signals:
         parts = [counted(job.processes, "process")]
         if job.devices_per_process is not None:
             parts.append(f"{counted(job.devices_per_process, 'device')} each")
@@ -116,6 +125,20 @@ def launch(
         logs=folder,
         attempts=attempts,
     )
+
+
+@contextlib.contextmanager
+def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield `env`, with a folder for JAX to keep compiled programs in if the job may restart.
+
+    It is one of this launcher's own, so that no program of another machine or job gets there; with
+    any of the variables set, the user has decided otherwise.
+    """
+    if not job.restarts or set(CACHE) & set(env):
+        yield env
+        return
+    with tempfile.TemporaryDirectory(prefix="replicax-compiled-", ignore_cleanup_errors=True) as at:
+        yield {**env, **CACHE, "JAX_COMPILATION_CACHE_DIR": at}
 
 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
