@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.cluster_jobs import opened
-from support.resumable import data_parallel, fit, rows, steps_saved
+from support.resumable import data_parallel, fit, model, rows, steps_saved
 
 import replicax as rx
 from replicax.core.feed import Feed, GaveUpError, Split
@@ -91,6 +91,24 @@ def test_who_hands_in_an_interrupt_gets_the_result(
     assert (result.interrupted, result.step, result.exit_code) == (True, STEPS, 75)
     assert interrupt.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_within_a_run_leaves_the_outer_one_to_save_and_raise(
+    dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
+) -> None:
+    settings = {"batch_size": BATCH, "steps": 9, "progress": False}
+
+    def outer() -> None:
+        with rx.Run(dp, dp.init(model()), rows(), run_dir=tmp_path / "outer", **settings) as run:
+            for batch in run:
+                run.step(batch)
+                inner = fit(dp, tmp_path / "inner", source=stuck, batch_size=None, hooks=[stuck])
+                assert (inner.interrupted, inner.step) == (True, STEPS)
+
+    with pytest.raises(Terminated) as stopped:
+        outer()
+    assert (stopped.value.code, stopped.value.result.step) == (75, 1)
+    assert steps_saved(tmp_path / "outer") == ["step-000000001"]
 
 
 @pytest.mark.parametrize("stuck", [(signal.SIGTERM, 0)], indirect=True)

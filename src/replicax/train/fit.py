@@ -27,7 +27,7 @@ from replicax.train.loop import Loop
 from replicax.train.places import place
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
-from replicax.train.stopping import Interrupt, Stopping
+from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
 
@@ -89,7 +89,8 @@ class Run(Loop):
         interrupt: handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. By default a new one, of SIGINT only
             if nothing is saved; once all is saved and closed, the run then raises
             `KeyboardInterrupt` after Ctrl-C, else `SystemExit` with code 75, each with the `Fit` as
-            its `result`. With your own `rx.Interrupt`, read `result.interrupted` instead.
+            its `result`. With your own `rx.Interrupt`, or within another run, it returns: read
+            `result.interrupted`.
 
     Raises:
         ConfigError: invalid arguments.
@@ -192,7 +193,8 @@ class Run(Loop):
             if self._stream is not None:
                 self._stream.close()
             self._finish()
-        if self.result.interrupted and self._given_interrupt is None:
+        # Around this run may be another one, which knows of the signal and saves before it raises.
+        if self.result.interrupted and self._given_interrupt is None and not is_any_open():
             ctrl_c = self._stopping.signal == signal.SIGINT
             raise Interrupted(self.result) if ctrl_c else Terminated(self.result)
 

@@ -152,6 +152,11 @@ class Interrupt:
 _open: list[Interrupt] = []  # from the outermost to the innermost
 
 
+def is_any_open() -> bool:
+    """Whether some `Interrupt` handles signals, whose owner then decides what follows."""
+    return bool(_open)
+
+
 def signal_name(number: int) -> str:
     """Return the usual name of a signal: `Ctrl-C`, `SIGTERM`."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
