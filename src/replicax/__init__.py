@@ -73,6 +73,7 @@ if typing.TYPE_CHECKING:
     from replicax.train.hooks.trackers import WandB as WandB
     from replicax.train.load import Loaded as Loaded
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
+    from replicax.train.stopping import Interrupt as Interrupt
     from replicax.train.storage import Saving as Saving
     from replicax.train.summary import Fit as Fit
     from replicax.verified import verify as verify
@@ -90,6 +91,7 @@ _LATER = {
     "GradientNorm": "train.hooks.figures",
     "Guard": "train.fit",
     "Hook": "train.hook",
+    "Interrupt": "train.stopping",
     "KeepBest": "train.hooks.best",
     "LearningRate": "train.hooks.figures",
     "Loaded": "train.load",
@@ -158,6 +160,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "GradientNorm",
     "Guard",
     "Hook",
+    "Interrupt",
     "Job",
     "KeepBest",
     "LearningRate",

@@ -15,6 +15,8 @@
   - MissingDependencyError  an optional package that is not installed
 
 Every message is one line: the numbers that disagree, the rule, and the fix.
+
+`Terminated` and `Interrupted` are no errors: they end a program whose run a signal has stopped.
 """
 
 import difflib
@@ -151,6 +153,29 @@ class CompilerError(ReplicaxError, RuntimeError):
 
 class MissingDependencyError(ReplicaxError, ImportError):
     """An optional package that the call requires and that is not installed."""
+
+
+class Terminated(SystemExit):
+    """Raised in all processes by a run that SIGTERM, SIGHUP or SIGQUIT ended early.
+
+    Everything is saved and closed; `result` is the run's `Fit`.
+    """
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(result.exit_code)
+        self.result = result
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised in all processes by a run that Ctrl-C ended early, after it is closed.
+
+    `result` is the run's `Fit`, with the state after the last step.
+    """
+
+    def __init__(self, result: Any) -> None:
+        saved = "everything is saved: the same call resumes" if result.saved else "nothing is saved"
+        super().__init__(f"stopped after step {result.step:,}; {saved}")
+        self.result = result
 
 
 def require(module: str, extra: str) -> ModuleType:

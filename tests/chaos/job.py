@@ -43,6 +43,7 @@ from jax._src.distributed import global_state
 import replicax as rx
 from replicax.cluster.failure import end
 from replicax.core.job import Job
+from replicax.errors import Terminated
 from replicax.train.fingerprint import sha256
 
 
@@ -175,21 +176,24 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
     dp = rx.DataParallel(loss, optimizer(), job=job)
     state = dp.init(model(), seed=3)
     notes.write("fitting")
-    result = rx.fit(
-        dp,
-        state,
-        source(data),
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        shuffle=data != "nan-all",  # else the rows of one batch would come in many
-        seed=4,
-        eval_source=rows(EVAL_ROWS, seed=5),
-        log_every=1,
-        run_dir=folder / "run",
-        saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
-        guard=rx.Guard(most=MAX_BAD_STEPS),
-        config={"job": "chaos", "data": data},
-    )
+    try:
+        result = rx.fit(
+            dp,
+            state,
+            source(data),
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            shuffle=data != "nan-all",  # else the rows of one batch would come in many
+            seed=4,
+            eval_source=rows(EVAL_ROWS, seed=5),
+            log_every=1,
+            run_dir=folder / "run",
+            saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
+            guard=rx.Guard(most=MAX_BAD_STEPS),
+            config={"job": "chaos", "data": data},
+        )
+    except Terminated as stopped:
+        result = stopped.result
     notes.write("fitted", copies=copies(result.state))
     if not result.exit_code and jax.process_index() == 0:
         params = result.state.params

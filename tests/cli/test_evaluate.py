@@ -12,7 +12,7 @@ from support.recipe_runs import Ended
 from support.tiers import only
 
 from replicax.train.checkpoints.store import Store
-from replicax.train.places import copy_files, place
+from replicax.train.places import copy_files, place, shown
 
 HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
 
@@ -68,7 +68,7 @@ def test_a_run_in_an_object_store(main: Main, there: dict[str, Ended], tmp_path:
     for run in (folder, url):
         code, out, err = main("evaluate", run, "--step", "3")
         assert (code, err) == (0, "")
-        assert f"run    {run} · mlp · step 3" in out
+        assert f"run    {shown(place(run))} · mlp · step 3" in out
         found.append([line for line in out.splitlines() if line.startswith("eval")])
     assert found[0] == found[1] != []
     assert re.search(f"{url} .*no best.json", refusal(main, "evaluate", url, "--step", "best"))
@@ -90,6 +90,7 @@ def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> N
     [
         (["mlq"], ["'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"]),
         (["texts"], ["texts is not"]),
+        ([""], ['""']),
         (["mlp", "--step", "some"], ["--step some", "best"]),
         (["mlp", "--step", "7"], ["step 7", "8, 6, 3"]),
         (["mlp", "--step", "best"], ["best.json"]),

@@ -28,10 +28,18 @@ PYTHON = [sys.executable, "-S", "-c"]
         ),
         (["--processes", "1", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
         (["--processes", "1", "--grace", "-1", "--", "true"], ["--grace -1"]),
+        (["--processes", "1", "--grace", "nan", "--", "true"], ["--grace nan"]),
+        (["--processes", "1", "--grace", "inf", "--", "true"], ["--grace inf"]),
+        (["--processes", "1", "--grace", "1e300", "--", "true"], ["--grace 1e+300", "604,800"]),
+        (["--processes", "100000", "--", "true"], ["--processes 100000", "4096"]),
+        (
+            ["--processes", "1", "--devices-per-process", "100000", "--", "true"],
+            ["--devices-per-process 100000", "4096"],
+        ),
         (["--processes", "1", "--on", "slrum", "--", "true"], ["--on", "slurm"]),
         (["--processes", "1", "--", "no-such-program"], ["'no-such-program'", "PATH"]),
         (["--processes", "1", "--logs", "file/logs", "--", "true"], ["file/logs", "--logs"]),
-        (["--processes", "9999", "--pin", "--", "true"], ["--processes 9999", "cores"]),
+        (["--processes", "999", "--pin", "--", "true"], ["--processes 999", "cores"]),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(

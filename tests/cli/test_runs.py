@@ -26,12 +26,14 @@ def test_each_run_is_a_line(main: Main, there: dict[str, Ended]) -> None:
     code, out, err = main("runs")
     assert (code, err) == (0, "")
     header, *lines = out.splitlines()
-    assert header.split() == ["name", "recipe", "step", "epoch", "eval", "saved", "size"]
-    assert [line.split()[0] for line in lines] == ["mlp", "gpt2"]  # the one saved last, last
+    assert header.split() == ["name", "recipe", "step", "epoch", "eval", "saved", "size", "used"]
+    named = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert named == ["mlp", "gpt2"]  # the one saved last, last
     for name, ended in there.items():
         *_, last = (each for each in ended.result.records if each.kind == "eval")
-        recipe, step, epoch, figures, _, size, state = table(out)[name]
+        recipe, step, epoch, figures, _, size, used, state = table(out)[name]
         assert (recipe, step, state) == (name, str(ended.result.step), "done")
+        assert used == f"{ended.result.goodput.clock_fraction:.0%}"
         assert epoch == {"mlp": "2/2", "gpt2": "3/3"}[name]
         assert figures.startswith(f"loss {last.metrics['loss']:.4g}")
         total = sum(path.lstat().st_size for path in ended.folder.rglob("*") if path.is_file())
@@ -53,7 +55,7 @@ def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
     assert found["stopped"][-1] == "stopped"
     assert found["stopped"][1:3] == ["6", "2/2"]
     assert (found["by-steps"][1], found["by-steps"][-1]) == ("5/5", "done")
-    assert (found["unsaved"][-3], found["unsaved"][-1]) == ("-", "?")
+    assert (found["unsaved"][-4], found["unsaved"][-1]) == ("-", "?")
     assert (found["own"][0], found["own"][1], found["own"][-1]) == ("-", "15", "?")
     assert found["held"][-1] == "running"
 

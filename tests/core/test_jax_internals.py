@@ -42,6 +42,23 @@ def test_what_a_lowering_holds() -> None:
     assert "stablehlo.add" in str(lowering.stablehlo())
 
 
+def test_every_process_writes_its_own_programs_to_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, cache = jax_internals.compiler, jax_internals.compilation_cache
+    passed = "cache_key compile_time_secs module_name backend executable host_callbacks"
+    assert list(inspect.signature(compiler._cache_write).parameters) == passed.split()
+    put = "cache_key module_name executable backend compile_time"
+    assert list(inspect.signature(cache.put_executable_and_time).parameters) == put.split()
+    backend, written = jax.devices()[0].client, list[Any]()
+    monkeypatch.setattr(compiler, "_cache_write", lambda *given: written.append("by JAX"))
+    monkeypatch.setattr(cache, "put_executable_and_time", lambda *given: written.append(given))
+    jax_internals.cache_own_programs()
+    compiler._cache_write("key", 1.5, "name", backend, "program", [])
+    compiler._cache_write("key", 1.5, "name", backend, "program", ["a host callback"])
+    assert written == [("key", "name", "program", backend, 1), "by JAX"]
+
+
 def test_there_is_one_door() -> None:
     def private(node: ast.AST) -> bool:
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -76,8 +76,14 @@ def test_kill_9_of_a_guard_is_enough_where_the_launcher_is_stopped(tmp_path: Pat
         started.kill()
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_signals_are_passed_on(number: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "number"),
+    [
+        *((each, each) for each in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")),
+        *((each, "SIGTERM") for each in ("SIGHUP", "SIGQUIT")),  # a terminal that closes; Ctrl-\\
+    ],
+)
+def test_signals_are_passed_on(sent: str, number: str, tmp_path: Path) -> None:
     script = f"""
 def heard(*_):
     print("heard {number}")
@@ -88,7 +94,7 @@ time.sleep(600)
 """
     with launcher(tmp_path, 2, family(tmp_path, script), quiet=True) as started:
         pids(tmp_path, 2)
-        started.send_signal(getattr(signal, number))
+        started.send_signal(getattr(signal, sent))
         assert started.wait(HANG_SECONDS) == 75
     for process in range(2):
         assert (tmp_path / f"process-{process}.log").read_text() == f"heard {number}\n"

@@ -10,7 +10,7 @@ from launch.launching import environment, log, python, run
 from support.figures import assert_mentions
 
 from replicax.errors import ConfigError
-from replicax.launch.supervisor import Outcome
+from replicax.launch.supervisor import CACHE, Outcome
 
 FAILS_AT_STEP = """
 attempt = len([name for name in os.listdir({folder!r}) if name.startswith(f"process-{{me}}")])
@@ -152,6 +152,27 @@ def test_all_are_started_again_as_another_job(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "logs").glob("*.log")}
     tries = ["", "-attempt-2", "-attempt-3"]
     assert names == {f"process-{process}{each}.log" for process in range(2) for each in tries}
+
+
+@pytest.mark.parametrize("given", [{}, {"JAX_COMPILATION_CACHE_DIR": "/mine"}])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_that_may_restart_keeps_its_compiled_programs(
+    given: dict[str, str], restarts: int, tmp_path: Path
+) -> None:
+    script = """
+        print(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+        sys.exit(0 if "-attempt-2" in os.environ["REPLICAX_FAILURE_FILE"] else 7)
+    """
+    env = {name: each for name, each in os.environ.items() if name not in CACHE} | given
+    outcome = run(python(script), 1, tmp_path, restarts=restarts, env=env)
+    assert outcome.attempts == 1 + restarts
+    folders = {path.read_text().strip() for path in tmp_path.glob("process-0*.log")}
+    (folder,) = folders
+    if given or not restarts:
+        assert folder == given.get("JAX_COMPILATION_CACHE_DIR", "None")
+    else:
+        assert os.path.isabs(folder)
+        assert not os.path.exists(folder)
 
 
 def test_restarts_are_used_up(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def main() -> None:
         eval_source=DATA,
         run_dir=Path(sys.argv[2]) / "run",
         log_every=1000,
+        interrupt=rx.Interrupt(),
     )
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
     ended = {"steps": result.steps, "interrupted": result.interrupted, "norm": norm}

@@ -248,3 +248,20 @@ def test_a_state_that_was_trained_can_be_trained_on(dp: rx.DataParallel) -> None
     first = fit(dp, steps=2)
     second = rx.fit(dp, first.state, line(40), batch_size=16, steps=2, progress=False)
     assert (second.steps, int(second.state.step)) == (2, 4)
+
+
+def test_a_relative_folder_stays_where_the_run_began(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(rx.Hook):
+        def step(self, run: Any, step: Any) -> None:
+            monkeypatch.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    result = fit(dp, epochs=2, run_dir="mine", saving=rx.Saving(every=2), hooks=[Leaves()])
+    assert (result.steps, result.failed_hooks) == (6, ())
+    assert any((tmp_path / "mine/checkpoints").glob("step-000000006*"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fit(dp, epochs=2, run_dir="~/mine").steps == 0
+    with pytest.raises(ConfigError):
+        fit(dp, epochs=2, run_dir="")

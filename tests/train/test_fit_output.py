@@ -17,7 +17,7 @@ from support.figures import assert_mentions, figures
 from support.fitted_line import fit, line, loss, threads
 
 import replicax as rx
-from replicax.errors import ConfigError, DivergedError
+from replicax.errors import ConfigError, DivergedError, Interrupted
 from replicax.train.summary import describe
 
 
@@ -176,14 +176,16 @@ class TestInterrupt:
     def test_ctrl_c_ends_the_run_after_the_step_with_everything_written(
         self, dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        result = fit(
-            dp,
-            line(160),
-            epochs=5,
-            eval_source=line(16, 1),
-            run_dir=tmp_path / "run",
-            progress=True,
-        )
+        with pytest.raises(Interrupted) as stopped:
+            fit(
+                dp,
+                line(160),
+                epochs=5,
+                eval_source=line(16, 1),
+                run_dir=tmp_path / "run",
+                progress=True,
+            )
+        result = stopped.value.result
         assert (result.interrupted, result.steps, int(result.state.step)) == (True, 3, 3)
         # No record of step 3: none was due, and who goes on leaves none.
         assert [(record.kind, record.step) for record in result.records] == [("train", 1)]
@@ -200,7 +202,9 @@ class TestInterrupt:
 
     @pytest.mark.usefixtures("at_step_3")
     def test_without_a_folder_all_is_recorded_up_to_the_step(self, dp: rx.DataParallel) -> None:
-        result = fit(dp, line(160), epochs=5)
+        with pytest.raises(Interrupted) as stopped:
+            fit(dp, line(160), epochs=5)
+        result = stopped.value.result
         assert [(record.kind, record.step) for record in result.records] == [
             ("train", 1),
             ("train", 3),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicax.train.goodput import BUCKETS, FILE, Goodput, Ledger
+from replicax.train.goodput import BUCKETS, FILE, Goodput, Ledger, read_goodput
 
 NOTHING = dict.fromkeys(BUCKETS, 0.0)
 
@@ -337,7 +337,14 @@ def test_a_line_that_a_kill_broke_does_not_break_the_next(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "null", "{}", '{"seconds": null}', "\0\0\0", '{"start": 1, ']
+    "text",
+    [
+        *("", "[]", "null", "{}", '{"seconds": null}', "\0\0\0", '{"start": 1, ', "[" * 10**5),
+        '{"start": 1, "mark": false, "seconds": {}}',
+        '{"start": [], "mark": true, "at": 1, "seconds": {}}',
+        '{"start": 1, "mark": true, "at": "x", "seconds": {"productive": {}}}',
+        '{"start": 1, "mark": false, "at": 1e308, "seconds": {"productive": 1e308}}',
+    ],
 )
 def test_a_line_that_is_none_is_skipped(tmp_path: Path, text: str) -> None:
     clock = started(tmp_path)
@@ -387,7 +394,8 @@ def test_the_closing_summary() -> None:
     )
     assert all(line.startswith("       · ") for line in lines[1:])
     text = " ".join(lines)
-    for part in ("lost 3.1%", "saving 0.4%", "waiting 0.5%", "1 min 20 s between the starts"):
+    of_clock = "productive 83.8% of the clock"
+    for part in ("lost 3.1%", "saving 0.4%", "waiting 0.5%", "1 min 20 s between", of_clock):
         assert part in text
     assert Goodput(NOTHING, 1, 0.0).lines() == ["time   0.0 s"]
     alone = Goodput(NOTHING | {"productive": 5.0}, 1, 0.0)
@@ -403,3 +411,18 @@ def test_any_summary_fits_80_columns(spent: list[float], starts: int, down: floa
     goodput = Goodput(dict(zip(BUCKETS, spent, strict=True)), starts, down)
     assert all(len(line) <= 80 for line in goodput.lines())
     assert 0 <= goodput.productive_fraction <= 1
+
+
+def test_the_share_of_the_clock_counts_the_time_between_starts(tmp_path: Path) -> None:
+    clock = started(tmp_path)  # 10 s of work
+    clock.time += 30
+    ledger = clock.ledger(tmp_path, 2, 10)
+    clock.spend(ledger, productive=5, compiling=5)
+    ledger.mark(15)
+    ledger.close()
+    spent = ledger.summary()
+    assert (spent.productive_fraction, spent.clock_fraction) == (15 / 20, 15 / 50)
+    assert json.loads((tmp_path / FILE).read_text().splitlines()[-1])["of_clock"] == 0.3
+    assert read_goodput(tmp_path / FILE) == spent
+    assert read_goodput(tmp_path / "none") is None
+    assert Goodput(NOTHING, 1, 0.0).clock_fraction == 0.0

@@ -11,14 +11,17 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.train.stopping import Interrupt, signal_name
 
+TERMINATING = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = [signal.SIGINT, *TERMINATING]
+    handlers = [signal.getsignal(number) for number in numbers]
     threads = set(threading.enumerate())
     wake = wakeup_fd()
     yield
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(each) for each in numbers] == handlers
     assert set(threading.enumerate()) == threads
     assert wakeup_fd() == wake
 
@@ -104,10 +107,28 @@ def test_sigterm_is_a_wish_and_a_second_one_changes_nothing() -> None:
             ctrl_c()
 
 
-def test_sigterm_may_be_left_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", TERMINATING)
+def test_the_others_may_be_left_alone(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with Interrupt(terminate=False):
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", TERMINATING)
+def test_each_of_them_is_a_wish(number: signal.Signals) -> None:
+    with Interrupt() as interrupt:
+        signal.raise_signal(number)
+        assert interrupt.signal == number
+
+
+def test_sighup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_at_once_is_called_once_in_another_thread() -> None:

@@ -19,6 +19,7 @@ from replicax.train.places import (
     read_touched,
     remove,
     remove_below,
+    shown,
     touch,
     write_whole,
 )
@@ -36,13 +37,35 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, objects: Objects) -> P
 
 
 def test_a_url_is_told_from_a_folder(objects: Objects) -> None:
-    assert place("runs/x") == Path("runs/x")
+    assert place("runs/x") == Path.cwd() / "runs/x"
     assert not is_remote(place(Path("/runs/x")))
     for url in ("s3://bucket/runs/x", "gs://bucket/x"):
         assert is_remote(place(url))
         assert os.fspath(place(url) / "lease") == f"{url}/lease"
     with pytest.raises(ConfigError, match=r"^http://host/x .*object store"):
         place("http://host/x")
+
+
+def test_a_folder_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert place("~/x") == Path("/home/someone/x")
+    assert place("$HOME/x") == Path.cwd() / "$HOME/x"
+    assert shown(place("runs/x")) == "runs/x"
+    assert shown(place("/elsewhere/x")) == "/elsewhere/x"
+    for given in ("", "~no-such-user/x"):
+        with pytest.raises(ConfigError) as refused:
+            place(given)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_run_stays_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = place("runs/x")
+    run.mkdir(parents=True)
+    with take_lease(run) as taken:
+        monkeypatch.chdir("/")
+        taken.check()
+    assert not Path("/runs").exists()
 
 
 def test_files_are_written_whole_listed_and_removed(where: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_signal_stops_it_with_everything_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "step", signalled)
-        first = fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
+        first = fit(dp, tmp_path / "run", log_every=2, interrupt=rx.Interrupt(), **EVALUATED)
     assert (first.interrupted, first.saved, first.exit_code) == (True, True, 75)
     assert first.steps == int(first.state.step) == at + 1
     assert steps_saved(tmp_path / "run")[-1].startswith(f"step-{at + 1:09d}")
@@ -203,7 +203,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "evaluate", signalled)
-        first = fit(dp, tmp_path / "run", **settings)
+        first = fit(dp, tmp_path / "run", interrupt=rx.Interrupt(), **settings)
     assert len(scored) == 2
     assert (first.steps, first.exit_code) == (at, 75)
     assert all(record.step < at for record in first.records if record.kind == "eval")
@@ -217,7 +217,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
 def test_the_exit_code_says_whether_the_same_call_goes_on(
     dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any], code: int
 ) -> None:
-    interrupt = rx.train.stopping.Interrupt()
+    interrupt = rx.Interrupt()
     interrupt.signal = signal.SIGINT
     found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
     assert (found.steps, found.exit_code) == (1, code)
@@ -232,7 +232,7 @@ def test_a_signal_while_the_run_is_described_stops_it_after_a_step(
         return derived(*arguments)
 
     monkeypatch.setattr("replicax.train.fit.derived", signalled)
-    found = fit(dp, tmp_path / "run")
+    found = fit(dp, tmp_path / "run", interrupt=rx.Interrupt())
     assert (found.steps, found.exit_code) == (1, 75)
 
 

@@ -11,7 +11,7 @@ from replicax.cli.step_options import check_alone
 from replicax.errors import ConfigError, did_you_mean
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
-from replicax.train.places import place
+from replicax.train.places import place, shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class RunOptions:
 
     def folder(self) -> Path:
         """Return the run's folder."""
-        if "://" in self.run:
+        if "://" in self.run or not self.run:  # an empty name is refused there
             return place(self.run)
         for folder in (RUNS / self.run, Path(self.run)):
             if folder.is_dir():
@@ -54,4 +54,4 @@ class RunOptions:
 def about_line(loaded: Loaded) -> str:
     """Return `run    runs/first · lenet · step 400`."""
     recipe = recipe_name(type(loaded.recipe))
-    return f"run    {loaded.path.parent.parent} · {recipe} · step {loaded.step:,}"
+    return f"run    {shown(loaded.path.parent.parent)} · {recipe} · step {loaded.step:,}"

@@ -14,6 +14,8 @@ from replicax.cli.output import RUNS
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
+from replicax.train.goodput import FILE as GOODPUT
+from replicax.train.goodput import read_goodput
 from replicax.train.lease import is_held
 from replicax.train.places import read_end
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
@@ -21,7 +23,7 @@ from replicax.train.summary import metrics_text
 from replicax.wording import shortened, size_text
 
 WIDTH = 80
-HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "")
+HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "used", "")
 _MOST_RECORD_BYTES = 2**22
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
 
@@ -32,7 +34,8 @@ class RunsOptions:
 
     Step and epoch are those of the newest checkpoint. done: the run reached its end; stopped: it
     did not; running: a process is writing to it; ?: its length is unknown, because it was created
-    by your own program. Checkpoints are not verified here; loading one verifies it.
+    by your own program. used is the productive share of the time since the first start. Checkpoints
+    are not verified here; loading one verifies it.
     """
 
     folder: Annotated[Path, BY_PLACE, shown_as("[FOLDER]", "runs")] = RUNS
@@ -94,6 +97,7 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
     if places := _store(path).paths():
         manifest = _store(path).read_placed(*places[-1])
         step, epoch, saved_at = manifest.position.step, manifest.position.epoch, manifest.saved_at
+    spent = read_goodput(path / GOODPUT)
     steps = epochs = rows = None
     if config.get("recipe"):  # otherwise the other entries are unknown
         steps, rows = _number(config, "options", "steps"), _number(config, "data", "rows")
@@ -113,6 +117,7 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
         (metrics_text(evaluated[-1]) if evaluated else "") or "-",
         _age(time.time() - saved_at) if saved_at else "-",
         size_text(_bytes(path)),
+        "-" if spent is None else f"{spent.clock_fraction:.0%}",
         state,
     )
 

@@ -23,6 +23,7 @@ from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import is_loopback, meet
 from replicax.cluster.wire import Go, Hello
 from replicax.core.in_flight import InFlight
+from replicax.core.jax_internals import cache_own_programs
 from replicax.errors import ClusterError
 
 _DAY_SECONDS = 86_400
@@ -153,6 +154,8 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
         )
     except RuntimeError as error:
         raise ClusterError(f"jax.distributed did not start: {error}") from error
+    if place.process > 0:
+        cache_own_programs()
 
 
 def _exempt_from_proxies(host: str) -> None:

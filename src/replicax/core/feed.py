@@ -17,6 +17,12 @@ from replicax.core.job import Alone, Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
 
+_POLL_SECONDS = 0.5
+
+
+class GaveUpError(Exception):
+    """Raised in place of a batch that the source did not deliver before the run had to stop."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -67,6 +73,8 @@ class Feed:
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
+        self.stops: Callable[[], bool] = lambda: False
+        """Polled while the source has no batch ready; once true, the pass raises `GaveUpError`."""
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):
@@ -100,7 +108,9 @@ class Feed:
             self._job.agree("the data", {**self.source.fingerprint(), **place})
         topic = self._job.unique("a pass over the data")
         if self._prefetch:
-            items = prefetched(partial(self._batches, topic), self._prefetch)
+            # Several processes give up together, in `_own`, or not at all.
+            stops = self.stops if self._job.processes == 1 else lambda: False
+            items = prefetched(partial(self._batches, topic), self._prefetch, stops)
         else:
             items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
@@ -108,8 +118,10 @@ class Feed:
         try:
             while True:
                 asked = time.perf_counter()
-                batch = next(items, None)
-                self.wait_seconds += time.perf_counter() - asked
+                try:
+                    batch = next(items, None)
+                finally:
+                    self.wait_seconds += time.perf_counter() - asked
                 if batch is None:
                     return
                 yield batch
@@ -147,24 +159,35 @@ class Feed:
             job = Alone()
         # If this process's rows end before `first`, its last batch provides the shapes.
         skipped = min(self.first, source.batches - 1) if source.batches else 0
-        parts = itertools.chain(source.epoch(self.epoch, first=skipped), itertools.repeat(None))
+        read = partial(source.epoch, self.epoch, first=skipped)
+        parts = itertools.chain(self._read_apart(read, closing), itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
-        for number, part in enumerate(parts, skipped):
-            rows = 0
-            if part is not None:
-                data, index = part
-                rows = len(index)
-                size = size or rows * job.processes
-                if rows > size // job.processes:
-                    raise DataError(
-                        f"a batch has {rows} rows and the batch size is {size // job.processes}; "
-                        "no batch may be larger: raise batch_size or use smaller loader batches"
-                    )
-            if number < self.first:
-                continue
-            if data is None:
-                raise DataError("this process's source has no batches; it must have at least 1")
+        for number in itertools.count(skipped):
+            rows: int | None = 0
+            try:
+                part = next(parts)
+            except GaveUpError:
+                if closing.is_set():
+                    return
+                rows = None
+            else:
+                if part is not None:
+                    data, index = part
+                    rows = len(index)
+                    size = size or rows * job.processes
+                    if rows > size // job.processes:
+                        raise DataError(
+                            f"a batch has {rows} rows and the batch size is "
+                            f"{size // job.processes}; no batch may be larger: raise batch_size or "
+                            "use smaller loader batches"
+                        )
+                if number < self.first:
+                    continue
+                if data is None:
+                    raise DataError("this process's source has no batches; it must have at least 1")
             counts = job.gather(topic, rows, cancelled=closing.is_set)
+            if None in counts:
+                raise GaveUpError
             if not any(counts):
                 return
             if share is None:
@@ -179,12 +202,25 @@ class Feed:
             mask = batch.mask if rows else np.zeros_like(batch.mask)
             yield dataclasses.replace(batch, mask=mask, rows=sum(counts)), share
 
+    def _read_apart(
+        self, read: Callable[[], Iterator[Any]], closing: threading.Event
+    ) -> Iterator[Any]:
+        """Yield from `read()`; in a thread of its own if other processes wait for its counts."""
+        if self._job.processes == 1 or not self._prefetch:
+            return read()
+        return prefetched(lambda _: read(), 1, lambda: closing.is_set() or self.stops())
 
-def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) -> Generator[Any]:
+
+def prefetched(
+    items: Callable[[threading.Event], Iterator[Any]],
+    depth: int,
+    stops: Callable[[], bool] = lambda: False,
+) -> Generator[Any]:
     """Yield from `items(closing)`, run in a thread at most `depth` items ahead.
 
     An error in the thread is raised in place of the item. When the iteration is exhausted, closed
-    or garbage-collected, `closing` is set and the thread ends.
+    or garbage-collected, `closing` is set and the thread ends. `stops` is polled while no item is
+    ready; once it is true, `GaveUpError` is raised and the thread is left behind.
     """
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
     room, closing = threading.Semaphore(depth), threading.Event()
@@ -202,9 +238,16 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
 
     thread = threading.Thread(target=produce, name="replicax-prefetch", daemon=True)
     thread.start()
+    patience_seconds = 5.0  # a hanging loader must not block its consumer
     try:
         while True:
-            item, error = made.get()
+            try:
+                item, error = made.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if stops():
+                    patience_seconds = 0.0
+                    raise GaveUpError from None
+                continue
             room.release()
             if isinstance(error, StopIteration):
                 return
@@ -214,4 +257,4 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
     finally:
         closing.set()
         room.release()
-        thread.join(timeout=5.0)  # a hanging loader must not block its consumer
+        thread.join(timeout=patience_seconds)

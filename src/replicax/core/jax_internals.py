@@ -3,6 +3,9 @@
 `tests/core/test_jax_internals.py` says what changed when a new JAX has others.
 """
 
+from typing import Any
+
+from jax._src import compilation_cache, compiler
 from jax._src.compiler import compile_or_get_cached as compile_or_get_cached
 from jax._src.compiler import get_compile_options as get_compile_options
 from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as tpu_chips
@@ -11,3 +14,20 @@ from jax._src.lib import hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.stages import Compiled as Compiled
 
 __all__ = ["hlo", "tpu_chips", "xla_client"]
+
+
+def cache_own_programs() -> None:
+    """Have this process write what it compiles for CPUs to JAX's persistent cache, if that is on.
+
+    JAX writes in process 0 only. On a CPU the others have keys of their own, so they would compile
+    everything again in each restart of a job.
+    """
+    writes = compiler._cache_write
+
+    def write(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
+        if backend.platform == "cpu" and not calls:
+            compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+        else:
+            writes(key, seconds, name, backend, program, calls)
+
+    compiler._cache_write = write  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, signal_name
 from replicax.launch.echo import Echo, Output
-from replicax.launch.guard import PASSED
+from replicax.launch.guard import PASSED, STOPPING
 from replicax.launch.process import Process, ProcessStart
 
 # After the first failure: the others first get time to print why they end, then SIGTERM, then
@@ -59,8 +59,8 @@ def taken(signals: int) -> list[int]:
 class Attempt:
     """Starts all processes and supervises them.
 
-    `signals` is the descriptor from `collected_signals`; after a SIGINT or SIGTERM the processes
-    have `grace_seconds` to exit.
+    `signals` is the descriptor from `collected_signals`; after a SIGINT or one of `STOPPING`, which
+    is forwarded as SIGTERM, the processes have `grace_seconds` to exit.
     """
 
     def __init__(
@@ -161,11 +161,13 @@ class Attempt:
     def _pass_on(self) -> None:
         """Forward the signals that this launcher received; a second Ctrl-C kills all at once."""
         for number in taken(self._signals):
-            if number == signal.SIGINT and self.stopped_by in (signal.SIGINT, signal.SIGTERM):
+            if number == signal.SIGINT and self.stopped_by in (signal.SIGINT, *STOPPING):
                 self._due[self._kill_left] = time.monotonic()
                 self._echo.hurry()
-            elif number in (signal.SIGINT, signal.SIGTERM):
+            elif number == signal.SIGINT:
                 self._stop(number, number)
+            elif number in STOPPING:  # SIGHUP comes from a terminal that closes
+                self._stop(number, signal.SIGTERM)
             else:
                 self._send(number)
 

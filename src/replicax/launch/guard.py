@@ -19,7 +19,8 @@ import sys
 import time
 
 LINUX = sys.platform.startswith("linux")
-PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED = (signal.SIGINT, *STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 # Processes left by the command may end by themselves (a resource tracker removes shared memory).
 LEFTOVER_SECONDS = 0.3
 POLL_SECONDS = 0.02

@@ -1,12 +1,14 @@
 """Run a job on this host, with restarts."""
 
+import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from replicax.cluster.verdict import SAVED
@@ -19,6 +21,16 @@ from replicax.launch.process import ProcessStart, core_blocks, free_port
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
+LONGEST_GRACE_SECONDS = 7 * 86_400
+MOST_PROCESSES = 4096
+"""Processes on one host, and devices that each may simulate: far above any use."""
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "",
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+}
+"""JAX's variables of its cache: all programs, as a start compiles dozens of small ones."""
 STOPPED_EARLY = "stopped early with everything saved"
 
 
@@ -52,16 +64,21 @@ def launch(
 ) -> Outcome:
     """Start the processes of `job` on this host and return once all of them are gone.
 
-    Meanwhile signals to this process are forwarded to them; after a SIGINT or SIGTERM they have
-    `grace_seconds` to exit. Their environment is `env`, or this process's; their output goes to
-    the folder `logs`, or a new one in `runs/`. A secret in their environment keeps
-    all other processes out of the job.
+    Meanwhile signals to this process are forwarded to them, SIGHUP and SIGQUIT as SIGTERM; after
+    one of these or a SIGINT they have `grace_seconds` to exit. Their environment is `env`, or this
+    process's; their output goes to the folder `logs`, or a new one in `runs/`. A secret in their
+    environment keeps all other processes out of the job.
 
     Raises:
         ConfigError: an invalid job.
         ClusterError: the system cannot start that many processes.
     """
     base = dict(os.environ if env is None else env)
+    if not 0 <= grace_seconds <= LONGEST_GRACE_SECONDS:
+        raise ConfigError(
+            f"--grace {grace_seconds:g}; seconds must be from 0 to {LONGEST_GRACE_SECONDS:,}: "
+            "change it"
+        )
     _check(job, base)
     cores = core_blocks(job.processes) if job.pin else [()] * job.processes
     job_id, secret = secrets.token_hex(8), secrets.token_urlsafe()
@@ -70,7 +87,7 @@ def launch(
     restarts = Restarts(job.restarts)
     attempts = 0
     echo = Echo(job.processes, quiet)
-    with collected_signals() as signals:
+    with _compilation_cache(job, base) as base, collected_signals() as signals:
         parts = [counted(job.processes, "process")]
         if job.devices_per_process is not None:
             parts.append(f"{counted(job.devices_per_process, 'device')} each")
@@ -111,9 +128,31 @@ def launch(
     )
 
 
+@contextlib.contextmanager
+def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield `env`, with a folder for JAX to keep compiled programs in if the job may restart.
+
+    It is one of this launcher's own, so that no program of another machine or job gets there; with
+    any of the variables set, the user has decided otherwise.
+    """
+    if not job.restarts or set(CACHE) & set(env):
+        yield env
+        return
+    with tempfile.TemporaryDirectory(prefix="replicax-compiled-", ignore_cleanup_errors=True) as at:
+        yield {**env, **CACHE, "JAX_COMPILATION_CACHE_DIR": at}
+
+
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
+    for flag, count in (
+        ("--processes", job.processes),
+        ("--devices-per-process", job.devices_per_process or 1),
+    ):
+        if count > MOST_PROCESSES:
+            raise ConfigError(
+                f"{flag} {count}; on one host it must be at most {MOST_PROCESSES}: lower it"
+            )
     program = job.command[0]
     if shutil.which(program, path=env.get("PATH", os.defpath)):
         return

@@ -11,7 +11,7 @@ import jax
 from replicax.arguments import Count, Rows, typed
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.feed import Feed
+from replicax.core.feed import Feed, GaveUpError
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
@@ -68,19 +68,27 @@ class Evaluator:
     """Evaluates a run's states."""
 
     def __init__(
-        self, plan: Evaluation, dp: DataParallel, state: TrainState, batch_size: int | None
+        self,
+        plan: Evaluation,
+        dp: DataParallel,
+        state: TrainState,
+        batch_size: int | None,
+        interrupted: Callable[[], bool],
     ) -> None:
         if plan.ema:  # fail now rather than at the end of the first epoch
             jax.eval_shape(average_of, state.opt_state, state.params)
         size = batch_size if plan.batch_size is None else plan.batch_size
         sources = plan.sets or {"": plan.source}
         self._feeds = {name: dp.feed(source, size) for name, source in sources.items()}
+        for feed in self._feeds.values():
+            feed.stops = interrupted
         self._plan, self._dp = plan, dp
 
     def check(self) -> None:
         """Raise `LossError` if the loss cannot be exact on the evaluation data."""
-        for feed in self._feeds.values():
-            self._dp.check(feed)
+        with contextlib.suppress(GaveUpError):  # the run is about to stop
+            for feed in self._feeds.values():
+                self._dp.check(feed)
 
     def is_due(self, place: RunPosition, *, epoch_over: bool) -> bool:
         plan = self._plan
@@ -92,7 +100,10 @@ class Evaluator:
         return epoch_over and every is not None and (place.epoch + 1) % every == 0
 
     def __call__(self, state: TrainState, place: RunPosition, stops: Callable[[], bool]) -> Record:
-        """Evaluate the `state` at `place`, until `stops()` is true after a batch."""
+        """Evaluate the `state` at `place`, until `stops()` is true after a batch.
+
+        Raises `GaveUpError` if the run is interrupted while a source has no batch ready.
+        """
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():

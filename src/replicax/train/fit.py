@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, Interrupted, Terminated
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -27,7 +28,7 @@ from replicax.train.loop import Loop
 from replicax.train.places import place
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
-from replicax.train.stopping import Interrupt, Stopping
+from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
 
@@ -87,7 +88,11 @@ class Run(Loop):
         accept_changes: whether to resume in a `run_dir` that has a different configuration.
         config: additional entries of `config.json`, next to the derived ones.
         progress: whether to print the derived values, a live line, and a closing summary.
-        interrupt: handles SIGINT and SIGTERM; a new one by default.
+        interrupt: handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. By default a new one, of SIGINT only
+            if nothing is saved; once all is saved and closed, the run then raises
+            `KeyboardInterrupt` after Ctrl-C, else `SystemExit` with code 75, each with the `Fit` as
+            its `result`. With your own `rx.Interrupt`, or within another run, it returns: read
+            `result.interrupted`.
 
     Raises:
         ConfigError: invalid arguments.
@@ -142,7 +147,11 @@ class Run(Loop):
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
-        self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
+        self._evaluator = (
+            None
+            if plan is None
+            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted)
+        )
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
@@ -153,9 +162,11 @@ class Run(Loop):
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
-            self._interrupt = self._given_interrupt or stack.enter_context(
-                Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
+            self._interrupt = self._given_interrupt or Interrupt(
+                terminate=self._run_dir is not None and self._saving.wanted
             )
+            if not self._interrupt.is_open:
+                stack.enter_context(self._interrupt)
             self.config |= derived(self.dp, self._first)
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
@@ -183,6 +194,10 @@ class Run(Loop):
             if self._stream is not None:
                 self._stream.close()
             self._finish()
+        # Around this run may be another one, which knows of the signal and saves before it raises.
+        if self.result.interrupted and self._given_interrupt is None and not is_any_open():
+            ctrl_c = self._stopping.signal == signal.SIGINT
+            raise Interrupted(self.result) if ctrl_c else Terminated(self.result)
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
@@ -235,7 +250,8 @@ class Run(Loop):
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())
         storage, job = self._storage, self.dp.job
-        if storage is not None and not storage.knows_program and not self._begun:
+        ends_here = not self._begun and not self._stopping.wanted
+        if storage is not None and not storage.knows_program and ends_here:
             repeats = job.gather("whether a source can be read again", self.source.can_repeat)
             rows = next(self.source.epoch(0))[0] if all(repeats) else None
             if rows is not None:  # not known from a batch, as no steps were left to train

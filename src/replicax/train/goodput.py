@@ -1,7 +1,8 @@
 """How the wall time of a run was spent, over all its starts.
 
     goodput.jsonl   {"start": 2, "restored": 120, "step": 140, "mark": true, "at": 1795338000.5,
-                     "seconds": {"productive": 61.5, "saving": 0.4, ...}, "crc": 2596996162}
+                     "seconds": {"productive": 61.5, "saving": 0.4, ...}, "of_clock": 0.834,
+                     "crc": 2596996162}
 
 A start is the first launch of the run or a restart. Each line is a snapshot of one: the seconds in
 each bucket since it began, and the step of its last mark. The last line of a start counts. Work is
@@ -11,23 +12,25 @@ discards everything after the last mark of S, in one earlier start or several, e
 not match its checksum `crc`, is left out.
 
 The time from the last line of a start to the next start is `down` time, not wall time of the run.
+`of_clock` is the productive share of both, over all starts so far; it is for readers of the file.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
 import textwrap
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from replicax.train.places import Lines
+from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
@@ -64,6 +67,12 @@ class Goodput:
         wall = self.wall_seconds
         return self.seconds["productive"] / wall if wall > 0 else 0.0
 
+    @property
+    def clock_fraction(self) -> float:
+        """Productive share of the whole time since the first start, `down_seconds` included."""
+        clock = self.wall_seconds + self.down_seconds
+        return self.seconds["productive"] / clock if clock > 0 else 0.0
+
     def lines(self) -> list[str]:
         """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
         wall, blank = self.wall_seconds, "\N{NO-BREAK SPACE}"
@@ -75,6 +84,7 @@ class Goodput:
         ]
         if self.down_seconds > 0:
             parts.append(f"and {duration(self.down_seconds)} between the starts")
+            parts.append(f"productive {self.clock_fraction:.1%} of the clock")
         starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
         said = f" ·{blank}".join(part.replace(" ", blank) for part in parts)
         text = f"time   {duration(wall)}{starts}{':' if parts else ''} {said}"
@@ -186,12 +196,8 @@ class Ledger:
         self._lines = None
 
     def summary(self) -> Goodput:
-        every = [*(start.seconds for start in self._earlier), self._spent()]
-        seconds = {bucket: math.fsum(each[bucket] for each in every) for bucket in BUCKETS}
-        ends = [start.ended for start in self._earlier]
-        begins = [*(start.began for start in self._earlier), self._began][1:]
-        down = math.fsum(max(0.0, begin - end) for end, begin in zip(ends, begins, strict=True))
-        return Goodput(seconds, len(every), down, dict(self.hooks))
+        now = _Start(self._began, self._began, self._spent())
+        return dataclasses.replace(_over([*self._earlier, now]), hooks=dict(self.hooks))
 
     def _spent(self) -> dict[str, float]:
         self.enter(self._bucket)
@@ -206,10 +212,25 @@ class Ledger:
         if self._lines is None:
             return
         line = {**self._told, "mark": mark, "at": self._now(), "seconds": self._spent()}
+        line["of_clock"] = round(self.summary().clock_fraction, 6)
         text = json.dumps(line)
         self._lines.append(f'{text[:-1]}, "crc": {zlib.crc32(text.encode())}}}')
         if mark or last:
             self._lines.sync()
+
+
+def read_goodput(path: Path) -> Goodput | None:
+    """Return how the time was spent by the `goodput.jsonl` at `path`; None if it does not tell."""
+    starts: list[_Start] = []
+    with contextlib.suppress(OSError):
+        starts, _ = _starts(read_bytes(path), None)
+    return _over(starts) if starts else None
+
+
+_Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
+_CRC = re.compile(rb', "crc": (\d+)\}$')
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -217,52 +238,63 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
     start: int
     mark: bool
-    at: float
-    seconds: dict[str, float]
+    at: _Seconds
+    seconds: dict[str, _Seconds]
     step: int | None = None
     restored: int | msgspec.UnsetType | None = msgspec.UNSET
+    of_clock: float | None = None
 
 
-_LINE = msgspec.json.Decoder(_Line)
-_CRC = re.compile(rb', "crc": (\d+)\}$')
-
-
+@dataclasses.dataclass
 class _Start:
-    """An earlier start, and the part of its time that later starts kept."""
+    """A start, and the part of its time that later starts kept."""
 
-    def __init__(self, lines: list[_Line]) -> None:
-        first, self.last = lines[0], lines[-1]
-        self.began = first.at - math.fsum(first.seconds.values())
-        self.ended, self.seconds = self.last.at, self.last.seconds
-        self._marks = [(line.step, line.seconds) for line in lines if line.mark]
+    began: float
+    ended: float
+    seconds: dict[str, float]
+    marks: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
+    """Step and seconds of each mark."""
 
     def cut(self, step: int | None) -> None:
         """Discard the work after the last mark at or before `step`; all of it without a mark."""
-        while self._marks and (step is None or (self._marks[-1][0] or 0) > step):
-            self._marks.pop()
-        base = self._marks[-1][1] if self._marks else dict.fromkeys(BUCKETS, 0.0)
+        while self.marks and (step is None or self.marks[-1][0] > step):
+            self.marks.pop()
+        base = self.marks[-1][1] if self.marks else dict.fromkeys(BUCKETS, 0.0)
         goes = {bucket: base[bucket] for bucket in BUCKETS if bucket not in _STAYS}
         lost = math.fsum(self.seconds[bucket] - seconds for bucket, seconds in goes.items())
         if lost > 0:  # it can be negative if seconds were moved after the mark
             self.seconds = {**self.seconds, **goes, "lost": self.seconds["lost"] + lost}
 
 
-def _starts(text: bytes, below: int) -> tuple[list[_Start], int]:
+def _over(starts: Sequence[_Start]) -> Goodput:
+    """Add up `starts`, in their order."""
+    seconds = {bucket: math.fsum(each.seconds[bucket] for each in starts) for bucket in BUCKETS}
+    down = math.fsum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(starts))
+    return Goodput(seconds, len(starts), down)
+
+
+def _starts(text: bytes, below: int | None) -> tuple[list[_Start], int]:
     """The starts with a token below `below`, each without the time that later ones discarded.
 
     The second result is the number of lines that cannot be read.
     """
     of: dict[int, list[_Line]] = {}
-    lines = [_line(each) for each in text.splitlines() if each]
-    for line in lines:
-        if line is not None and max(of, default=0) <= line.start < below:  # else superseded
+    read = [_line(each) for each in text.splitlines() if each]
+    for line in read:
+        if line is None or (below is not None and line.start >= below):
+            continue
+        if line.start >= max(of, default=0):  # else superseded
             of.setdefault(line.start, []).append(line)
-    starts = [_Start(each) for each in of.values()]
-    for number, start in enumerate(starts):
-        if not isinstance(start.last.restored, msgspec.UnsetType):
-            for earlier in starts[:number]:
-                earlier.cut(start.last.restored)
-    return starts, lines.count(None)
+    starts: list[_Start] = []
+    for lines in of.values():
+        first, last = lines[0], lines[-1]
+        marks = [(line.step, line.seconds) for line in lines if line.mark and line.step is not None]
+        began = first.at - math.fsum(first.seconds.values())
+        if not isinstance(last.restored, msgspec.UnsetType):
+            for earlier in starts:
+                earlier.cut(last.restored)
+        starts.append(_Start(began, last.at, last.seconds, marks))
+    return starts, read.count(None)
 
 
 def _line(text: bytes) -> _Line | None:
@@ -272,8 +304,8 @@ def _line(text: bytes) -> _Line | None:
         if zlib.crc32(text) != int(found[1]):
             return None
     try:
-        line = _LINE.decode(text)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        line = msgspec.json.decode(text, type=_Line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    line.seconds = dict.fromkeys(BUCKETS, 0.0) | line.seconds
+    line.seconds = {bucket: line.seconds.get(bucket, 0.0) for bucket in BUCKETS}
     return line

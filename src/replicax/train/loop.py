@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.core.batch import Batch
+from replicax.core.feed import GaveUpError
 from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.loss import LOSS
 from replicax.core.update import Metrics, TrainState
@@ -168,6 +169,7 @@ class Loop(Running):
         """Yield the remaining batches of the epoch, or of the steps."""
         self._evaluate_if_due()
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
+        feed.stops = self._is_interrupted
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
@@ -187,6 +189,9 @@ class Loop(Running):
                     return True
                 if self._stopping.over or self._all_steps_done():
                     break
+            if batches.gave_up:  # all processes did
+                self._ledger.move("productive", "waiting", feed.wait_seconds - waited)
+                self._stopping.vote(now=True)
             closing = self._all_steps_done() or not self._resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
         return self._settle(closing=closing, due=due)
@@ -237,8 +242,12 @@ class Loop(Running):
     def _evaluate(self) -> Record | None:
         assert self._evaluator is not None
         started = time.perf_counter()
-        record = self._evaluator(self.state, self.place, self._stops)
-        if self._stopping.wanted:
+        record = None
+        try:
+            record = self._evaluator(self.state, self.place, self._stops)
+        except GaveUpError:
+            self._stopping.vote(now=True)
+        if record is None or self._stopping.wanted:
             return None
         self._stopping.evaluation_due = False
         self._evaluated_at = self.place.step
@@ -382,6 +391,9 @@ class Loop(Running):
     def _resumable(self) -> bool:
         return self._storage is not None and self._storage.saving.wanted
 
+    def _is_interrupted(self) -> bool:
+        return self._interrupt.wanted
+
     def _all_steps_done(self) -> bool:
         return self.total is not None and self.place.step >= self.total
 
@@ -394,13 +406,21 @@ class _Ahead(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._next: list[Batch] = []
+        self.gave_up = False
+        """Whether the next batch did not come before the run had to stop."""
 
     def __next__(self) -> Batch:
-        return self._next.pop() if self._next else next(self._batches)
+        if self._next:
+            return self._next.pop()
+        try:
+            return next(self._batches)
+        except GaveUpError:
+            self.gave_up = True
+            raise StopIteration from None
 
     @property
     def ended(self) -> bool:
         """Whether there are no more batches; may wait for the next one."""
         if not self._next:
-            self._next.extend(itertools.islice(self._batches, 1))
-        return not self._next
+            self._next.extend(itertools.islice(self, 1))
+        return not self._next and not self.gave_up

@@ -25,14 +25,31 @@ _MOST_BYTES = 2**30
 
 
 def place(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the path for a folder or URL: `"runs/first"`, `"gs://bucket/runs/first"`."""
-    scheme, separator, _ = os.fspath(run_dir).partition("://")
+    """Return the path for a folder or URL: `"runs/first"`, `"gs://bucket/runs/first"`.
+
+    A folder becomes absolute at once, so that a later `os.chdir` does not move it; `~` is the home
+    directory.
+    """
+    given = os.fspath(run_dir)
+    if not given:
+        raise ConfigError('the path "" is empty; it must name a folder or a file: name one')
+    scheme, separator, _ = given.partition("://")
     if not separator:
-        return Path(run_dir)
+        try:
+            return Path(run_dir).expanduser().absolute()
+        except (RuntimeError, OSError) as error:  # no such user, or the working directory is gone
+            raise ConfigError(f"{given} has no absolute path: {error}; give one") from error
     if scheme not in _STORES:
         known = ", ".join(f"{each}://" for each in _STORES)
         raise ConfigError(f"{os.fspath(run_dir)} is not in a known object store; use {known}")
     return cast(Path, require("etils.epath", "checkpoints").Path(run_dir))
+
+
+def shown(path: Path) -> str:
+    """Return `path` for a message: relative if it lies in the working directory."""
+    with contextlib.suppress(ValueError, OSError):
+        return os.fspath(path.relative_to(Path.cwd()))
+    return os.fspath(path)
 
 
 def is_remote(path: Path) -> bool:

@@ -14,16 +14,31 @@ from replicax.core.job import Job
 _BETWEEN_VOTES_SECONDS = 0.5
 
 
-class Interrupt:
-    """A context in which the first SIGINT or SIGTERM sets `wanted`.
+_TERMINATING = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+"""SIGHUP comes from a terminal that closes. Windows has only the first."""
 
-    A second SIGINT interrupts at once. A second SIGTERM has no effect; use SIGKILL to end the
-    process immediately. Of nested contexts the innermost handles a signal, and the others record
-    it. The context does nothing outside the main thread, where Python delivers no signals, for
-    signals that are ignored, and in forked child processes.
+
+class Interrupt:
+    """A context in which the first SIGINT, SIGTERM, SIGHUP or SIGQUIT sets `wanted`.
+
+    A run with an `interrupt` of your own returns after such a signal instead of raising; it opens
+    the context if you have not.
+
+    A second SIGINT interrupts at once. A second one of the others has no effect; use SIGKILL to end
+    the process immediately. Of nested contexts the innermost handles a signal, and the others
+    record it. The context does nothing outside the main thread, where Python delivers no signals,
+    for signals that are ignored, such as SIGHUP under `nohup`, and in forked child processes.
+
+    Examples:
+        >>> settings = {"batch_size": 32, "epochs": 2, "interrupt": rx.Interrupt()}
+        >>> result = rx.fit(dp, state, source, **settings)
+        >>> if not result.interrupted:
+        ...     weights = dp.model(result.state)
 
     Args:
-        terminate: whether to handle SIGTERM too.
+        terminate: whether to handle the signals other than SIGINT.
         at_once: called once with the signal, in another thread, if the first signal arrives while
             `hold` is not in effect, even while the main thread is inside a compiler, where Python
             signal handlers do not run. It normally ends the process.
@@ -34,7 +49,7 @@ class Interrupt:
     ) -> None:
         self.signal: int | None = None
         """The first signal received."""
-        self._numbers = [signal.SIGINT, signal.SIGTERM] if terminate else [signal.SIGINT]
+        self._numbers = [signal.SIGINT, *(_TERMINATING if terminate else ())]
         self._at_once = at_once
         self._previous: dict[int, object] = {}
         self._pressed = False  # whether SIGINT was received
@@ -46,7 +61,13 @@ class Interrupt:
 
     @property
     def wanted(self) -> bool:
+        """Whether a signal was received."""
         return self.signal is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this handles signals now."""
+        return self in _open
 
     def hold(self) -> None:
         """Mark that from now on there is work that a signal must not discard.
@@ -59,6 +80,7 @@ class Interrupt:
             self._held = True
 
     def let_go(self) -> None:
+        """Mark that there is no such work any more."""
         with self._answering:
             self._held = False
 
@@ -67,7 +89,8 @@ class Interrupt:
             return self
         for number in self._numbers:
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # such as SIGINT for a background job
+            # SIGINT is ignored in a background job; None is a handler that is not of Python.
+            if before not in (signal.SIG_IGN, None):
                 self._previous[number] = before
         if self._previous and self._at_once is not None:
             # Another thread learns of each signal: Python's C handler writes to a socket.
@@ -127,6 +150,11 @@ class Interrupt:
 
 
 _open: list[Interrupt] = []  # from the outermost to the innermost
+
+
+def is_any_open() -> bool:
+    """Whether some `Interrupt` handles signals, whose owner then decides what follows."""
+    return bool(_open)
 
 
 def signal_name(number: int) -> str:

@@ -22,7 +22,7 @@ from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
-from replicax.train.places import exists, writing
+from replicax.train.places import exists, shown, writing
 from replicax.train.records import (
     CONFIG,
     DAMAGED,
@@ -192,7 +192,7 @@ class Storage:
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
         again = history.reached - position.step
         more = f"; steps to repeat: {again:,}" if again > 0 else ""
-        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
+        self._say(f"resume {shown(self.path)}: step {position.step:,}, saved {saved}{more}")
         return {
             "token": self._lease.token,
             "checkpoint": path.name,

@@ -47,7 +47,7 @@ class Fit:
     seconds: float
     """Wall time, including compilation and evaluation."""
     interrupted: bool
-    """Whether Ctrl-C or SIGTERM ended it early."""
+    """Whether Ctrl-C, SIGTERM, SIGHUP or SIGQUIT ended it early."""
     step: int = 0
     """Updates done in the whole run, over all its starts."""
     saved: bool = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,24 @@ def test_what_cannot_be_read_is_told_in_one_line(
     monkeypatch.setattr(PyTreeCheckpointHandler, "restore", broken)
     with pytest.raises(CheckpointError, match=r"state .*read: NOT_FOUND: a chunk$"):
         read(like, tmp_path / "state")
+
+
+def test_only_orbax_is_silenced_and_only_meanwhile(tmp_path: Path, trained: TrainState) -> None:
+    logger, heard = logging.getLogger("absl"), list[logging.LogRecord]()
+    before = logger.level, list(logger.filters)
+    listener = logging.Handler()
+    listener.emit = heard.append  # type: ignore[method-assign, assignment]
+    logger.addHandler(listener)
+    try:
+        wait = begin_writing(trained, tmp_path / "a")
+        logger.warning("mine")
+        wait()
+        read(abstract(trained), tmp_path / "a")
+        with pytest.raises(CheckpointError):
+            read(abstract(trained), tmp_path / "none")
+    finally:
+        logger.removeHandler(listener)
+    assert [record.getMessage() for record in heard if record.levelno >= logging.WARNING] == [
+        "mine"
+    ]
+    assert (logger.level, logger.filters) == before

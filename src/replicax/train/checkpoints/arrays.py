@@ -6,10 +6,12 @@ before anything is read, also by its size, and Orbax alone can read the arrays a
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
+import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,17 +42,25 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     epath = require("etils.epath", "checkpoints")
     args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(named(state)))
     folder.mkdir(parents=True, exist_ok=True)
-    saving = _handler().async_save(epath.Path(folder), args=args)
-    with concurrent.futures.ThreadPoolExecutor(1) as own:  # a notebook's thread runs an event loop
-        futures = own.submit(asyncio.run, saving).result() or ()
+    quiet = contextlib.ExitStack()
+    quiet.enter_context(_quiet_orbax())
+    try:
+        saving = _handler().async_save(epath.Path(folder), args=args)
+        # Another thread, as that of a notebook runs an event loop.
+        with concurrent.futures.ThreadPoolExecutor(1) as own:
+            futures = own.submit(asyncio.run, saving).result() or ()
+    except BaseException:
+        quiet.close()
+        raise
 
     def wait() -> None:
         errors = []
-        for future in futures:  # all of them, so that no write continues
-            try:
-                future.result()
-            except Exception as error:
-                errors.append(error)
+        with quiet:
+            for future in futures:  # all of them, so that no write continues
+                try:
+                    future.result()
+                except Exception as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
 
@@ -70,7 +80,8 @@ def read(like: TrainState, folder: Path) -> TrainState:
     }
     restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
     try:
-        arrays = _handler().restore(epath.Path(folder), args=restore)
+        with _quiet_orbax():
+            arrays = _handler().restore(epath.Path(folder), args=restore)
     except Exception as error:  # tensorstore raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
@@ -127,9 +138,24 @@ def _name(path: Sequence[Any]) -> str:
     return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drop what Orbax logs meanwhile, as its errors are also raised; others log as before."""
+    package = str(Path(inspect.getfile(require("orbax.checkpoint", "checkpoints"))).parent)
+    logger = logging.getLogger("absl")  # which others log to as well
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not record.pathname.startswith(package)
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
+
+
 def _handler() -> Any:
     # Not an Orbax checkpointer: its barriers time out if one process fails.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are also raised
     orbax = require("orbax.checkpoint", "checkpoints")
     # By default each replica copies a slice of every replicated array, with a program compiled for
     # it. A save then stalls training 2.5 times as long on a CPU, and the first one for seconds.
