@@ -181,3 +181,29 @@ def test_processes_skip_and_end_alike() -> None:
     assert {each.code for each in ended} == {1}
     said = "finite in 2 steps in a row, 9 to 10 (first on examples 0, 1, 2,"
     assert all(said in each.err for each in ended)  # or one tells what the other ended of
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"layout": "zero1"}, {"mode": "shard_map", "layout": "fsdp"}], ids=str
+)
+def test_weights_that_end_infinite_are_no_result(how: dict[str, Any], leaves_early: bool) -> None:
+    rows = {"x": np.ones((8, 8), np.float32)}
+    model = {"w": jnp.full(8, 9.0), "never": jnp.full(8, -jnp.inf)}
+    dp = rx.DataParallel(
+        lambda model, batch, key: (batch["x"] @ model["w"]) ** 2, optax.sgd(1e38), **how
+    )
+    run = rx.Run(dp, dp.init(model), rows, batch_size=8, epochs=2, progress=False)
+    with pytest.raises(DivergedError) as caught, run:
+        for batch in run:
+            run.step(batch)
+            if leaves_early:
+                break
+    assert "params.w" in str(caught.value)
+
+
+def test_weights_that_never_were_finite_may_stay_so() -> None:
+    model = {"w": jnp.ones(8), "never": jnp.full(8, -jnp.inf)}
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"] @ model["w"], optax.sgd(0.1))
+    rows = {"x": np.ones((8, 8), np.float32)}
+    assert rx.fit(dp, dp.init(model), rows, batch_size=8, epochs=1, progress=False).steps == 1

@@ -13,8 +13,8 @@ import jax
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, check_at_least
-from replicax.train.checkpoints.arrays import abstract
+from replicax.errors import ConfigError, DivergedError, check_at_least
+from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import Evaluation, Evaluator
@@ -91,7 +91,7 @@ class Run(Loop):
         ConfigError: invalid arguments.
         AgreementError: the arguments differ between processes.
         LossError: see `DataParallel.step`.
-        DivergedError: the loss is no longer finite.
+        DivergedError: the loss, or a parameter at the end, is no longer finite.
         CheckpointError: the state cannot be saved, or a checkpoint cannot be read.
         RunInUseError: another process is already writing to this run.
     """
@@ -158,6 +158,7 @@ class Run(Loop):
             self.config |= derived(self.dp, self._first)
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
+            self._never_finite = params_not_finite(self.state)
             self._take_folder(stack)
             clock = self._saving.clock_seconds if self._resumable else None
             self._stopping = Stopping(self._interrupt, self.dp.job, clock)
@@ -201,6 +202,7 @@ class Run(Loop):
             accept_changes=self._accept,
             state=self.state,
             seed=self._seed,
+            never_finite=self._never_finite,
             say=self.say,
             pinned=lambda: self.hooks.pinned,
         )
@@ -229,6 +231,11 @@ class Run(Loop):
         """Save the final state, whether all steps are done or the loop was left early."""
         if not self._ended:  # left early
             self._settle(closing=not self._resumable)
+        if wrong := sorted(params_not_finite(self.state) - self._never_finite):
+            raise DivergedError(
+                f"{wrong[0]} is not finite after step {self.place.step:,}, and was when the run "
+                "began: lower the learning rate, or clip the gradient"
+            )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())

@@ -14,7 +14,7 @@ from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
 from replicax.train.changes import check_changes, read_config
-from replicax.train.checkpoints.arrays import array_entries, params_not_finite, read
+from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
@@ -108,6 +108,7 @@ class Storage:
         state: TrainState,
         seed: int,
         say: Callable[[str], None],
+        never_finite: Collection[str] = (),
         pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.path, self.saving = path, saving
@@ -140,7 +141,7 @@ class Storage:
             job,
             seed,
             self._config,
-            params_not_finite(state) if saving.wanted else (),
+            never_finite,
             pinned,
         )
         self._saved: Any = None
