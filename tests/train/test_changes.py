@@ -159,6 +159,22 @@ def refused(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
     return {each.field for each in changes(old, new) if each.matters}
 
 
+@pytest.mark.parametrize(("value", "named"), [(None, 1), ("random", 1), ("0", 0), ("7", 0)])
+def test_another_program_may_come_from_the_order_of_a_set(
+    value: str | None, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", value)
+    changed = with_program(CONFIG, loss="c3", optimizer="d4")
+    with pytest.raises(ConfigError) as caught:
+        check_changes(with_program(CONFIG), changed, accept=False)
+    assert str(caught.value).count("PYTHONHASHSEED") == named
+    with pytest.raises(ConfigError) as caught:
+        check_changes(CONFIG, edited(fields__learning_rate=1), accept=False)
+    assert "PYTHONHASHSEED" not in str(caught.value)
+
+
 def test_another_program_is_refused_with_what_it_means() -> None:
     old, new = with_program(CONFIG), with_program(CONFIG, loss="c3")
     assert refused(old, old) == set()

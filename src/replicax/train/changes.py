@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ PROGRAM = {
     "step": "the step's code",
 }
 """The digests of `replicax.train.program_fingerprint`, and what a change of each means."""
-_OF_ONE_START = (("start", "command"), ("start", "host"), ("start", "time"))
+_OF_ONE_START = tuple(("start", name) for name in ("command", "host", "time", "run"))
 _NO_TRACER = ("python", "numpy")
 """Packages whose versions do not affect the traced program."""
 _MOST_NAMED, _MOST_LINES = 6, 20
@@ -121,6 +122,21 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     ]
 
 
+def run_id(config: Mapping[str, Any]) -> str | None:
+    """Return the id drawn at the first start of a run; older runs have none."""
+    start = config.get("start")
+    found = start.get("run") if isinstance(start, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def another_run(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return in words that a checkpoint's configuration is that of another run, if it is."""
+    ours, its = run_id(own), run_id(saved)
+    if None in (ours, its) or ours == its:
+        return None
+    return f"was saved by another run (its id is {its}, the id here is {ours})"
+
+
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Return one line per change, in 80 columns; raise `ConfigError` for unaccepted ones."""
     found = _once(changes(old, new))
@@ -132,6 +148,8 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
             section, _, part = change.field.partition(".")
             meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
             told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
+        if _hashes_differ() and any(change.field.startswith("program.") for change in matter):
+            more += "; if the order of a set can change it, set PYTHONHASHSEED=0"
         raise ConfigError(
             f"this run began with another configuration: {', '.join(told)}{more}; use a new "
             "folder (--run), or continue with the new configuration (--accept-changes, or "
@@ -160,6 +178,11 @@ def _differences(path: _Keys, old: Any, new: Any) -> Iterator[tuple[_Keys, Any, 
             yield from _differences((*path, key), old.get(key, ABSENT), new.get(key, ABSENT))
     elif _json(old) != _json(new):  # as text: to Python, 1 equals 1.0 and True
         yield path, old, new
+
+
+def _hashes_differ() -> bool:
+    """Whether sets of strings have another order in every start."""
+    return os.environ.get("PYTHONHASHSEED", "random") == "random"
 
 
 def _json(value: Any) -> str | None:
