@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.batch import Batch, Share, pad
+from replicax.core.batch import Batch, PyTree, Share, pad
 from replicax.core.job import Alone, Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
@@ -67,6 +67,8 @@ class Feed:
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
+        self.skipped: PyTree = None
+        """This process's rows of the batch before `first`, if the latest pass had to read them."""
         if prefetch < 0:
             raise ConfigError(f"prefetch={prefetch}; it must be at least 0: raise it")
         if source.batch_size:
@@ -163,6 +165,7 @@ class Feed:
                         "no batch may be larger: raise batch_size or use smaller loader batches"
                     )
             if number < self.first:
+                self.skipped = data
                 continue
             if data is None:
                 raise DataError("this process's source has no batches; it must have at least 1")
@@ -177,9 +180,10 @@ class Feed:
                         f"{job.processes} processes; rx.PerProcess needs the same number of whole "
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
+            host = data if source.batches is None or source is not self.source else None
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
-            yield dataclasses.replace(batch, mask=mask, rows=sum(counts)), share
+            yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
 
 
 def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) -> Generator[Any]:

@@ -22,7 +22,7 @@ HARMLESS = (
     *("options.stages", "options.fsdp_size", "options.schedule"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
-    *("parallel.processes", "data.padding"),
+    *("parallel.processes", "data.padding", "data.evaluation"),
     # Length of the run, monitoring, output, checkpoints, and stopping.
     *("options.steps", "options.run", "options.log_every", "options.show_sharding"),
     *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),
@@ -55,6 +55,7 @@ ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
+_EVALUATION = ("data", "evaluation")
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 _DERIVED = ("parallel.", "data.")
@@ -119,6 +120,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
+        and (path[:2] != _EVALUATION or ABSENT not in (one, other))  # it may come and go
     ]
 
 

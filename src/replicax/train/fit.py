@@ -141,7 +141,9 @@ class Run(Loop):
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.say)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
-        self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
+        self._evaluator = (
+            None if plan is None else Evaluator(plan, self.dp, state, batch_size, self.say)
+        )
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
@@ -156,6 +158,8 @@ class Run(Loop):
                 Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
             )
             self.config |= derived(self.dp, self._first)
+            if self._evaluator is not None:
+                self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             self._never_finite = params_not_finite(self.state)
@@ -238,7 +242,7 @@ class Run(Loop):
             )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
-            self._storage.finish(self.state, self._position(), self._extra())
+            self._storage.finish(self.state, self._position(), self._extra_saved())
         storage, job = self._storage, self.dp.job
         if storage is not None and not storage.knows_program and not self._begun:
             repeats = job.gather("whether a source can be read again", self.source.can_repeat)
