@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import SUPPORT, run_job
 from support.resumable import BATCH, bits, crashing, data_parallel, fit, rows, undisturbed
+from support.tiers import only
 
 import replicax as rx
 from replicax.core.job import Alone
@@ -166,3 +168,13 @@ def test_a_checksum_is_of_values_types_and_names() -> None:
     found = [checksums(each, Alone())[0] for each in batches]
     assert len(set(found)) == len(batches)
     assert checksums({"x": np.zeros(8, np.float32)[::2]}, Alone())[0] == found[0]
+
+
+@pytest.mark.parametrize("seed", only([2], [1, 2]))
+def test_each_process_compares_its_own_rows(tmp_path: Path, seed: int) -> None:
+    script = SUPPORT / "job_loader.py"
+    for ended in run_job(script, tmp_path, 2, 1):
+        assert ended.code == 75, ended.err
+    for ended in run_job(script, tmp_path, 0, seed):
+        assert (ended.code == 0) == (seed == 1), ended.err
+        assert ("process 1" in ended.err) == (seed == 2)
