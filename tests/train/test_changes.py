@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
         "device_kind": "cpu",
         "processes": 1,
     },
-    "data": {"rows": 1000, "batch_size": 64, "padding": 0},
+    "data": {"rows": 1000, "batch_size": 64, "padding": 0, "evaluation": "20 rows"},
     "versions": {"jax": "0.10.2", "python": "3.11.2"},
 }
 
@@ -160,6 +160,12 @@ def refused(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(("value", "named"), [(None, 1), ("random", 1), ("0", 0), ("7", 0)])
+def test_what_older_runs_lack_is_compared_only_if_both_have_it() -> None:
+    parts = edited(data__parts=["a", "b"])
+    assert changes(CONFIG, parts) == changes(parts, CONFIG) == []
+    assert refused(parts, edited(data__parts=["a", "c"])) == {"data.parts"}
+
+
 def test_another_program_may_come_from_the_order_of_a_set(
     value: str | None, named: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,14 @@ def test_a_checksum_is_of_values_types_and_names() -> None:
     assert checksums({"x": np.zeros(8, np.float32)[::2]}, Alone())[0] == found[0]
 
 
+def test_other_rows_of_a_process_are_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
+    with crashing(MIDDLE):
+        fit(dp, tmp_path, source=rx.PerProcess(rows()))
+    with pytest.raises(ConfigError, match=r"data\.parts"):
+        fit(dp, tmp_path, source=rx.PerProcess(rows(seed=5)))
+    assert fit(dp, tmp_path, source=rx.PerProcess(rows())).steps
+
+
 @pytest.mark.parametrize("seed", only([2], [1, 2]))
 def test_each_process_compares_its_own_rows(tmp_path: Path, seed: int) -> None:
     script = SUPPORT / "job_loader.py"

@@ -55,7 +55,8 @@ ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
-_EVALUATION = ("data", "evaluation")
+_IF_BOTH = (("data", "evaluation"), ("data", "parts"))
+"""What is compared only if both have it: older runs do not, and evaluation may begin later."""
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 _DERIVED = ("parallel.", "data.")
@@ -120,7 +121,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
-        and (path[:2] != _EVALUATION or ABSENT not in (one, other))  # it may come and go
+        and (path[:2] not in _IF_BOTH or ABSENT not in (one, other))
     ]
 
 
