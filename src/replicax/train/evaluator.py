@@ -10,14 +10,17 @@ from typing import Any
 
 import jax
 
-from replicax.core.batch import Batch
+from replicax.core.batch import Batch, described
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
+from replicax.core.loss import values_by_name
+from replicax.core.models.definition import View
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import RunPosition
+from replicax.train.program_fingerprint import some_rows
 from replicax.train.read_again import FirstBatch
 from replicax.train.records import Record
 
@@ -104,6 +107,29 @@ class Evaluator:
     def load_state(self, state: dict[str, Any]) -> None:
         for name in state.keys() & self._first.keys():
             self._first[name].load_state(state[name])
+
+    def metrics(self, state: TrainState) -> list[str] | None:
+        """Return the names of an evaluation's metrics; None if the data cannot be looked at yet."""
+        program, found = self._dp.program(state), list[str]()
+        objective = program.objective
+        if self._plan.loss is not None:
+            objective = dataclasses.replace(objective, loss=self._plan.loss)
+        given = program.shapes.params, program.shapes.extras, program.shapes.step
+        for name, feed in self._feeds.items():
+            if (rows := some_rows(feed.source)) is None:
+                return None
+            try:
+                batch = described(rows, feed.source.batch_size)
+                returned = jax.eval_shape(
+                    lambda params, extras, step, batch: values_by_name(
+                        objective.returned(params, extras, batch, View(step=step))[0]
+                    ),
+                    *(*given, batch),
+                )
+            except Exception:  # the evaluation will raise it, with more to say
+                return None
+            found += [f"{name}/{metric}" if name else metric for metric in returned]
+        return found
 
     def check(self) -> None:
         """Raise `LossError` if the loss cannot be exact on the evaluation data."""

@@ -148,6 +148,7 @@ class Run(Loop):
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
+        self.resumable = run_dir is not None and saving.wanted
         self._given_interrupt = interrupt
         self._open = contextlib.ExitStack()
 
@@ -155,8 +156,9 @@ class Run(Loop):
         with contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
             self._interrupt = self._given_interrupt or stack.enter_context(
-                Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
+                Interrupt(terminate=self.resumable)
             )
+            self.hooks("before_run", self)
             self.config |= derived(self.dp, self._first)
             if self._evaluator is not None:
                 self.config["data"]["evaluation"] = self._evaluator.fingerprint()

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Loop(Running):
     _interrupt: Interrupt
     _stopping: Stopping
     _accept: bool
+    resumable: bool
 
     def __init__(self) -> None:
         self.place = RunPosition(0, 0, 0)
@@ -109,6 +110,9 @@ class Loop(Running):
             if self._evaluator is not None:
                 self._evaluator.check()
         return step.metrics
+
+    def evaluation_metrics(self) -> Collection[str] | None:
+        return () if self._evaluator is None else self._evaluator.metrics(self.state)
 
     def say(self, line: str) -> None:
         self._display.line(line)
@@ -419,7 +423,7 @@ class Loop(Running):
 
     @property
     def _resumable(self) -> bool:
-        return self._storage is not None and self._storage.saving.wanted
+        return self._storage is not None and self.resumable
 
     def _all_steps_done(self) -> bool:
         return self.total is not None and self.place.step >= self.total
