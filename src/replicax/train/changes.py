@@ -56,7 +56,7 @@ ABSENT: Final = object()
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
 _IF_BOTH = (("data", "evaluation"), ("data", "parts"))
-"""What is compared only if both have it: older runs do not, and evaluation may begin later."""
+"""Compared only if both have it: older runs do not, and evaluation may begin later."""
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 _DERIVED = ("parallel.", "data.")
