@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from replicax.cli.opened import RunOptions, about_line
 from replicax.core.models.definition import PyTree
 from replicax.errors import ConfigError, require
 from replicax.train.load import Loaded
+from replicax.train.places import check_replaceable
 from replicax.wording import size_text
 
 
@@ -45,11 +45,7 @@ def export(arguments: list[str]) -> int:
     if os.path.lexists(file):
         if not options.force:
             raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
-        if not stat.S_ISREG(os.lstat(file).st_mode):
-            raise ConfigError(
-                f"{file} is not a regular file, and --force replaces no link and no device: choose "
-                "another name"
-            )
+        check_replaceable(file)
     numpy_format = require("safetensors.numpy", "text")
     loaded = options.open("export")
     tensors = _tensors(loaded)

@@ -185,3 +185,9 @@ def test_two_hooks_of_one_kind_are_told_apart_by_their_metrics(dp: rx.DataParall
     assert fit(dp, scores, *hooks).step == 5 * EPOCH
     with pytest.raises(ConfigError, match="name"):
         fit(dp, rx.CSV("a.csv"), rx.CSV("b.csv"))
+
+
+@pytest.mark.parametrize("file", ["/dev/null", "../best.json"])
+def test_the_file_of_the_best_is_a_name(file: str) -> None:
+    with pytest.raises(ConfigError, match="file="):
+        rx.KeepBest("loss", file=file)

@@ -144,6 +144,10 @@ class KeepBest(_Watching):
         self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
     ) -> None:
         super().__init__(metric, mode)
+        if Path(file).name != file:
+            raise ConfigError(
+                f"KeepBest with file={file!r}; it is a name in the run's folder: leave out the path"
+            )
         self._file = file
         self._named: dict[str, Any] = {}  # the file's contents, as known to this process
 
