@@ -1,6 +1,7 @@
 """Bad steps: read late, recorded with their examples, and too many in a row end the run."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from support.processes import SUPPORT, run_job
 import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.job import Alone
-from replicax.errors import ConfigError, DivergedError
+from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
@@ -207,3 +208,19 @@ def test_weights_that_never_were_finite_may_stay_so() -> None:
     dp = rx.DataParallel(lambda model, batch, key: batch["x"] @ model["w"], optax.sgd(0.1))
     rows = {"x": np.ones((8, 8), np.float32)}
     assert rx.fit(dp, dp.init(model), rows, batch_size=8, epochs=1, progress=False).steps == 1
+
+
+def test_a_consumed_state_is_refused_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+    rows = {"x": np.ones((8, 8), np.float32)}
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"] @ model["w"], optax.sgd(0.1))
+    state = dp.init({"w": jnp.ones(8)})
+    rx.fit(dp, state, rows, batch_size=8, epochs=1, progress=False)
+    for folder in (None, tmp_path / "run"):
+        with pytest.raises(StateError):
+            rx.fit(dp, state, rows, batch_size=8, epochs=1, progress=False, run_dir=folder)
+    assert not (tmp_path / "run").exists()
+    state = dp.init({"w": jnp.ones(8)})
+    run = rx.Run(dp, state, rows, batch_size=8, epochs=1, progress=False).__enter__()
+    dp.step(run.state, next(iter(run)))
+    with pytest.raises(StateError):
+        run.__exit__(None, None, None)
