@@ -4,7 +4,7 @@
   - ConfigError             a flag, an argument, or a combination of them
   - DataError               a file or a batch
   - LossError               what the loss function returned
-  - DivergedError           a loss that is no longer finite
+  - DivergedError           a loss or a parameter that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
   - ClusterError            processes that cannot find or join each other
   - AgreementError          processes that differ where they must agree
@@ -74,7 +74,7 @@ class LossError(ReplicaxError, ValueError):
 
 
 class DivergedError(ReplicaxError, ArithmeticError):
-    """A run whose loss stopped being finite.
+    """A run whose loss, or parameters at the end, stopped being finite.
 
     Examples:
         >>> endless = {**source, "y": np.full_like(source["y"], np.inf)}

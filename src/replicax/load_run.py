@@ -1,5 +1,6 @@
 """Load a run from its folder: the model, the state and the records."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from replicax.arguments import typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.recipes.recipe import abstract_model, find_recipe, recipe_of
+from replicax.recipes.recipe import BUILT_IN, abstract_model, find_recipe, recipe_of
 from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
 from replicax.train.places import place
 
@@ -21,6 +22,7 @@ def load(
     dp: DataParallel | None = None,
     state: TrainState | None = None,
     step: int | str | None = None,
+    recipe: str | None = None,
 ) -> Loaded:
     """Load a run's newest checkpoint, verified byte by byte, onto the devices of `dp`.
 
@@ -37,6 +39,8 @@ def load(
         dp: a `DataParallel` with the run's loss and optimizer. Optional for a run of
             `replicax train`: by default it uses the run's recipe, in mode `jit`, on all devices.
         state: a state of `dp`, or its shapes. Optional for a run of `replicax train`.
+        recipe: the run's recipe, `"file.py:Name"` or `"package.module:Name"`, if it is not built
+            in: code that only the run's folder names is never run.
         step: step of the checkpoint; `"best"` for the one named in `best.json`; the newest by
             default.
 
@@ -45,7 +49,8 @@ def load(
         if `state` has none.
 
     Raises:
-        ConfigError: no run, no such checkpoint, or a different model or optimizer.
+        ConfigError: no run, no such checkpoint, a different model or optimizer, or a recipe of
+            your own without `recipe`.
         CheckpointError: the checkpoint fails verification; it is left in place.
         MissingDependencyError: Orbax is not installed.
     """
@@ -54,17 +59,17 @@ def load(
         raise ConfigError("state= without dp=; a state belongs to a DataParallel: pass both")
     if dp is not None and state is not None:
         return load_checkpoint(checkpoint, dp, state)
-    recipe = _recipe(checkpoint)
+    found = _recipe(checkpoint, recipe)
     if dp is None:
         told = checkpoint.manifest.config.get("parallel", {})
         settings = {name: told[name] for name in ("precision", "ema") if name in told}
-        dp = DataParallel(recipe.loss, recipe.optimizer(), **settings)
-    shapes = dp.abstract_state(abstract_model(recipe.model, jax.random.key(0)))
-    return load_checkpoint(checkpoint, dp, shapes, recipe)
+        dp = DataParallel(found.loss, found.optimizer(), **settings)
+    shapes = dp.abstract_state(abstract_model(found.model, jax.random.key(0)))
+    return load_checkpoint(checkpoint, dp, shapes, found)
 
 
-def _recipe(checkpoint: Checkpoint) -> Any:
-    """Return the recipe of a run of `replicax train`."""
+def _recipe(checkpoint: Checkpoint, named: str | None) -> Any:
+    """Return the recipe of a run of `replicax train`; one that is not built in must be `named`."""
     config, run = checkpoint.manifest.config, checkpoint.run
     spec, fields = config.get("recipe"), config.get("fields")
     if not isinstance(spec, str) or not isinstance(fields, dict):
@@ -72,10 +77,13 @@ def _recipe(checkpoint: Checkpoint) -> Any:
             f"{run} was not created by replicax train, so it does not record its loss and model: "
             "call rx.load(run_dir, dp=dp, state=dp.abstract_state(model))"
         )
-    # A run's folder that someone else provides must not execute code: use only local recipes.
-    if Path(spec.partition(":")[0]).resolve().is_relative_to(run.resolve()):
+    if named is None and spec not in {
+        *BUILT_IN,
+        *BUILT_IN.values(),
+    }:  # whoever made the folder chose this text
         raise ConfigError(
-            f"the recipe {spec} is inside the run's folder, which holds only data; move it out, or "
-            "pass dp= and state= to rx.load"
+            f"{run} asks for the recipe {spec!r}, which is not built in; code that a run's folder "
+            f"names is not run unless you name it too: --recipe {shlex.quote(spec)}, or recipe= of "
+            "rx.load"
         )
-    return recipe_of(find_recipe(spec), fields)
+    return recipe_of(find_recipe(named or spec), fields)

@@ -1,6 +1,7 @@
 """`replicax export`: the parameters to the bit, under names that others read."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import jax
@@ -52,7 +53,7 @@ def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], fol
 def test_statistics_are_exported_and_counters_are_not(main: Main, folder: Path) -> None:
     (folder / "my_batchnorm.py").write_text(BATCH_NORM)
     ended = train("it", "my_batchnorm.py:Normed", "--epochs", "1")
-    assert main("export", "it", "it.safetensors")[0] == 0
+    assert main("export", "it", "it.safetensors", "--recipe", "my_batchnorm.py")[0] == 0
     found = load_file(folder / "it.safetensors")
     assert set(found) == {
         "linear.bias",
@@ -105,6 +106,23 @@ def test_a_file_is_not_overwritten_without_force(
     first = load_file(file)
     assert main("export", "mlp", file, "--force")[0] == 0
     assert any((load_file(file)[name] != array).any() for name, array in first.items())
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo"])
+def test_only_a_regular_file_is_overwritten(
+    kind: str, main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    file, other = folder / "model.safetensors", folder / "other"
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(other)
+    if kind == "link":
+        other.write_text("mine")
+    before = os.lstat(file)
+    assert str(file) in refusal(main, "export", "mlp", file, "--force")
+    assert os.path.samestat(before, os.lstat(file))
+    assert kind != "link" or other.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,23 @@ def test_bad_values_are_refused_before_anything_is_compiled(
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--keep-best", "los"], ["'los'", "'loss'"]),
+        (["--early-stopping", "accuracy:2"], ["'accuracy'", "loss"]),
+        (["--audit-every", "5", "--devices", "1"], ["1 device"]),
+        (["--measure-noise-scale", "--batch-size", "1", "--devices", "1"], ["batch_size=1"]),
+    ],
+)
+def test_what_this_run_cannot_do_is_refused_before_it_has_a_folder(
+    flags: list[str], words: list[str], main: Main, folder: Path
+) -> None:
+    line = refusal(main, *LINE, *flags)
+    assert [word for word in words if word not in line] == []
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("logger", "package"),
     [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")],
 )

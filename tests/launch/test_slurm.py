@@ -187,7 +187,10 @@ def test_processes_over_nodes(options: SlurmOptions, spread: tuple[str, str]) ->
         (SlurmOptions(cpus_per_process=0), "cpus_per_process=0; .* at least 1"),
         (SlurmOptions(partition="a b"), "partition='a b' is not allowed in an #SBATCH line"),
         (SlurmOptions(output="x\n#SBATCH --exclusive"), "output=.*is not allowed"),
-        (SlurmOptions(time=""), "time='' is not allowed"),
+        (SlurmOptions(time=""), "time='' "),
+        (SlurmOptions(time="abc"), "time='abc' "),
+        (SlurmOptions(time="1:2:3:4"), "time='1:2:3:4' "),
+        (SlurmOptions(time="1-2-3"), "time='1-2-3' "),
     ],
 )
 def test_bad_options(options: SlurmOptions, message: str) -> None:

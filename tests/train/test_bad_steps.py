@@ -1,6 +1,7 @@
 """Bad steps: read late, recorded with their examples, and too many in a row end the run."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from support.processes import SUPPORT, run_job
 import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.job import Alone
-from replicax.errors import DivergedError
+from replicax.errors import DivergedError, StateError
 from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
@@ -176,3 +177,45 @@ def test_processes_skip_and_end_alike() -> None:
     assert {each.code for each in ended} == {1}
     said = "finite in 2 steps in a row, 9 to 10 (first on examples 0, 1, 2,"
     assert all(said in each.err for each in ended)  # or one tells what the other ended of
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"layout": "zero1"}, {"mode": "shard_map", "layout": "fsdp"}], ids=str
+)
+def test_weights_that_end_infinite_are_no_result(how: dict[str, Any], leaves_early: bool) -> None:
+    rows = {"x": np.ones((8, 8), np.float32)}
+    model = {"w": jnp.full(8, 9.0), "never": jnp.full(8, -jnp.inf)}
+    dp = rx.DataParallel(
+        lambda model, batch, key: (batch["x"] @ model["w"]) ** 2, optax.sgd(1e38), **how
+    )
+    run = rx.Run(dp, dp.init(model), rows, batch_size=8, epochs=2, progress=False).__enter__()
+    for batch in run:
+        run.step(batch)
+        if leaves_early:
+            break
+    with pytest.raises(DivergedError, match=r"params\.w"):
+        run.__exit__(None, None, None)
+
+
+def test_weights_that_never_were_finite_may_stay_so() -> None:
+    model = {"w": jnp.ones(8), "never": jnp.full(8, -jnp.inf)}
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"] @ model["w"], optax.sgd(0.1))
+    rows = {"x": np.ones((8, 8), np.float32)}
+    assert rx.fit(dp, dp.init(model), rows, batch_size=8, epochs=1, progress=False).steps == 1
+
+
+def test_a_consumed_state_is_refused_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+    rows = {"x": np.ones((8, 8), np.float32)}
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"] @ model["w"], optax.sgd(0.1))
+    state = dp.init({"w": jnp.ones(8)})
+    rx.fit(dp, state, rows, batch_size=8, epochs=1, progress=False)
+    for folder in (None, tmp_path / "run"):
+        with pytest.raises(StateError):
+            rx.fit(dp, state, rows, batch_size=8, epochs=1, progress=False, run_dir=folder)
+    assert not (tmp_path / "run").exists()
+    state = dp.init({"w": jnp.ones(8)})
+    run = rx.Run(dp, state, rows, batch_size=8, epochs=1, progress=False).__enter__()
+    dp.step(run.state, next(iter(run)))
+    with pytest.raises(StateError):
+        run.__exit__(None, None, None)

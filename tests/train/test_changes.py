@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
         "device_kind": "cpu",
         "processes": 1,
     },
-    "data": {"rows": 1000, "batch_size": 64, "padding": 0},
+    "data": {"rows": 1000, "batch_size": 64, "padding": 0, "evaluation": "20 rows"},
     "versions": {"jax": "0.10.2", "python": "3.11.2"},
 }
 
@@ -157,6 +157,28 @@ def with_program(config: dict[str, Any], **program: str) -> dict[str, Any]:
 
 def refused(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
     return {each.field for each in changes(old, new) if each.matters}
+
+
+def test_what_older_runs_lack_is_compared_only_if_both_have_it() -> None:
+    parts = edited(data__parts=["a", "b"])
+    assert changes(CONFIG, parts) == changes(parts, CONFIG) == []
+    assert refused(parts, edited(data__parts=["a", "c"])) == {"data.parts"}
+
+
+@pytest.mark.parametrize(("value", "named"), [(None, 1), ("random", 1), ("0", 0), ("7", 0)])
+def test_another_program_may_come_from_the_order_of_a_set(
+    value: str | None, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", value)
+    changed = with_program(CONFIG, loss="c3", optimizer="d4")
+    with pytest.raises(ConfigError) as caught:
+        check_changes(with_program(CONFIG), changed, accept=False)
+    assert str(caught.value).count("PYTHONHASHSEED") == named
+    with pytest.raises(ConfigError) as caught:
+        check_changes(CONFIG, edited(fields__learning_rate=1), accept=False)
+    assert "PYTHONHASHSEED" not in str(caught.value)
 
 
 def test_another_program_is_refused_with_what_it_means() -> None:

@@ -282,7 +282,7 @@ def odd(folder: Path) -> Path:
 
 
 def test_a_recipe_of_ones_own_is_found_again(odd: Path) -> None:
-    recipe = rx.load(odd).recipe
+    recipe = rx.load(odd, recipe="my_recipe.py:Mine").recipe
     assert (recipe.sizes, recipe.pair, recipe.maybe) == ((4, 5, 6), ("a", 0.5), None)
     assert (recipe.nested.depth, recipe.colour.name) == (7, "BLUE")
 
@@ -290,14 +290,13 @@ def test_a_recipe_of_ones_own_is_found_again(odd: Path) -> None:
 def test_a_recipe_that_has_changed_is_refused_by_its_field(odd: Path, folder: Path) -> None:
     (folder / "my_recipe.py").write_text(ODD.replace("sizes", "dims"))
     with pytest.raises(ConfigError, match="'sizes'"):
-        rx.load(odd)
+        rx.load(odd, recipe="my_recipe.py")
     (folder / "my_recipe.py").write_text(ODD.replace("tuple[int, ...] = (1, 2)", "int = 3"))
     with pytest.raises(ConfigError, match=r"sizes=\[4, 5, 6\] .*\bint\b"):
-        rx.load(odd)
+        rx.load(odd, recipe="my_recipe.py")
 
 
 def test_a_run_brings_no_program_with_it(odd: Path, folder: Path) -> None:
-    (folder / "my_recipe.py").rename(odd / "my_recipe.py")
-    os.chdir(odd)
-    with pytest.raises(ConfigError, match=r"the recipe .*folder"):
+    (folder / "my_recipe.py").write_text("raise SystemExit\n")
+    with pytest.raises(ConfigError, match=r"my_recipe\.py:Mine.*--recipe"):
         rx.load(odd)

@@ -56,7 +56,8 @@ options:
 """
 
 # JAX has no exception type for running out of memory.
-_OUT_OF_MEMORY = re.compile(r"(Out of memory|Unable to allocate)[^.;]*")
+# A sentence ends at a dot, which sizes have too: 745.06GiB, and NumPy's 745. GiB.
+_OUT_OF_MEMORY = re.compile(r"(Out of memory|Unable to allocate)([^.;]|\.(?=\d| ?[KMGTPE]i?B))*")
 SMALLER = "lower --batch-size, raise --accumulate, or use more devices"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from replicax.cli.opened import RunOptions, about_line
 from replicax.core.models.definition import PyTree
 from replicax.errors import ConfigError, require
 from replicax.train.load import Loaded
+from replicax.train.places import check_replaceable
 from replicax.wording import size_text
 
 
@@ -40,17 +42,19 @@ def export(arguments: list[str]) -> int:
         raise ConfigError(f"{file} is a folder; give a file, such as {file / 'model.safetensors'}")
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
-    if os.path.lexists(file) and not options.force:
-        raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
+    if os.path.lexists(file):
+        if not options.force:
+            raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
+        check_replaceable(file)
     numpy_format = require("safetensors.numpy", "text")
     loaded = options.open("export")
     tensors = _tensors(loaded)
-    beside = file.with_name(f".{file.name}.new")  # renamed once complete
     try:
-        numpy_format.save_file(tensors, beside, metadata={"format": "pt"})
-        beside.replace(file)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=file.parent) as folder:
+            whole = Path(folder, file.name)
+            numpy_format.save_file(tensors, whole, metadata={"format": "pt"})
+            whole.replace(file)
     except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"{file} cannot be written ({error}); choose another") from error
     size = size_text(os.path.getsize(file))
     parameters = sum(array.size for array in tensors.values())

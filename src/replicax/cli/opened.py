@@ -22,6 +22,8 @@ class RunOptions:
     """The run: its name in runs/, its folder, or its URL in an object store."""
     step: Annotated[str | None, shown_as("N|best", "the newest")] = None
     """The checkpoint to take: updates done, or best for the one that best.json names."""
+    recipe: Annotated[str | None, shown_as("RECIPE", "the run's, if built in")] = None
+    """The run's recipe, if it is your own: file.py:Name, or package.module:Name."""
 
     def open(self, command: str) -> Loaded:
         """Return the run's checkpoint, loaded on the available devices."""
@@ -35,7 +37,7 @@ class RunOptions:
                     "the newest"
                 )
             step = int(number)
-        return rx.load(self.folder(), step=step)
+        return rx.load(self.folder(), step=step, recipe=self.recipe)
 
     def folder(self) -> Path:
         """Return the run's folder."""

@@ -89,7 +89,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _row(path: Path) -> tuple[float, tuple[str, ...]]:
     """Return when the run was saved, and its line of the table."""
-    config, records, manifest = read_config(path / CONFIG), _records(path / RECORDS), None
+    records, manifest = _records(path / RECORDS), None
     evaluated = [record.metrics for record in records if record.kind == "eval"]
     step, epoch, saved_at = 0, 0, 0.0
     if records:
@@ -97,6 +97,10 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
     if places := _store(path).paths():
         manifest = _store(path).read_placed(*places[-1])
         step, epoch, saved_at = manifest.position.step, manifest.position.epoch, manifest.saved_at
+    if manifest is not None and not os.path.lexists(path / CONFIG):
+        config = manifest.config
+    else:
+        config = read_config(path / CONFIG)
     spent = read_goodput(path / GOODPUT)
     steps = epochs = rows = None
     if config.get("recipe"):  # otherwise the other entries are unknown

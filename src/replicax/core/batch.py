@@ -84,6 +84,8 @@ class Batch:
     """Maximum number of padding rows in any batch of the same feed, if known in advance."""
     shared: tuple[PyTree, ...] = ()
     """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
+    host: PyTree = None
+    """This process's rows on the host, if the feed has to read them in order."""
 
     def apart(self) -> "Batch":
         """Return the batch with the value of each `Shared` moved, unchanged, to `shared`."""
@@ -114,7 +116,7 @@ class Batch:
 
 
 register_dataclass(
-    Batch, ["data", "mask", "index", "shared"], [], drop_fields=["rows", "feed_padding"]
+    Batch, ["data", "mask", "index", "shared"], [], drop_fields=["rows", "feed_padding", "host"]
 )
 
 
@@ -164,7 +166,7 @@ class Share:
                 ),
                 shared,
             )
-        return Batch(data, mask, index, batch.rows, batch.feed_padding, shared)
+        return dataclasses.replace(batch, data=data, mask=mask, index=index, shared=shared)
 
     def _global(self, leaf: np.ndarray) -> jax.Array:
         def part(index: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.batch import Batch, Share, pad
+from replicax.core.batch import Batch, PyTree, Share, pad
 from replicax.core.job import Alone, Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
@@ -75,6 +75,8 @@ class Feed:
         """Time the loop spent waiting for batches in the latest pass."""
         self.stops: Callable[[], bool] = lambda: False
         """Polled while the source has no batch ready; once true, the pass raises `GaveUpError`."""
+        self.skipped: PyTree = None
+        """This process's rows of the batch before `first`, if the latest pass had to read them."""
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):
@@ -182,6 +184,7 @@ class Feed:
                             "use smaller loader batches"
                         )
                 if number < self.first:
+                    self.skipped = data
                     continue
                 if data is None:
                     raise DataError("this process's source has no batches; it must have at least 1")
@@ -198,9 +201,10 @@ class Feed:
                         f"{job.processes} processes; rx.PerProcess needs the same number of whole "
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
+            host = data if source.batches is None or source is not self.source else None
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
-            yield dataclasses.replace(batch, mask=mask, rows=sum(counts)), share
+            yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
 
     def _read_apart(
         self, read: Callable[[], Iterator[Any]], closing: threading.Event

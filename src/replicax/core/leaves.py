@@ -86,5 +86,6 @@ def describe_leaves(data: Any) -> dict[str, str]:
     described = {}
     for path, leaf in by_path(data).items():
         array = np.ascontiguousarray(numbers(leaf))
-        described[path or "data"] = f"{kind(array)} {zlib.crc32(array.tobytes()):08x}"
+        data = array.reshape(-1).view(np.uint8)  # not all dtypes are buffers
+        described[path or "data"] = f"{kind(array)} {zlib.crc32(data):08x}"
     return described

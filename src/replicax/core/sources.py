@@ -2,7 +2,9 @@
 
 import abc
 import dataclasses
+import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -214,7 +216,9 @@ class PerProcessSource(Source):
     """Rows of this process only, part of each global batch, as long as any process has rows."""
 
     def __init__(self, own: Source, job: Job) -> None:
-        parts = job.gather("rows of each process", own.rows)
+        mine = zlib.crc32(json.dumps(own.fingerprint()).encode())
+        told = job.gather("rows of each process", [own.rows, f"{mine:08x}"])
+        parts, self._digests = ([each[part] for each in told] for part in (0, 1))
         super().__init__(own.batch_size * job.processes, [] if None in parts else parts)
         self.own, self.can_repeat = own, own.can_repeat
 
@@ -222,4 +226,4 @@ class PerProcessSource(Source):
         return self.own.epoch(number, first=first)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**super().fingerprint(), "per_process": True}
+        return {**super().fingerprint(), "per_process": True, "parts": self._digests}

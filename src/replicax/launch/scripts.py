@@ -18,6 +18,8 @@ _BLOCK = re.compile(r"^#if ([\w-]+)\n(.*?)(?:^#else\n(.*?))?^#end\n", re.DOTALL 
 _PLACE = re.compile(r"\{\{([\w-]+)\}\}")
 _LONGEST_LABEL = 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+# As sbatch parses a time limit: 90, 90:30, 1:30:00, 2-0, 2-00:30, 2-00:30:00.
+_TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited", re.ASCII | re.IGNORECASE)
 # As the Kubernetes API checks them: 8, 500m, 64Gi.
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?", re.ASCII)
 
@@ -71,6 +73,11 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
     """
     nodes, per_node = _spread(job.processes, options)
     _at_least("gpus_per_process", options.gpus_per_process, 0)
+    if options.time is not None and not _TIME_LIMIT.fullmatch(options.time):
+        raise ConfigError(
+            f"time={options.time!r} is not a time limit of Slurm such as 90, 1:30:00 or 2-00: "
+            "change it"
+        )
     cpus = options.cpus_per_process
     asked: dict[str, object] = {
         "job-name": job.name,

@@ -100,8 +100,6 @@ class Audit(Hook):
 
     def start(self, run: Running) -> None:
         """Audit the state that the run starts from."""
-        self._fingerprint = Fingerprint(run.state)
-        self._check(run)
         two = replica_count(run.dp.mesh) == 2  # a replay shows which one is right
         self._keeps = self._restoring or (two and run.source.can_repeat)
         self._done: list[Dispatched] = []
@@ -150,7 +148,8 @@ class Audit(Hook):
         times = f"{self.restores} time{'s' * (self.restores != 1)}"
         return [f"audit  {clean}{f' · went back {times}' if self.restores else ''}"]
 
-    def _check(self, run: Running) -> None:
+    def before_run(self, run: Running) -> None:
+        self._fingerprint = Fingerprint(run.state)
         if run.dp.mesh.devices.size == 1:
             raise ConfigError(
                 "an audit on 1 device; an audit compares copies across devices, so there "

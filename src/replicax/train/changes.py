@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ HARMLESS = (
     *("options.stages", "options.fsdp_size", "options.schedule"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
-    *("parallel.processes", "data.padding"),
+    *("parallel.processes", "data.padding", "data.evaluation"),
     # Length of the run, monitoring, output, checkpoints, and stopping.
     *("options.steps", "options.run", "options.log_every", "options.show_sharding"),
     *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),
@@ -48,7 +49,7 @@ PROGRAM = {
     "step": "the step's code",
 }
 """The digests of `replicax.train.program_fingerprint`, and what a change of each means."""
-_OF_ONE_START = (("start", "command"), ("start", "host"), ("start", "time"))
+_OF_ONE_START = tuple(("start", name) for name in ("command", "host", "time", "run"))
 _NO_TRACER = ("python", "numpy")
 """Packages whose versions do not affect the traced program."""
 _MOST_NAMED, _MOST_LINES = 6, 20
@@ -57,6 +58,8 @@ ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
+_IF_BOTH = (("data", "evaluation"), ("data", "parts"))
+"""Compared only if both have it: older runs do not, and evaluation may begin later."""
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 _DERIVED = ("parallel.", "data.")
@@ -140,7 +143,23 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
+        and (path[:2] not in _IF_BOTH or ABSENT not in (one, other))
     ]
+
+
+def run_id(config: Mapping[str, Any]) -> str | None:
+    """Return the id drawn at the first start of a run; older runs have none."""
+    start = config.get("start")
+    found = start.get("run") if isinstance(start, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def another_run(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return in words that a checkpoint's configuration is that of another run, if it is."""
+    ours, its = run_id(own), run_id(saved)
+    if None in (ours, its) or ours == its:
+        return None
+    return f"was saved by another run (its id is {its}, the id here is {ours})"
 
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
@@ -154,6 +173,8 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
             section, _, part = change.field.partition(".")
             meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
             told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
+        if _hashes_differ() and any(change.field.startswith("program.") for change in matter):
+            more += "; if the order of a set can change it, set PYTHONHASHSEED=0"
         raise ConfigError(
             f"this run began with another configuration: {', '.join(told)}{more}; use a new "
             "folder (--run), or continue with the new configuration (--accept-changes, or "
@@ -182,6 +203,11 @@ def _differences(path: _Keys, old: Any, new: Any) -> Iterator[tuple[_Keys, Any, 
             yield from _differences((*path, key), old.get(key, ABSENT), new.get(key, ABSENT))
     elif _json(old) != _json(new):  # as text: to Python, 1 equals 1.0 and True
         yield path, old, new
+
+
+def _hashes_differ() -> bool:
+    """Whether sets of strings have another order in every start."""
+    return os.environ.get("PYTHONHASHSEED", "random") == "random"
 
 
 def _json(value: Any) -> str | None:

@@ -2,21 +2,27 @@
 
 import contextlib
 import dataclasses
+import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from replicax.arguments import Count, Rows, typed
-from replicax.core.batch import Batch
+from replicax.core.batch import Batch, described
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed, GaveUpError
+from replicax.core.loss import values_by_name
+from replicax.core.models.definition import View
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
+from replicax.train.program_fingerprint import some_rows
+from replicax.train.read_again import FirstBatch
 from replicax.train.records import Record
 
 
@@ -74,6 +80,7 @@ class Evaluator:
         state: TrainState,
         batch_size: int | None,
         interrupted: Callable[[], bool],
+        say: Callable[[str], None],
     ) -> None:
         if plan.ema:  # fail now rather than at the end of the first epoch
             jax.eval_shape(average_of, state.opt_state, state.params)
@@ -82,7 +89,50 @@ class Evaluator:
         self._feeds = {name: dp.feed(source, size) for name, source in sources.items()}
         for feed in self._feeds.values():
             feed.stops = interrupted
-        self._plan, self._dp = plan, dp
+        self._plan, self._dp, self._say = plan, dp, say
+        # Of a loader the rows are known only once it is read.
+        self._first = {name: FirstBatch() for name in self._feeds if not self._digest(name)}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return a digest of the rows of each source whose rows can be read in any order."""
+        return {name or "rows": digest for name in self._feeds if (digest := self._digest(name))}
+
+    def _digest(self, name: str) -> str | None:
+        source = self._feeds[name].source
+        leaves = source.fingerprint().get("leaves")
+        if leaves is None:
+            return None
+        return f"{source.rows} rows, {zlib.crc32(json.dumps(leaves).encode()):08x}"
+
+    def save_state(self) -> dict[str, Any]:
+        return {name: each.save_state() for name, each in self._first.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name in state.keys() & self._first.keys():
+            self._first[name].load_state(state[name])
+
+    def metrics(self, state: TrainState) -> list[str] | None:
+        """Return the names of an evaluation's metrics; None if the data cannot be looked at yet."""
+        program, found = self._dp.program(state), list[str]()
+        objective = program.objective
+        if self._plan.loss is not None:
+            objective = dataclasses.replace(objective, loss=self._plan.loss)
+        given = program.shapes.params, program.shapes.extras, program.shapes.step
+        for name, feed in self._feeds.items():
+            if (rows := some_rows(feed.source)) is None:
+                return None
+            try:
+                batch = described(rows, feed.source.batch_size)
+                returned = jax.eval_shape(
+                    lambda params, extras, step, batch: values_by_name(
+                        objective.returned(params, extras, batch, View(step=step))[0]
+                    ),
+                    *(*given, batch),
+                )
+            except Exception:  # the evaluation will raise it, with more to say
+                return None
+            found += [f"{name}/{metric}" if name else metric for metric in returned]
+        return found
 
     def check(self) -> None:
         """Raise `LossError` if the loss cannot be exact on the evaluation data."""
@@ -107,7 +157,7 @@ class Evaluator:
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
-            batches = self._batches(feed, stops)
+            batches = self._batches(name, feed, stops)
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
             rows += int(means.pop("rows"))
             prefix = f"{name}/" if name else ""
@@ -115,10 +165,13 @@ class Evaluator:
         seconds = time.perf_counter() - started
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
-    def _batches(self, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
-        seen, most = 0, self._plan.rows
+    def _batches(self, name: str, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
+        seen, most, first = 0, self._plan.rows, self._first.get(name)
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
+                if first and not seen and (changed := first.begins(batch.host, self._dp.job)):
+                    told = f"evaluation data {name}".rstrip()
+                    self._say(f"change {told}: its first batch {changed}")
                 yield batch
                 seen += batch.rows or batch.size
                 if stops() or (most is not None and seen >= most):

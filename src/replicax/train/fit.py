@@ -15,8 +15,8 @@ from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, Interrupted, Terminated
-from replicax.train.checkpoints.arrays import abstract
+from replicax.errors import ConfigError, DivergedError, Interrupted, Terminated
+from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import Evaluation, Evaluator
@@ -98,7 +98,7 @@ class Run(Loop):
         ConfigError: invalid arguments.
         AgreementError: the arguments differ between processes.
         LossError: see `DataParallel.step`.
-        DivergedError: the loss is no longer finite.
+        DivergedError: the loss, or a parameter at the end, is no longer finite.
         CheckpointError: the state cannot be saved, or a checkpoint cannot be read.
         RunInUseError: another process is already writing to this run.
     """
@@ -150,26 +150,29 @@ class Run(Loop):
         self._evaluator = (
             None
             if plan is None
-            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted)
+            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted, self.say)
         )
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
+        self.resumable = run_dir is not None and saving.wanted
         self._given_interrupt = interrupt
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
-            self._interrupt = self._given_interrupt or Interrupt(
-                terminate=self._run_dir is not None and self._saving.wanted
-            )
+            self._interrupt = self._given_interrupt or Interrupt(terminate=self.resumable)
             if not self._interrupt.is_open:
                 stack.enter_context(self._interrupt)
+            self.hooks("before_run", self)
             self.config |= derived(self.dp, self._first)
+            if self._evaluator is not None:
+                self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
+            self._never_finite = params_not_finite(self.state)
             self._take_folder(stack)
             clock = self._saving.clock_seconds if self._resumable else None
             self._stopping = Stopping(self._interrupt, self.dp.job, clock)
@@ -217,6 +220,7 @@ class Run(Loop):
             accept_changes=self._accept,
             state=self.state,
             seed=self._seed,
+            never_finite=self._never_finite,
             say=self.say,
             alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
@@ -246,9 +250,14 @@ class Run(Loop):
         """Save the final state, whether all steps are done or the loop was left early."""
         if not self._ended:  # left early
             self._settle(closing=not self._resumable)
+        if wrong := sorted(params_not_finite(self.state) - self._never_finite):
+            raise DivergedError(
+                f"{wrong[0]} is not finite after step {self.place.step:,}, and was when the run "
+                "began: lower the learning rate, or clip the gradient"
+            )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
-            self._storage.finish(self.state, self._position(), self._extra())
+            self._storage.finish(self.state, self._position(), self._extra_saved())
         storage, job = self._storage, self.dp.job
         ends_here = not self._begun and not self._stopping.wanted
         if storage is not None and not storage.knows_program and ends_here:

@@ -51,6 +51,12 @@ class Running(Protocol):
     def is_main(self) -> bool:
         """Whether this is the process that writes and prints."""
 
+    resumable: bool
+    """Whether the run saves checkpoints."""
+
+    def evaluation_metrics(self) -> Collection[str] | None:
+        """Return the names of the metrics of an evaluation; None if they are not known yet."""
+
     def say(self, line: str) -> None:
         """Print a permanent line; in process 0 only, and only if `progress` is on."""
 
@@ -115,6 +121,9 @@ class Hook:
     def wrap(self) -> Callable[[Apply], Apply] | None:
         """A function that wraps the optimizer's part of the step, to add metrics; or None."""
         return None
+
+    def before_run(self, run: Running) -> None:
+        """Called before anything is written, read or compiled: refuse here what cannot work."""
 
     def start(self, run: Running) -> None:
         """Called before the first step of a new or resumed run."""

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, require
+from replicax.train.changes import another_run, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Manifest
 from replicax.train.checkpoints.store import CHECKPOINTS, LOSSES, STATE, Store, check_arrays
@@ -113,6 +114,11 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
     others, identity = tuple(there), _identity(path)
     with _trusted(path, identity, others):
         manifest = store.read_placed(wanted, path)
+    own: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # the manifest has the configuration, too
+        own = read_config(run / CONFIG)
+    if another := another_run(own, manifest.config):
+        raise ConfigError(f"{path} {another}: move it back to that run's folder, and load that one")
     return Checkpoint(run, store, path, manifest, identity, others)
 
 

@@ -5,11 +5,11 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from replicax.core.batch import Batch
+from replicax.core.batch import Batch, PyTree
 from replicax.core.feed import GaveUpError
 from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.loss import LOSS
@@ -22,6 +22,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
+from replicax.train.read_again import FirstBatch, LastBatch, checksums, difference
 from replicax.train.records import Record
 from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import Storage, parts_of_processes
@@ -41,6 +42,8 @@ class Loop(Running):
     _display: Progress
     _interrupt: Interrupt
     _stopping: Stopping
+    _accept: bool
+    resumable: bool
 
     def __init__(self) -> None:
         self.place = RunPosition(0, 0, 0)
@@ -49,14 +52,15 @@ class Loop(Running):
         """Rows trained on in the whole run."""
         self.error: BaseException | None = None
         self._evaluated_at = self._closed_at = -1
-        self._good: tuple[Position, dict[str, Any], float] | None = None
-        """Position and time of the last known good state, which a hook keeps."""
+        self._good: tuple[Position, dict[str, Any], float, LastBatch] | None = None
+        """Position, time and last batch of the last known good state, which a hook keeps."""
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
         """The state a hook asked to go back to, the reason, and metrics for its record."""
         self._waits = False
         self._begun = False  # whether a step was done in this start
         self._given: Batch | None = None  # the newest batch, if not stepped on yet
+        self._last, self._first_batch = LastBatch(), FirstBatch()
         self._stream: Generator[Batch] | None = None
         self._ended = False  # whether all batches of the run were yielded
 
@@ -91,7 +95,7 @@ class Loop(Running):
             self._begin(batch)
         self.hooks("before_step", self, batch)
         self.state, metrics = self.dp.step(self.state, batch)
-        self._given = None
+        self._given, self._last = None, LastBatch(batch.host)
         place = self.place = RunPosition(
             self.place.step + 1, self.place.epoch, self.place.batch + 1
         )
@@ -108,6 +112,9 @@ class Loop(Running):
             if self._evaluator is not None:
                 self._evaluator.check()
         return step.metrics
+
+    def evaluation_metrics(self) -> Collection[str] | None:
+        return () if self._evaluator is None else self._evaluator.metrics(self.state)
 
     def say(self, line: str) -> None:
         self._display.line(line)
@@ -170,13 +177,16 @@ class Loop(Running):
         self._evaluate_if_due()
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         feed.stops = self._is_interrupted
-        waited = 0.0
+        waited, unchecked = 0.0, self.source.batches is None
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
             for batch in batches:
                 before, waited = waited, feed.wait_seconds
                 self._meter.add_wait(waited - before)
                 self._ledger.move("productive", "waiting", waited - before)
+                if unchecked:
+                    self._check_read_again(feed.skipped, batch)
+                    unchecked = False
                 self._given = batch
                 yield batch
                 if self._given is batch:
@@ -195,6 +205,29 @@ class Loop(Running):
             closing = self._all_steps_done() or not self._resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
         return self._settle(closing=closing, due=due)
+
+    def _check_read_again(self, skipped: PyTree | None, batch: Batch) -> None:
+        """Compare what a loader yields at the start of a pass with what it yielded before."""
+        job, place = self.dp.job, self.place
+        if place.batch == 0:
+            if changed := self._first_batch.begins(batch.host, job):
+                self.say(f"change data: the first batch of an epoch {changed}")
+            return
+        if (changed := difference(self._last.checksums(job), checksums(skipped, job))) is None:
+            return
+        what = f"batch {place.batch - 1} of epoch {place.epoch}"
+        if self._accept:
+            self.say(f"change data: {what} {changed} (accepted)")
+            return
+        text = (
+            f"{what} is not the one that was trained on ({changed}): the source has another order "
+            "or other rows than before, so that some rows are repeated and others left out; let "
+            "its order depend only on the epoch, or continue anyway (--accept-changes, or "
+            "accept_changes=True)"
+        )
+        if not self._begun:
+            raise ConfigError(text)
+        self.say(f"ALARM  {text}")  # the run went back, and is not ended by that
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps if due; return whether the run went back."""
@@ -303,7 +336,7 @@ class Loop(Running):
             self.keep(record)
         self._bad_steps.check()
         if self._good_at is not None:
-            self._good = self._position(), self._extra(), self._good_at
+            self._good = self._position(), self._extra(), self._good_at, self._last
             self._good_at = None
 
     def _with_figures(self, record: Record) -> Record:
@@ -316,16 +349,16 @@ class Loop(Running):
             return False
         (state, why, metrics), self._back = self._back, None
         assert self._good is not None
-        position, extra, at = self._good
+        position, extra, at, last = self._good
         lost = self.place.step - position.step
         self.say(f"restored step {position.step:,}, {lost} steps back: {why}")
         self._ledger.move("productive", "lost", time.monotonic() - at)
         self._stand_at(position, extra)
-        self.state = state
+        self.state, self._last = state, last
         self.hooks("rewound", self)
         told = {"steps_lost": float(lost), **metrics}
         self.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
-        self._good = self._position(), extra, at
+        self._good = self._position(), extra, at, last
         return True
 
     def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
@@ -346,7 +379,7 @@ class Loop(Running):
         assert self._storage is not None
         started = time.perf_counter()
         self.hooks("saving", self)
-        self._storage.save(self.state, self._position(), self._extra())
+        self._storage.save(self.state, self._position(), self._extra_saved())
         self._stopping.saved()
         self._meter.leave_out(time.perf_counter() - started)
 
@@ -374,11 +407,26 @@ class Loop(Running):
             **parts_of_processes(self.source),
         }
 
+    def _extra_saved(self) -> dict[str, Any]:
+        """Return `_extra` for a checkpoint, with what `_check_read_again` compares."""
+        extra = self._extra()
+        if self.source.batches is None:
+            extra["last_batch"] = self._last.checksums(self.dp.job)
+            extra["first_batch"] = self._first_batch.save_state()
+        if self._evaluator is not None:
+            extra["evaluation"] = self._evaluator.save_state()
+        return extra
+
     def _stand_at(self, position: Position, extra: dict[str, Any]) -> None:
         """Move to `position` of a checkpoint with `extra`, and discard everything after it."""
         self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
+        self._last = LastBatch(told=extra.get("last_batch", []))
+        if "first_batch" in extra:
+            self._first_batch.load_state(extra["first_batch"])
+        if self._evaluator is not None:
+            self._evaluator.load_state(extra.get("evaluation", {}))
         self.dp.job.in_flight.forget()
         self._bad_steps.rewind(position.bad_steps)
         begun, older = position.step > 0, {"rows": position.rows_unrecorded}
@@ -389,7 +437,7 @@ class Loop(Running):
 
     @property
     def _resumable(self) -> bool:
-        return self._storage is not None and self._storage.saving.wanted
+        return self._storage is not None and self.resumable
 
     def _is_interrupted(self) -> bool:
         return self._interrupt.wanted

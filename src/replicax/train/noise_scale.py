@@ -212,12 +212,14 @@ class NoiseMeter(Hook):
         self._probe: Any = None
         self._sample: NoiseSample | None = None
 
-    def start(self, run: Running) -> None:
+    def before_run(self, run: Running) -> None:
         if run.source.batch_size == 1:
             raise ConfigError(
                 "a NoiseMeter with batch_size=1; the noise is measured between parts of a batch, "
                 "and 1 row has no parts: use at least 2 rows, preferably many"
             )
+
+    def start(self, run: Running) -> None:
         self._probe = None
 
     def before_step(self, run: Running, batch: Batch) -> None:

@@ -293,3 +293,11 @@ def on_disk(folder: Path | None, given: str | Path | None, name: str, hook: str)
             "local path"
         )
     return path
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise `ConfigError` if there is anything at `path` but a regular file."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ConfigError(
+            f"{path} is not a regular file, and nothing else is overwritten: choose another name"
+        )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,9 +15,9 @@ from replicax.core.job import Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
-from replicax.train.changes import check_changes, read_config
-from replicax.train.checkpoints.arrays import array_entries, params_not_finite, read
-from replicax.train.checkpoints.manifest import Position
+from replicax.train.changes import another_run, check_changes, read_config, run_id
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
@@ -113,6 +114,7 @@ class Storage:
         seed: int,
         say: Callable[[str], None],
         alarm: Callable[[str], None],
+        never_finite: Collection[str] = (),
         pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.path, self.saving = path, saving
@@ -146,7 +148,7 @@ class Storage:
             job,
             seed,
             self._config,
-            params_not_finite(state) if saving.wanted else (),
+            never_finite,
             pinned,
         )
         self._saved: Any = None
@@ -156,17 +158,14 @@ class Storage:
         self.folder = RunFolder(self.path)
         if not self.saving.wanted:
             self.folder.refuse_another("a run without checkpoints cannot resume")
+            self._config.setdefault("start", {})["run"] = secrets.token_hex(8)
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
-        if exists(self.path / CONFIG):
+        known, said = exists(self.path / CONFIG), list[str]()
+        if known:
             self._before = read_config(self.path / CONFIG)
-            for line in check_changes(self._before, self._config, accept=self._accept):
-                self._say(line)
-            if "program" in self._before:  # until the first batch gives the new one
-                self._config.setdefault("program", self._before["program"])
-        else:
-            self.folder.refuse_another("it has no config.json")
+            said += self._compare(self._before, ())
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         if self.ledger.damaged:
@@ -176,6 +175,13 @@ class Storage:
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._say)
         self.ledger.restored(None if found is None else found[1].position.step)
+        if found is None and not known:
+            self.folder.refuse_another(f"it has no {CONFIG} and no good checkpoint")
+        if found is not None:
+            self._check_belongs(*found, known, said)
+        self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
+        if "program" in self._before:  # until the first batch gives the new one
+            self._config.setdefault("program", self._before["program"])
         if found is None:
             if there:
                 self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
@@ -199,6 +205,30 @@ class Storage:
             "position": dataclasses.asdict(position),
             "extra": manifest.extra,
         }
+
+    def _check_belongs(
+        self, path: Path, manifest: Manifest, known: bool, said: Collection[str]
+    ) -> None:
+        """Raise `ConfigError` if a checkpoint is not this run's, in process 0."""
+        if not known:
+            self._before = manifest.config
+            self._say(f"config {self.path / CONFIG} is missing: restored from {path.name}")
+        if another := another_run(self._before, manifest.config):
+            if not self._accept:
+                raise ConfigError(
+                    f"{path} {another}: move it back to that run's folder, or continue from it "
+                    "(--accept-changes, or accept_changes=True)"
+                )
+            self._say(f"change {path.name} {another} (accepted)")
+        self._compare(manifest.config, said)
+
+    def _compare(self, before: dict[str, Any], said: Collection[str]) -> list[str]:
+        """Report how the run has changed since `before`, except for lines that were `said`."""
+        lines = check_changes(before, self._config, accept=self._accept)
+        for line in lines:
+            if line not in said:
+                self._say(line)
+        return lines
 
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program once the first batch is known; all processes must call it."""

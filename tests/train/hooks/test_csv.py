@@ -73,3 +73,12 @@ def test_what_could_not_be_written_is_there_once_that_can_be(tmp_path: Path) -> 
 def test_a_run_without_a_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="run_dir"):
         rx.CSV().start(WatchedRun(rx.CSV()))
+
+
+def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link.csv").symlink_to("mine")
+    hook = rx.CSV(tmp_path / "link.csv")
+    with pytest.raises(ConfigError, match=r"link\.csv"):
+        hook.start(WatchedRun(hook, tmp_path))
+    assert (tmp_path / "mine").read_text() == "mine"

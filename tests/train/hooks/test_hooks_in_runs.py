@@ -44,7 +44,8 @@ class Scores(rx.Hook):
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
-    return (model["w"] * batch["x"] - batch["y"]) ** 2
+    values = (model["w"] * batch["x"] - batch["y"]) ** 2
+    return values, {"score": values}  # a value that `Scores` replaces
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,30 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
     assert ends[0][:2] == (5 * EPOCH, {"metric": "score", "value": 3.0, "step": 2 * EPOCH})
 
 
+@pytest.mark.parametrize(
+    ("hook", "settings", "word"),
+    [
+        (rx.KeepBest("scor"), {}, "'score'"),
+        (rx.KeepBest("score"), {"eval_source": rx.Evaluation(sets={"dev": SOURCE})}, "dev/score"),
+        (rx.KeepBest("score"), {"saving": rx.Saving(minutes=None)}, "Saving"),
+        (rx.KeepBest("score"), {"run_dir": None}, "run_dir"),
+        (rx.EarlyStopping("score"), {"eval_source": None}, "eval_source"),
+    ],
+)
+def test_what_a_hook_cannot_do_is_refused_before_the_run_has_a_folder(
+    hook: rx.Hook, settings: dict[str, Any], word: str, dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        fit(dp, hook, **{"run_dir": tmp_path / "run", **settings})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loader_is_not_read_to_know_its_metrics(dp: rx.DataParallel, tmp_path: Path) -> None:
+    held_out = (batch for batch in [{"x": X[:8], "y": X[:8]}])  # can be read once
+    settings = {"epochs": 1, "run_dir": tmp_path, "eval_source": held_out}
+    assert fit(dp, rx.KeepBest("score"), **settings).step == EPOCH
+
+
 def test_the_best_checkpoint_stays_however_few_are_kept(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:
@@ -126,7 +151,7 @@ def test_the_norm_of_the_gradient_is_a_metric_of_train_records(dp: rx.DataParall
     result = fit(dp, rx.GradientNorm(), epochs=1, eval_source=None)
     first, expected = result.records[0], abs(np.mean(-2 * X[:8] * SOURCE["y"][:8]))
     assert result.failed_hooks == ()
-    assert {"loss", "gradient_norm"} == set(first.metrics)
+    assert {"loss", "score", "gradient_norm"} == set(first.metrics)
     whole = fit(dp, rx.GradientNorm(), epochs=1, eval_source=None, shuffle=False)
     assert whole.records[0].metrics["gradient_norm"] == pytest.approx(expected, rel=1e-5)
 
@@ -161,3 +186,9 @@ def test_two_hooks_of_one_kind_are_told_apart_by_their_metrics(dp: rx.DataParall
     assert fit(dp, scores, *hooks).step == 5 * EPOCH
     with pytest.raises(ConfigError, match="name"):
         fit(dp, rx.CSV("a.csv"), rx.CSV("b.csv"))
+
+
+@pytest.mark.parametrize("file", ["/dev/null", "../best.json"])
+def test_the_file_of_the_best_is_a_name(file: str) -> None:
+    with pytest.raises(ConfigError, match="file="):
+        rx.KeepBest("loss", file=file)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.leaves import is_random_key, numbers
+from replicax.core.refused import check_unused
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
@@ -169,7 +170,12 @@ def _handler() -> Any:
 
 
 def params_not_finite(state: TrainState) -> set[str]:
-    """Return the leaf names of the parameters with non-finite elements."""
+    """Return the leaf names of the parameters with non-finite elements.
+
+    Raises:
+        StateError: the state was already consumed.
+    """
+    check_unused(state)
     found = {
         name: leaf
         for name, leaf in named(state.params).items()

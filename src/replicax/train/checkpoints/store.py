@@ -144,6 +144,8 @@ class Store:
 
     def read_placed(self, step: int, path: Path) -> Manifest:
         """Return the manifest of the checkpoint of `step` at `path`, without checking its files."""
+        if not is_remote(path) and path.is_symlink():
+            raise CheckpointError("it is a link, which may lead anywhere")
         manifest = read_manifest(self._copy(path))
         if manifest.position.step != step:
             raise CheckpointError(f"it contains step {manifest.position.step}")

@@ -35,6 +35,16 @@ class _Watching(Hook):
     def name(self) -> str:
         return f"{type(self).__name__}({self._metric})"
 
+    def before_run(self, run: Running) -> None:
+        known = run.evaluation_metrics()
+        if known is not None:
+            if not known:
+                raise ConfigError(
+                    f"{self.name} in a run without evaluations, which are what it tracks: pass an "
+                    "eval_source, or remove it"
+                )
+            choose(f"{type(self).__name__} with metric", self._metric, dict.fromkeys(known))
+
     def end(self, run: Running) -> None:
         self._best, self._step, self._since = None, 0, 0  # there may be another run
 
@@ -135,12 +145,24 @@ class KeepBest(_Watching):
         self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
     ) -> None:
         super().__init__(metric, mode)
+        if Path(file).name != file:
+            raise ConfigError(
+                f"KeepBest with file={file!r}; it is a name in the run's folder: leave out the path"
+            )
         self._file = file
         self._named: dict[str, Any] = {}  # the file's contents, as known to this process
 
     @property
     def pinned(self) -> Collection[int]:
         return {best["step"] for best in (self._named, self._found) if best}
+
+    def before_run(self, run: Running) -> None:
+        super().before_run(run)
+        if not run.resumable:
+            raise ConfigError(
+                f"{self.name} in a run that saves no checkpoint to keep: pass a run_dir, and a "
+                "Saving with steps or minutes"
+            )
 
     def start(self, run: Running) -> None:
         if run.is_main:

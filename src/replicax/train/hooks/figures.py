@@ -108,7 +108,7 @@ class GradientNorm(Hook):
     def wrap(self) -> Callable[[Apply], Apply]:
         return with_gradient_norm
 
-    def start(self, run: Running) -> None:
+    def before_run(self, run: Running) -> None:
         if run.dp.configuration.step is not None:
             raise ConfigError(
                 "GradientNorm with a custom step, which may have several gradients: remove the "
@@ -157,7 +157,7 @@ class LearningRate(Hook):
         self._schedule = schedule
         self._rate: Any = None  # of the last finished step
 
-    def start(self, run: Running) -> None:
+    def before_run(self, run: Running) -> None:
         if self._schedule is None:
             _injected(run)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from replicax.errors import require
 from replicax.train.hook import Hook, Running
-from replicax.train.places import on_disk
+from replicax.train.places import check_replaceable, on_disk
 from replicax.train.records import Record
 from replicax.wording import first_line
 
@@ -182,6 +182,7 @@ class CSV(Logger):
     def start(self, run: Running) -> None:
         if run.is_main:
             self._path = on_disk(run.folder, self._wanted, FILE, "CSV()")
+            check_replaceable(self._path)
         super().start(run)
 
     def open(self, start: Start) -> None:

@@ -1,0 +1,81 @@
+"""Runs of strangers: their folders hold data, and no code of theirs is run."""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.command_line import Main, refusal
+from support.recipe_runs import Ended
+
+from replicax.train.checkpoints.manifest import read_manifest, write_manifest
+from replicax.train.places import write_whole
+
+HARM = "from pathlib import Path\nPath('harm').touch()\n"
+
+
+def gift(made: Ended, recipe: str) -> Path:
+    """A run in runs/gift whose files ask for `recipe`, beside code of that name."""
+    folder = Path("runs/gift")
+    shutil.copytree(made.folder, folder)
+    (*_, checkpoint) = sorted((folder / "checkpoints").glob("step-*"))
+    manifest = read_manifest(checkpoint)
+    write_manifest(
+        checkpoint,
+        dataclasses.replace(manifest, config={**manifest.config, "recipe": recipe}),
+    )
+    for path in (Path("runs/code.py"), folder / "code.py", Path("my_module.py")):
+        path.write_text(HARM)
+    (folder / "link.py").symlink_to("../code.py")
+    return checkpoint
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["sample", "text"], ["export", "file"]])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("runs/code.py:X", "runs/gift/code.py:X", "runs/gift/link.py", "{here}/runs/code.py:X"),
+        *("runs.gift.code:X", "my_module:X", "antigravity:X", "mlp.py:MLP"),
+    ],
+)
+def test_no_code_is_run_that_only_a_folder_names(
+    recipe: str, command: list[str], main: Main, made: dict[str, Ended], folder: Path
+) -> None:
+    recipe = recipe.format(here=folder)
+    gift(made["mlp"], recipe)
+    name, *more = command
+    line = refusal(main, name, "gift", *more)
+    assert recipe in line
+    assert "--recipe" in line
+    assert not (folder / "harm").exists()
+    assert not (folder / "file").exists()
+
+
+def test_code_that_the_user_names_is_run(main: Main, made: dict[str, Ended], folder: Path) -> None:
+    gift(made["mlp"], "runs/gift/code.py:X")
+    Path("my_recipe.py").write_text(
+        "import dataclasses\nfrom replicax.recipes.mlp import MLP\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Mine(MLP): 'Mine.'\n"
+    )
+    code, out, err = main("evaluate", "gift", "--recipe", "my_recipe.py:Mine")
+    assert (code, err) == (0, "")
+    assert "Mine" in out
+    assert not (folder / "harm").exists()
+
+
+def test_damage_is_found_and_a_link_is_refused(
+    main: Main, made: dict[str, Ended], folder: Path
+) -> None:
+    checkpoint = gift(made["mlp"], "mlp")
+    assert main("evaluate", "gift")[0] == 0
+    outside = Path(shutil.move(checkpoint, folder / "outside"))
+    checkpoint.symlink_to(outside)
+    assert main("evaluate", "gift")[0] == 1
+    checkpoint.unlink()
+    shutil.move(outside, checkpoint)
+    file = max((checkpoint / "state").rglob("0*"), key=os.path.getsize)
+    write_whole(file, bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    code, _, err = main("evaluate", "gift")
+    assert code == 1
+    assert file.relative_to(checkpoint).as_posix() in err

@@ -1,0 +1,188 @@
+"""A loader that is read again from its start: other rows than before are noticed."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.processes import SUPPORT, run_job
+from support.resumable import BATCH, bits, crashing, data_parallel, fit, rows, undisturbed
+from support.tiers import only
+
+import replicax as rx
+from replicax.core.job import Alone
+from replicax.errors import ConfigError
+from replicax.train.read_again import FirstBatch, checksums, difference
+
+MIDDLE, END = 7, 5  # of the second epoch, and of the first
+run = undisturbed()
+
+
+class Loader:
+    """Batches of rows in an order of each pass: `kept` draws it from one generator for all."""
+
+    def __init__(self, order: str, *, seed: int = 0, data: int = 1) -> None:
+        self.order, self.random, self.data = order, np.random.default_rng(seed), rows(seed=data)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        count = len(self.data["x"])
+        order = self.random.permutation(count) if self.order == "kept" else np.arange(count)
+        self.passes += 1
+        for start in range(0, count, BATCH):
+            taken = order[start : start + BATCH]
+            yield {name: array[taken] for name, array in self.data.items()}
+
+
+@pytest.fixture(scope="module")
+def dp() -> rx.DataParallel:
+    """One for all tests, so that its step is compiled once."""
+    return data_parallel(8)
+
+
+def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any) -> rx.Fit:
+    """What the second start returns, each with a loader of its own."""
+    before, after = loaders
+    with crashing(at):
+        fit(dp, folder, source=before, save_every=1, batch_size=None, **settings)
+    return fit(dp, folder, source=after, save_every=1, batch_size=None, progress=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Loader("kept"), Loader("kept")),  # the second pass of a generator, read as the first
+        (Loader("kept"), Loader("kept", seed=9)),
+        (Loader("fixed"), Loader("fixed", data=5)),
+        (Loader("fixed"), Loader("kept")),
+    ],
+)
+def test_another_order_in_the_middle_of_an_epoch_is_refused(
+    dp: rx.DataParallel, tmp_path: Path, before: Loader, after: Loader
+) -> None:
+    with pytest.raises(ConfigError, match=r"\b1 of epoch 1\b.*accept_changes"):
+        again(dp, tmp_path, MIDDLE, before, after)
+
+
+def test_another_order_that_is_accepted_is_told(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaders = Loader("fixed"), Loader("fixed", data=5)
+    again(dp, tmp_path, MIDDLE, *loaders, accept_changes=True)
+    found = re.findall(
+        r"^change .*\b[0-9a-f]{8} -> [0-9a-f]{8}\b.*$", capsys.readouterr().out, re.M
+    )
+    assert len(found) == 2  # of the skipped batch, and of the next epoch's first
+    assert "(accepted)" in found[0]
+
+
+@pytest.mark.parametrize("at", [MIDDLE, END, 2 * END])
+def test_the_same_order_goes_on_to_the_same_bits(
+    dp: rx.DataParallel, tmp_path: Path, at: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = again(dp, tmp_path, at, Loader("fixed"), Loader("fixed"))
+    whole = fit(dp, source=Loader("fixed"), batch_size=None)
+    assert bits(found.state) == bits(whole.state)
+    assert "\nchange" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_a_shuffle_is_no_change_at_the_end_of_an_epoch(
+    dp: rx.DataParallel, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again(dp, tmp_path, 2 * END, Loader("kept"), Loader("kept", seed=seed))
+    assert "\nchange" not in capsys.readouterr().out
+
+
+def test_other_data_at_the_end_of_an_epoch_is_told(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again(dp, tmp_path, 2 * END, Loader("fixed"), Loader("fixed", data=5))
+    assert re.search(r"^change .*\b[0-9a-f]{8} -> [0-9a-f]{8}\b", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize("loads", [False, True])
+def test_other_evaluation_data_is_told_once_and_not_refused(
+    dp: rx.DataParallel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sets: bool,
+    loads: bool,
+) -> None:
+    def evaluation(seed: int) -> rx.Evaluation:
+        source = Loader("fixed", data=seed) if loads else rows(20, seed)
+        return rx.Evaluation(sets={"dev": source}) if sets else rx.Evaluation(source)
+
+    with crashing(2 * END + 1):
+        fit(dp, tmp_path, eval_source=evaluation(2), save_every=1)
+    for seed, steps, lines in ((2, 12, 0), (3, 14, 1), (3, 16, 0)):
+        fit(dp, tmp_path, eval_source=evaluation(seed), steps=steps, progress=True)
+        out = capsys.readouterr().out
+        found = [line for line in out.splitlines() if re.match(r"change .*\bevaluation\b", line)]
+        assert len(found) == lines, out
+    fit(dp, tmp_path, progress=True)
+    assert "\nchange" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_from_before_checksums_goes_on(dp: rx.DataParallel, tmp_path: Path) -> None:
+    assert difference(None, ["a"]) is None
+    assert difference([None], ["a"]) is None
+    assert difference([], ["a"]) is None
+
+
+def test_the_process_whose_rows_differ_is_named() -> None:
+    assert difference(["a", None, "c"], ["a", "b", "d"]) == "c -> d in process 2"
+
+
+def test_only_an_order_that_was_fixed_can_change() -> None:
+    def begins(first: FirstBatch, *values: int) -> list[bool]:
+        given = [{"x": np.full(3, value)} for value in values]
+        return [first.begins(each, Alone()) is not None for each in given]
+
+    def resumed(first: FirstBatch) -> FirstBatch:
+        made = FirstBatch()
+        made.load_state(first.save_state())
+        return made
+
+    fixed, once, shuffled = FirstBatch(), FirstBatch(), FirstBatch()
+    assert begins(fixed, 1, 1) == [False, False]
+    assert begins(resumed(fixed), 1, 2) == [False, False]
+    assert begins(resumed(fixed), 2, 2, 3) == [True, False, False]
+    assert begins(once, 1) == [False]
+    assert begins(resumed(once), 2) == [False]
+    assert begins(shuffled, 1, 2, 1) == [False] * 3
+    assert begins(resumed(shuffled), 2, 3) == [False, False]
+
+
+def test_a_checksum_is_of_values_types_and_names() -> None:
+    batches: list[Any] = [
+        {"x": np.zeros(4, np.float32)},
+        {"x": np.zeros(4, np.int32)},
+        {"x": np.zeros((2, 2), np.float32)},
+        {"y": np.zeros(4, np.float32)},
+        {"x": np.float32([0, 0, 0, 1])},
+    ]
+    found = [checksums(each, Alone())[0] for each in batches]
+    assert len(set(found)) == len(batches)
+    assert checksums({"x": np.zeros(8, np.float32)[::2]}, Alone())[0] == found[0]
+
+
+def test_other_rows_of_a_process_are_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
+    with crashing(MIDDLE):
+        fit(dp, tmp_path, source=rx.PerProcess(rows()))
+    with pytest.raises(ConfigError, match=r"data\.parts"):
+        fit(dp, tmp_path, source=rx.PerProcess(rows(seed=5)))
+    assert fit(dp, tmp_path, source=rx.PerProcess(rows())).steps
+
+
+@pytest.mark.parametrize("seed", only([2], [1, 2]))
+def test_each_process_compares_its_own_rows(tmp_path: Path, seed: int) -> None:
+    script = SUPPORT / "job_loader.py"
+    for ended in run_job(script, tmp_path, 2, 1):
+        assert ended.code == 75, ended.err
+    for ended in run_job(script, tmp_path, 0, seed):
+        assert (ended.code == 0) == (seed == 1), ended.err
+        assert ("process 1" in ended.err) == (seed == 2)
