@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.cluster_faults import FAULTS, PATIENCE, Trial, run_trial  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
+FOUND = "## Found from outside"
+"""The heading of the part of the page that is written by hand."""
 AT_A_TIME = 2
 CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
 """Clears the progress line, if stdout is a terminal."""
@@ -112,7 +114,8 @@ def page(result: dict[str, Any]) -> str:
     for name, fault in faults.items():
         if fault["line"]:
             lines += [f"{FAULTS[name].what}:", "", "```", fault["line"], "```", ""]
-    return "\n".join(lines).rstrip() + "\n"
+    _, heading, found = PAGE.read_text(encoding="utf-8").partition(FOUND)
+    return "\n".join([*lines, f"{heading}{found}"]).rstrip() + "\n"
 
 
 def main() -> None:

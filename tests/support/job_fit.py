@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -21,6 +22,14 @@ def interrupt(job: Job, steps: int) -> None:
     while job.in_flight.begun < steps:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+class FailsInProcess1(rx.Hook):
+    """Raises at the start, in process 1 only."""
+
+    def start(self, run: Any) -> None:
+        if not run.is_main:
+            raise KeyError("a mistake")
 
 
 def main() -> None:
@@ -40,6 +49,7 @@ def main() -> None:
         eval_source=DATA,
         run_dir=Path(sys.argv[2]) / "run",
         log_every=1000,
+        hooks=[FailsInProcess1()],
         interrupt=rx.Interrupt(),
     )
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))

@@ -190,3 +190,9 @@ def test_heartbeats_are_seen_in_an_object_store(
             with pytest.raises(RunInUseError, match="start 2, host other-host"):
                 first.check()
     first.release()
+
+
+def test_a_path_that_no_file_could_name_is_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place("runs/\udcff")
+    assert str(caught.value).isprintable()

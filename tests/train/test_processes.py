@@ -27,6 +27,7 @@ def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
     assert re.search(r"2 cpu devices.*\b2 processes", first.out)
     own = [line for line in second.out.splitlines() if "Gloo" not in line]
     assert len(own) == 1
+    assert ("ALARM" in first.err, "process 1: ALARM  hook FailsIn" in second.err) == (False, True)
     config = json.loads((folder / "run" / "config.json").read_text())
     assert config["parallel"]["processes"] == 2
     records = (folder / "run" / "records.jsonl").read_text().splitlines()

@@ -33,6 +33,10 @@ def place(run_dir: str | os.PathLike[str]) -> Path:
     given = os.fspath(run_dir)
     if not given:
         raise ConfigError('the path "" is empty; it must name a folder or a file: name one')
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:  # it could not be written to any of the run's files
+        raise ConfigError(f"the path {given!a} is not Unicode; choose another") from error
     scheme, separator, _ = given.partition("://")
     if not separator:
         try:

@@ -130,6 +130,43 @@ def test_a_loader_is_not_read_to_know_its_metrics(dp: rx.DataParallel, tmp_path:
     assert fit(dp, rx.KeepBest("score"), **settings).step == EPOCH
 
 
+class Speed(rx.Hook):
+    """Adds a figure, of whatever type."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def figures(self, run: Any, record: Any) -> dict[str, Any]:
+        return {"speed": self.value}
+
+
+@pytest.mark.parametrize(
+    ("value", "written", "failed"),
+    [
+        (np.float32(2), 2.0, ()),
+        (jnp.float32(2), 2.0, ()),
+        (np.int64(2), 2.0, ()),
+        ([1, 2], None, ("Speed",)),
+        ("fast", None, ("Speed",)),
+    ],
+)
+def test_a_figure_of_any_type_costs_no_record(
+    value: Any,
+    written: float | None,
+    failed: tuple[str, ...],
+    dp: rx.DataParallel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = fit(dp, Speed(value), run_dir=tmp_path, epochs=1, progress=False)
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [each.step for each in result.records]
+    figures = [json.loads(line).get("figures") for line in lines if '"train"' in line]
+    assert figures == [None if written is None else {"speed": written}] * len(figures)
+    assert result.failed_hooks == failed
+    assert capsys.readouterr().err.count("ALARM") == len(failed)
+
+
 def test_the_best_checkpoint_stays_however_few_are_kept(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:
