@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster import wire
-from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.differences import differences, first_of, processes_text
 from replicax.cluster.door import Door, Peer
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
@@ -127,7 +127,7 @@ class Hub:
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
         if found := differences([hello.environment for hello in hellos]):
-            text = f"the processes differ: {'; '.join(found)}: start all in the same environment"
+            text = f"the processes differ: {first_of(found)}: start all in the same environment"
             self._stop(Verdict(text, []))
             return
         names = [str(self._members[process]) for process in range(self._processes)]
