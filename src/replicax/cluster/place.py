@@ -133,9 +133,10 @@ def find_place(
         facts["local_devices"] = _devices(given, "argument local_devices")
     elif LOCAL_DEVICES in env:
         facts["local_devices"] = _devices(env[LOCAL_DEVICES], LOCAL_DEVICES)
+    secret = find_secret(env) if count > 1 else Secret()
     values = {part: fact.value for part, fact in facts.items()}
     reasons = {part: fact.reason for part, fact in facts.items()}
-    return Place(**values, engine=engine, reasons=reasons, secret=find_secret(env))
+    return Place(**values, engine=engine, reasons=reasons, secret=secret)
 
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:

@@ -17,8 +17,8 @@ from replicax.cluster.message import Typed
 from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
 
-LONGEST_LINE_BYTES = 1 << 26
-"""A longer message does not come from Replicax, and ends the connection."""
+LONGEST_LINE_BYTES = 1 << 24
+"""The limit for a message of a process; a longer one ends the connection."""
 LONGEST_HELLO_BYTES = 1 << 16
 """The limit for a first message, which may come from anyone."""
 SEND_SECONDS = 10.0
@@ -189,6 +189,10 @@ class Connection:
         """Send `message`; `OSError` if the other end is gone or no longer reads."""
         with self._sending:
             self._socket.sendall(encode(message))
+
+    def expect(self, processes: int) -> None:
+        """Allow for messages with a value of each of `processes`."""
+        self._received.most = processes * LONGEST_LINE_BYTES
 
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
         """Yield the messages that arrive within `timeout_seconds`, as soon as any arrives.
