@@ -27,8 +27,6 @@ _COLLATERAL_SECONDS = 1.0
 """How long to wait for the root cause of a failure that looks like a consequence."""
 _MOST_TOPICS = 100
 """Topics that may wait for values at once: each has a thread that waits for it."""
-
-
 OTHER_JOB = "another job uses this port"
 Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
 """Called once with the first message of each process, in order; returns the fields of `Go` after

@@ -127,7 +127,8 @@ def find_place(
     if job is not None:
         facts["job"] = Fact(job, "argument job")
     elif JOB_ID in env:
-        facts["job"] = Fact(env[JOB_ID], JOB_ID)
+        # Bytes that are no UTF-8 cannot be sent as text.
+        facts["job"] = Fact(env[JOB_ID].encode(errors="backslashreplace").decode(), JOB_ID)
     if local_devices is not None:
         given = ",".join(map(str, local_devices))
         facts["local_devices"] = _devices(given, "argument local_devices")
