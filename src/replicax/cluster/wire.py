@@ -5,7 +5,6 @@ Received data is never executed, and the types of a message are checked before a
 
 import contextlib
 import json
-import re
 import selectors
 import socket
 import threading
@@ -137,8 +136,8 @@ def encode(message: Message) -> bytes:
     try:
         return msgspec.json.encode(message) + b"\n"
     except UnicodeEncodeError:  # such as the name of a file that is not UTF-8
-        text = json.dumps(msgspec.to_builtins(message))
-        return re.sub(r"\\ud[89a-f]..", r"\\ufffd", text).encode() + b"\n"
+        text = json.dumps(msgspec.to_builtins(message), ensure_ascii=False)
+        return text.encode(errors="replace") + b"\n"
 
 
 def decode(line: bytes) -> Message:
