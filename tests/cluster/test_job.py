@@ -1,5 +1,6 @@
 """What processes ask each other: all go on with equal fields, or none does."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from support.cluster_jobs import Process, opened
 from support.figures import assert_mentions
 
+from replicax.cluster import cluster_job
 from replicax.core.job import Alone, Job
 from replicax.errors import AgreementError, CheckpointError
 
@@ -66,6 +68,18 @@ def test_the_first_few_of_many() -> None:
 def test_where_an_object_lies_in_memory_is_no_difference() -> None:
     here, there = object(), object()
     assert outcome([{"a": here}, {"a": there}]) == [None, None]
+
+
+def test_settings_that_change_after_the_start_are_found_before_a_program_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(job: Job) -> None:
+        monkeypatch.setattr(
+            cluster_job, "environment", lambda env: {"jax_a": threading.get_ident()}
+        )
+        job.agree_on_text("the step", "a program")
+
+    assert all("jax_a" in told and "the step" in told for told in asked(2, ask))
 
 
 def test_a_topic_can_be_gathered_again() -> None:

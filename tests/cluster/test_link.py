@@ -17,6 +17,7 @@ from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Gather, Message
+from replicax.errors import ConfigError
 
 
 def gathered(job: Job, processes: list[Process], topic: str, values: list[Any]) -> list[Any]:
@@ -45,8 +46,12 @@ def test_many_topics_at_once_and_in_any_order() -> None:
 
 def test_a_large_value() -> None:
     with opened(2) as job:
-        values = ["x" * 3_000_000, list(range(300_000))]
-        assert gathered(job, job.start(), "large", values) == [values] * 2
+        processes = job.start()
+        values = ["x" * 9_000_000, "y" * 9_000_000]
+        assert gathered(job, processes, "large", values) == [values] * 2
+        with pytest.raises(ConfigError, match=r"20,000,\d{3} .* 16,777,216"):
+            processes[0].link.gather("too large", "x" * 20_000_000)
+        assert gathered(job, processes, "next", [0, 1]) == [[0, 1]] * 2
 
 
 def test_a_topic_waits_for_the_last_one() -> None:

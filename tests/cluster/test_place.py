@@ -7,6 +7,7 @@ from support.figures import assert_mentions
 
 from replicax.cluster import tpu_pod
 from replicax.cluster.place import Place, find_place
+from replicax.cluster.wire import Hello, decode, encode
 from replicax.errors import ConfigError
 
 OWN = {
@@ -64,6 +65,14 @@ def test_own_variables() -> None:
         "b=c, d (REPLICAX_JOB_ID)",
         "local devices 2,3 (REPLICAX_LOCAL_DEVICES)",
     )
+
+
+def test_a_job_id_that_is_no_text_can_be_sent() -> None:
+    place = find_place({**OWN, "REPLICAX_JOB_ID": "n\udce4me"})
+    hello = Hello(place.job, 1, 4, host="n\udce4me")
+    back = decode(encode(hello))
+    assert isinstance(back, Hello)
+    assert (back.job, back.host) == (place.job, "n?me")
 
 
 def test_arguments_win_over_variables() -> None:

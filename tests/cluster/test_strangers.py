@@ -17,6 +17,7 @@ from replicax.cluster import rendezvous, wire
 from replicax.cluster.door import MORE_STRANGERS
 from replicax.cluster.secret import Secret
 from replicax.cluster.wire import Bye, Gather, Hello, encode
+from replicax.errors import ClusterError
 
 SECRET = Secret(b"a secret that nobody guesses")
 
@@ -67,6 +68,13 @@ def test_few_strangers_are_open_at_once() -> None:
         for stranger in strangers:
             stranger.close()
         assert works(job, [each.result(timeout=HANG_SECONDS) for each in coming])
+
+
+def test_a_process_that_finds_no_place_says_so_in_time() -> None:
+    with opened(2, secret=SECRET) as job:
+        _ = [job.stranger() for _ in range(100)]
+        with pytest.raises(ClusterError, match=f"127.0.0.1:{job.port} had no"):
+            job.come(1, timeout_seconds=0.3).result(timeout=HANG_SECONDS)
 
 
 def test_a_job_runs_while_all_places_of_strangers_are_taken() -> None:

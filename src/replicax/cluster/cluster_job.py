@@ -3,20 +3,20 @@
 import collections
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicax import errors
-from replicax.cluster.differences import differences
+from replicax.cluster.alike import environment
+from replicax.cluster.differences import differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
 from replicax.core.job import Alone
 from replicax.errors import AgreementError, ReplicaxError
 
-_SHOWN = 3
-"""Differing fields listed in the message; the first ones usually cause the rest."""
 _SLOW_SECONDS = 3600.0
 """Timeout for a process that reads or writes a large checkpoint."""
 
@@ -41,13 +41,13 @@ class Linked:
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         found = differences(self.gather(topic, _plain(fields)))
         if found:
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise AgreementError(
-                f"the processes disagree on {topic}: {'; '.join(found[:_SHOWN])}{more}: "
+                f"the processes disagree on {topic}: {first_of(found)}: "
                 "start all with the same code, data and arguments"
             )
 
     def agree_on_text(self, topic: str, text: str) -> None:
+        self.agree(f"the environment of {topic}", environment(os.environ))
         digests = self.gather(topic, hashlib.sha256(text.encode()).hexdigest())
         if len(set(digests)) == 1:
             return

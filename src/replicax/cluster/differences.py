@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LONGEST = 80
+_SHOWN = 3
+"""Differing fields in a message; the first ones usually cause the rest."""
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -22,6 +24,12 @@ def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
             told = [f"{_short(value)} on {processes_text(who)}" for value, who in rarest]
             phrases.append(f"{name} is {', '.join(told)}")
     return phrases
+
+
+def first_of(phrases: Sequence[str]) -> str:
+    """Return the first of `phrases`, and how many more there are."""
+    more = f"; and {len(phrases) - _SHOWN} more" if len(phrases) > _SHOWN else ""
+    return "; ".join(phrases[:_SHOWN]) + more
 
 
 def processes_text(processes: Sequence[int]) -> str:

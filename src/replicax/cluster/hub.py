@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster import wire
-from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.differences import differences, first_of, processes_text
 from replicax.cluster.door import Door, Peer
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
@@ -27,8 +27,6 @@ _COLLATERAL_SECONDS = 1.0
 """How long to wait for the root cause of a failure that looks like a consequence."""
 _MOST_TOPICS = 100
 """Topics that may wait for values at once: each has a thread that waits for it."""
-
-
 OTHER_JOB = "another job uses this port"
 Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
 """Called once with the first message of each process, in order; returns the fields of `Go` after
@@ -127,7 +125,7 @@ class Hub:
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
         if found := differences([hello.environment for hello in hellos]):
-            text = f"the processes differ: {'; '.join(found)}: start all in the same environment"
+            text = f"the processes differ: {first_of(found)}: start all in the same environment"
             self._stop(Verdict(text, []))
             return
         names = [str(self._members[process]) for process in range(self._processes)]

@@ -13,7 +13,7 @@ from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.alike import beyond_common, environment, processor
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
-from replicax.cluster.differences import differences
+from replicax.cluster.differences import differences, first_of
 from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
@@ -196,7 +196,7 @@ def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence
     """
     if found := differences(beyond_common([hello.processor for hello in hellos])):
         say(
-            f"the processors differ: {'; '.join(found)}: results may differ between processes in "
+            f"the processors differ: {first_of(found)}: results may differ between processes in "
             "their last bits, use hosts of one kind to avoid that"
         )
     told = [hello.local_devices for hello in hellos]

@@ -11,6 +11,7 @@ from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
+from replicax.errors import ConfigError
 
 _ACKNOWLEDGE_SECONDS = 3.0
 """How long a failing process waits for the verdict of process 0."""
@@ -38,6 +39,7 @@ class Link:
         self.pulse = pulse
         self.verdict: Verdict | None = None
         self._wire, self._patience, self._on_stop = connection, patience, on_stop
+        connection.expect(self.processes)
         self._hub = names[0]
         self._gathered: dict[str, Sequence[str] | None] = {}
         """The values received, by pending topic."""
@@ -60,6 +62,11 @@ class Link:
         without progress, which is the default timeout.
         """
         sent = wire.Gather(topic, json.dumps(value), patience_seconds)
+        if (size := len(wire.encode(sent))) > wire.LONGEST_LINE_BYTES:
+            raise ConfigError(
+                f"the value for {topic} has {size:,} bytes in JSON, and a process sends at most "
+                f"{wire.LONGEST_LINE_BYTES:,}: send a part at a time, or share a file"
+            )
         with self._changed:
             self._gathered[topic] = None
         self._wire.send(sent)

@@ -127,15 +127,17 @@ def find_place(
     if job is not None:
         facts["job"] = Fact(job, "argument job")
     elif JOB_ID in env:
-        facts["job"] = Fact(env[JOB_ID], JOB_ID)
+        # Bytes that are no UTF-8 cannot be sent as text.
+        facts["job"] = Fact(env[JOB_ID].encode(errors="backslashreplace").decode(), JOB_ID)
     if local_devices is not None:
         given = ",".join(map(str, local_devices))
         facts["local_devices"] = _devices(given, "argument local_devices")
     elif LOCAL_DEVICES in env:
         facts["local_devices"] = _devices(env[LOCAL_DEVICES], LOCAL_DEVICES)
+    secret = find_secret(env) if count > 1 else Secret()
     values = {part: fact.value for part, fact in facts.items()}
     reasons = {part: fact.reason for part, fact in facts.items()}
-    return Place(**values, engine=engine, reasons=reasons, secret=find_secret(env))
+    return Place(**values, engine=engine, reasons=reasons, secret=secret)
 
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:

@@ -85,6 +85,12 @@ def meet(
         if go is not None:
             return wire, go
         wire.close()
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"process 0 at {coordinator} had no place for another connection within "
+                f"{timeout_seconds:.0f} s: other programs connect to its port and say nothing; use "
+                "another port, or keep them off"
+            )
         time.sleep(_AGAIN_SECONDS)
 
 

@@ -5,7 +5,6 @@ Received data is never executed, and the types of a message are checked before a
 
 import contextlib
 import json
-import re
 import selectors
 import socket
 import threading
@@ -17,8 +16,8 @@ from replicax.cluster.message import Typed
 from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
 
-LONGEST_LINE_BYTES = 1 << 26
-"""A longer message does not come from Replicax, and ends the connection."""
+LONGEST_LINE_BYTES = 1 << 24
+"""The limit for a message of a process; a longer one ends the connection."""
 LONGEST_HELLO_BYTES = 1 << 16
 """The limit for a first message, which may come from anyone."""
 SEND_SECONDS = 10.0
@@ -137,8 +136,8 @@ def encode(message: Message) -> bytes:
     try:
         return msgspec.json.encode(message) + b"\n"
     except UnicodeEncodeError:  # such as the name of a file that is not UTF-8
-        text = json.dumps(msgspec.to_builtins(message))
-        return re.sub(r"\\ud[89a-f]..", r"\\ufffd", text).encode() + b"\n"
+        text = json.dumps(msgspec.to_builtins(message), ensure_ascii=False)
+        return text.encode(errors="replace") + b"\n"
 
 
 def decode(line: bytes) -> Message:
@@ -189,6 +188,10 @@ class Connection:
         """Send `message`; `OSError` if the other end is gone or no longer reads."""
         with self._sending:
             self._socket.sendall(encode(message))
+
+    def expect(self, processes: int) -> None:
+        """Allow for messages with a value of each of `processes`."""
+        self._received.most = processes * LONGEST_LINE_BYTES
 
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
         """Yield the messages that arrive within `timeout_seconds`, as soon as any arrives.

@@ -141,7 +141,7 @@ def check_joining(
         job = initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
     except Exception as error:
         if isinstance(error, ClusterError) and not isinstance(error, AgreementError):
-            fix = "start all with the same address, job ID and process count; see their output"
+            fix = "start all with the same address, job ID, secret and count; see their output"
             return [Check(JOINED, "", FAIL, str(error), fix)], None
         return [failed(JOINED, error)], None
     seconds = time.monotonic() - started
