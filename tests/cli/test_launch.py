@@ -34,7 +34,7 @@ PYTHON = [sys.executable, "-S", "-c"]
         (["--processes", "100000", "--", "true"], ["--processes 100000", "4096"]),
         (
             ["--processes", "1", "--devices-per-process", "100000", "--", "true"],
-            ["--devices-per-process 100000", "4096"],
+            ["--devices-per-process 100000", "4,096"],
         ),
         (["--processes", "1", "--on", "slrum", "--", "true"], ["--on", "slurm"]),
         (["--processes", "1", "--", "no-such-program"], ["'no-such-program'", "PATH"]),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from replicax.arguments import Count, Devices, Natural, NotNegative
+from replicax.arguments import Count, Devices, Natural, Range
 from replicax.cli import failed
 from replicax.cli.flags import one_of, parse, shown_as, taken
 from replicax.errors import ConfigError, did_you_mean
@@ -45,7 +45,7 @@ class LaunchOptions:
 class LocalOptions:
     """How to run it on this host."""
 
-    grace: NotNegative = GRACE_SECONDS
+    grace: Annotated[float, Range(0, 7 * 86_400)] = GRACE_SECONDS
     """Seconds that the processes have to exit after Ctrl-C or SIGTERM."""
     logs: Annotated[str | None, shown_as("FOLDER", "a new one in runs/")] = None
     """Folder for the output of the processes."""

@@ -21,7 +21,6 @@ from replicax.launch.process import ProcessStart, core_blocks, free_port
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
-LONGEST_GRACE_SECONDS = 7 * 86_400
 MOST_PROCESSES = 4096
 """Processes on one host, and devices that each may simulate: far above any use."""
 CACHE = {
@@ -74,11 +73,6 @@ def launch(
         ClusterError: the system cannot start that many processes.
     """
     base = dict(os.environ if env is None else env)
-    if not 0 <= grace_seconds <= LONGEST_GRACE_SECONDS:
-        raise ConfigError(
-            f"--grace {grace_seconds:g}; seconds must be from 0 to {LONGEST_GRACE_SECONDS:,}: "
-            "change it"
-        )
     _check(job, base)
     cores = core_blocks(job.processes) if job.pin else [()] * job.processes
     job_id, secret = secrets.token_hex(8), secrets.token_urlsafe()
@@ -145,14 +139,10 @@ def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
-    for flag, count in (
-        ("--processes", job.processes),
-        ("--devices-per-process", job.devices_per_process or 1),
-    ):
-        if count > MOST_PROCESSES:
-            raise ConfigError(
-                f"{flag} {count}; on one host it must be at most {MOST_PROCESSES}: lower it"
-            )
+    if job.processes > MOST_PROCESSES:
+        raise ConfigError(
+            f"--processes {job.processes}; on one host it must be at most {MOST_PROCESSES}: lower it"
+        )
     program = job.command[0]
     if shutil.which(program, path=env.get("PATH", os.defpath)):
         return

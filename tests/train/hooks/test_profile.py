@@ -1,5 +1,6 @@
 """`Profile`: which steps it records, and where."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,19 @@ def test_it_records_the_steps_from_the_first_to_the_last(steps: Steps, tmp_path:
 
 def test_a_start_in_the_middle_of_them_records_the_rest(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 3, "elsewhere"))
-    assert steps.do(hook, run, range(3, 5)) == [("on", "elsewhere"), 3, "off", 4]
+    assert steps.do(hook, run, range(3, 5)) == [("on", os.path.abspath("elsewhere")), 3, "off", 4]
     assert steps.do(hook, run, range(4, 6)) == [4, 5]
 
 
 def test_a_run_that_ends_among_them_or_before_says_so(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 5, "elsewhere"))
-    assert steps.do(hook, run, range(1, 4)) == [1, ("on", "elsewhere"), 2, 3, "off"]
+    assert steps.do(hook, run, range(1, 4)) == [
+        1,
+        ("on", os.path.abspath("elsewhere")),
+        2,
+        3,
+        "off",
+    ]
     assert "2 to 3" in run.lines[0]
     assert steps.do(hook, run, range(1, 2)) == [1]
     assert len(run.lines) == 2
