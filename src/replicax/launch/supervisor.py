@@ -141,7 +141,8 @@ def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     check_numbers(job)
     if job.processes > MOST_PROCESSES:
         raise ConfigError(
-            f"--processes {job.processes}; on one host it must be at most {MOST_PROCESSES}: lower it"
+            f"--processes {job.processes}; on one host it must be at most {MOST_PROCESSES}: lower "
+            "it"
         )
     program = job.command[0]
     if shutil.which(program, path=env.get("PATH", os.defpath)):

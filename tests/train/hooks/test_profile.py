@@ -12,6 +12,8 @@ import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
 
+ELSEWHERE = os.path.abspath("elsewhere")
+
 
 class Steps:
     """Steps of a run, and what the profiler was asked between them."""
@@ -53,7 +55,7 @@ def test_it_records_the_steps_from_the_first_to_the_last(steps: Steps, tmp_path:
 
 def test_a_start_in_the_middle_of_them_records_the_rest(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 3, "elsewhere"))
-    assert steps.do(hook, run, range(3, 5)) == [("on", os.path.abspath("elsewhere")), 3, "off", 4]
+    assert steps.do(hook, run, range(3, 5)) == [("on", ELSEWHERE), 3, "off", 4]
     assert steps.do(hook, run, range(4, 6)) == [4, 5]
 
 
@@ -61,7 +63,7 @@ def test_a_run_that_ends_among_them_or_before_says_so(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 5, "elsewhere"))
     assert steps.do(hook, run, range(1, 4)) == [
         1,
-        ("on", os.path.abspath("elsewhere")),
+        ("on", ELSEWHERE),
         2,
         3,
         "off",
