@@ -12,7 +12,9 @@ import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
 
-ELSEWHERE = os.path.abspath("elsewhere")
+
+def there() -> str:
+    return os.path.abspath("elsewhere")
 
 
 class Steps:
@@ -55,7 +57,7 @@ def test_it_records_the_steps_from_the_first_to_the_last(steps: Steps, tmp_path:
 
 def test_a_start_in_the_middle_of_them_records_the_rest(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 3, "elsewhere"))
-    assert steps.do(hook, run, range(3, 5)) == [("on", ELSEWHERE), 3, "off", 4]
+    assert steps.do(hook, run, range(3, 5)) == [("on", there()), 3, "off", 4]
     assert steps.do(hook, run, range(4, 6)) == [4, 5]
 
 
@@ -63,7 +65,7 @@ def test_a_run_that_ends_among_them_or_before_says_so(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 5, "elsewhere"))
     assert steps.do(hook, run, range(1, 4)) == [
         1,
-        ("on", ELSEWHERE),
+        ("on", there()),
         2,
         3,
         "off",
