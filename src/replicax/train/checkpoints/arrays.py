@@ -1,7 +1,8 @@
 """The arrays of a train state, written and read by Orbax.
 
 The format is plain uncompressed zarr (version 2), one folder per array, so each file can be checked
-before anything is read, also by its size, and Orbax alone can read the arrays as a dict.
+before anything is read, also by its size, and Orbax alone can read the arrays as a dict. Hundreds
+of small arrays are in one file instead; see `small.py`.
 """
 
 import asyncio
@@ -18,12 +19,14 @@ from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.core.leaves import is_random_key, numbers
 from replicax.core.refused import check_unused
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
+from replicax.train.checkpoints.small import read_small, small, write_small
 
 _LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file systems allow 255
 
@@ -41,7 +44,10 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     consume `state`: a function that waits until the shards are written and raises any error.
     """
     epath = require("etils.epath", "checkpoints")
-    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(named(state)))
+    leaves = _with_elements(named(state))
+    tiny = {name: leaves.pop(name) for name in small(leaves)}
+    values = {name: value.tobytes() for name, value in jax.device_get(tiny).items()}
+    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(leaves)
     folder.mkdir(parents=True, exist_ok=True)
     quiet = contextlib.ExitStack()
     quiet.enter_context(_quiet_orbax())
@@ -64,6 +70,8 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
                     errors.append(error)
         if errors:
             raise errors[0]
+        if values and jax.process_index() == 0:
+            write_small(folder, values)
 
     return wait
 
@@ -72,7 +80,8 @@ def read(like: TrainState, folder: Path) -> TrainState:
     """Return the state in `folder`, sharded like `like`; each process reads its own shards."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
     leaves = named(like)
-    wanted = _with_elements(leaves)
+    wanted, values = _with_elements(leaves), read_small(folder)
+    tiny = {name: wanted.pop(name) for name in values.keys() & wanted.keys()}
     arguments = {
         name: orbax.ArrayRestoreArgs(
             sharding=leaves[name].sharding, global_shape=leaf.shape, dtype=leaf.dtype
@@ -80,14 +89,15 @@ def read(like: TrainState, folder: Path) -> TrainState:
         for name, leaf in wanted.items()
     }
     restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+    arrays = {name: _placed(values[name], leaf, leaves[name]) for name, leaf in tiny.items()}
     try:
         with _quiet_orbax():
-            arrays = _handler().restore(epath.Path(folder), args=restore)
+            arrays |= _handler().restore(epath.Path(folder), args=restore) if wanted else {}
     except Exception as error:  # tensorstore raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
     found = [
-        arrays[name] if name in wanted else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        arrays[name] if name in arrays else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in leaves.items()
     ]
     if next(iter(found[0].devices())).platform == "cpu":
@@ -96,6 +106,12 @@ def read(like: TrainState, folder: Path) -> TrainState:
     keyed = map(as_key, found, leaves.values())
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), keyed)
     return state
+
+
+def _placed(value: bytes, leaf: Any, like: Any) -> jax.Array:
+    """Return an array of the bytes `value`, as `leaf` says, and laid out as `like`."""
+    array = np.frombuffer(value, leaf.dtype).reshape(leaf.shape)
+    return jax.make_array_from_callback(leaf.shape, like.sharding, lambda index: array[index])
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -181,7 +197,10 @@ def params_not_finite(state: TrainState) -> set[str]:
         for name, leaf in named(state.params).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    return {f"params.{name}" for name, finite in _finite(found).items() if not bool(finite)}
+    # A program of hundreds of scalars would take seconds to compile.
+    tiny = jax.device_get({name: found.pop(name) for name in small(found)})
+    finite = {name: np.isfinite(value).all() for name, value in tiny.items()} | _finite(found)
+    return {f"params.{name}" for name, each in finite.items() if not bool(each)}
 
 
 @jax.jit

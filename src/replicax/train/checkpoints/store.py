@@ -30,6 +30,7 @@ from replicax.train.checkpoints.manifest import (
     check_files,
     read_manifest,
 )
+from replicax.train.checkpoints.small import read_small
 from replicax.train.places import (
     copy_files,
     is_remote,
@@ -62,6 +63,9 @@ def verify(folder: Path, manifest: Manifest) -> None:
         array, _, chunk = path.removeprefix(f"{STATE}/").rpartition("/")
         if array in chunks and chunk != ".zarray":
             chunks[array] += file.bytes
+    for array, value in read_small(folder / STATE).items():
+        if array in chunks:
+            chunks[array] += len(value)
     for name, entry in manifest.arrays.items():
         if chunks[name] < entry.nbytes:
             raise CheckpointError(
