@@ -62,7 +62,7 @@ def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
 
 def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folder: Path) -> None:
     whole, runs = there["mlp"].folder, folder / "runs"
-    names = ["config", "records", "manifest", "link"]
+    names = ["config", "records", "manifest", "link", "lost"]
     for name in names:
         shutil.copytree(whole, runs / name)
     (runs / "config/config.json").write_text("{")
@@ -70,6 +70,7 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     _, newest = Store(runs / "manifest/checkpoints", 1, None).paths()[-1]
     (newest / "manifest.json").unlink()
     os.symlink("nowhere", runs / "link/config.json.new")
+    (runs / "lost/config.json").unlink()
     (runs / "plan-mlp").mkdir()
     (runs / "a file").write_text("")
     os.chdir(folder)
@@ -79,8 +80,8 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     assert_mentions(*found["config"], "its config.json", "be read")
     assert_mentions(found["manifest"][0], "newest checkpoint", "damaged")
     assert found["records"][3] == "-"
-    assert found["link"][-1] == "done"
-    assert re.fullmatch(r"4 runs in .*, and 1 other folder", out.splitlines()[-1])
+    assert found["link"][-1] == found["lost"][-1] == "done"
+    assert re.fullmatch(r"5 runs in .*, and 1 other folder", out.splitlines()[-1])
 
 
 def test_the_table_fits_80_columns(main: Main, there: dict[str, Ended], folder: Path) -> None:

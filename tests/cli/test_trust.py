@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -31,7 +32,6 @@ def gift(made: Ended, recipe: str) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("command", [["evaluate"], ["sample", "text"], ["export", "file"]])
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -40,14 +40,14 @@ def gift(made: Ended, recipe: str) -> Path:
     ],
 )
 def test_no_code_is_run_that_only_a_folder_names(
-    recipe: str, command: list[str], main: Main, made: dict[str, Ended], folder: Path
+    recipe: str, main: Main, made: dict[str, Ended], folder: Path
 ) -> None:
     recipe = recipe.format(here=folder)
     gift(made["mlp"], recipe)
-    name, *more = command
-    line = refusal(main, name, "gift", *more)
-    assert recipe in line
-    assert "--recipe" in line
+    for command in (["evaluate", "gift"], ["sample", "gift", "text"], ["export", "gift", "file"]):
+        line = refusal(main, *command)
+        assert recipe in line
+        assert "--recipe" in line
     assert not (folder / "harm").exists()
     assert not (folder / "file").exists()
 
@@ -62,6 +62,21 @@ def test_code_that_the_user_names_is_run(main: Main, made: dict[str, Ended], fol
     assert (code, err) == (0, "")
     assert "Mine" in out
     assert not (folder / "harm").exists()
+
+
+def test_nothing_is_unpickled(
+    main: Main, made: dict[str, Ended], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gift(made["mlp"], "mlp")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    for name in ("load", "loads", "_loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    assert main("evaluate", "gift")[0] == 0
+    assert main("export", "gift", "file")[0] == 0
+    assert main("runs")[0] == 0
 
 
 def test_damage_is_found_and_a_link_is_refused(

@@ -145,3 +145,15 @@ def test_a_configuration_that_is_lost_is_restored_from_the_newest_checkpoint(
     del before["start"], after["start"]
     assert after == before
     assert "config.json" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_a_link_is_refused_and_left_alone(
+    dp: rx.DataParallel, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    newest = checkpoints(two[0])[-1]
+    outside = Path(shutil.move(newest, tmp_path / "outside"))
+    newest.symlink_to(outside)
+    found = fit(dp, two[0])
+    assert found.steps == STEPS - 3  # from the one before
+    assert bits(found.state) == bits(run(dp).state)
+    assert (outside / "manifest.json").is_file()
