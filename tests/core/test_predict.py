@@ -1,5 +1,6 @@
 """Predictions for all rows of a feed, in order; evaluation of several feeds, and of any loss."""
 
+from collections import UserDict
 from typing import Any
 
 import jax
@@ -114,6 +115,18 @@ def test_the_average_of_the_parameters() -> None:
     for ema in (False, True):
         found = dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
         near(found["found"], several(dp.model(state, ema=ema), DATA, None)["found"])
+
+
+def test_a_mapping_is_a_batch_and_a_mapping_of_batches() -> None:
+    dp, cut = parallel(), {name: leaf[:16] for name, leaf in DATA.items()}
+    state = dp.init(MODEL)
+    wanted = dp.predict(several, state, [cut])["found"]
+    np.testing.assert_array_equal(dp.predict(several, state, [UserDict(cut)])["found"], wanted)
+    with pytest.raises(rx.ConfigError, match="UserDict"):
+        dp.predict(several, state, UserDict(cut))
+    named = dp.evaluate(state, UserDict(a=[cut], b=[UserDict(cut)]))
+    assert named["a"] == named["b"]
+    assert float(dp.step(state, UserDict(cut))[1]["loss"]) == pytest.approx(named["a"]["loss"])
 
 
 def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:

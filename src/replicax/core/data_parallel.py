@@ -215,7 +215,7 @@ class DataParallel(Configured):
             of batches, a dict of these.
         """
         state = self._known.averaged(state) if ema else state
-        if isinstance(batches, dict):
+        if isinstance(batches, Mapping):
             means = self._evaluation.means
             return {name: means(state, each, loss) for name, each in batches.items()}
         return self._evaluation.means(state, batches, loss)

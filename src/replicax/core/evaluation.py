@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class ProgramEvaluation:
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
     ) -> Iterator[Any]:
-        if isinstance(batches, dict) or hasattr(batches, "shape"):
+        if isinstance(batches, Mapping) or hasattr(batches, "shape"):
             raise ConfigError(
                 f"evaluate and predict take batches, but got a {type(batches).__name__}; "
                 "pass dp.feed(rows, batch_size), or [batch] for a single batch"

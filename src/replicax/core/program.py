@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
+from replicax.core.host_arrays import opened
 from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.micro_sharded import MicroSharded, OnMicroShard, on_micro_shard
@@ -157,6 +158,7 @@ class Program(ModelOnMesh):
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that `step` uses."""
+        data = opened(data)
         check_outside_jit(data)
         rows = row_count(data)
         size = self.split.padded(rows)

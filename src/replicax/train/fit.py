@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, Self
 import jax
 
 from replicax.core.data_parallel import DataParallel
+from replicax.core.host_arrays import opened
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, check_at_least
@@ -273,8 +274,9 @@ def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
     if eval_source is None or isinstance(eval_source, Evaluation):
         return eval_source
     if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
-        rows: Any = jax.tree.structure(source)
-        named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
+        rows: Any = jax.tree.structure(opened(source))
+        sets = opened(eval_source).items()
+        named = [name for name, each in sets if rows == jax.tree.structure(each)]
         if named:
             raise ConfigError(
                 f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
