@@ -27,6 +27,9 @@ SPIKE_WINDOW = 128
 (`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
 SPIKE_SIGMAS = 6.0
 """Standard deviations above the mean from which a loss counts as a spike."""
+_NO_LOSS = float(np.finfo(np.float32).max)
+"""In a window that is not full. It makes the deviation infinite, so that no loss is a spike, and is
+finite itself, for `jax_debug_nans` and `jax_debug_infs`."""
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """1.8e19: squares of larger values, as in Adam and in norms, are not finite in float32."""
 
@@ -70,7 +73,7 @@ def with_losses(state: TrainState) -> TrainState:
     shape, where = (SPIKE_WINDOW,), state.step.sharding
     losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
     if not isinstance(state.step, jax.ShapeDtypeStruct):
-        losses = jnp.full(shape, jnp.nan, jnp.float32, device=where)
+        losses = jnp.full(shape, _NO_LOSS, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
 
 
@@ -114,7 +117,7 @@ def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
     if not jax.tree.leaves(losses):
         return {NOT_FINITE: not_finite}, losses
     loss = total.weighted[LOSS].mean().astype(jnp.float32)
-    # If the window is not full, mean and deviation are NaN and the comparison is false.
+    # If the window is not full, the deviation is infinite and the comparison is false.
     spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
     enters = jnp.isfinite(loss) & ~spike & ~not_finite
     pushed = jnp.where(enters, jnp.append(losses[1:], loss), losses)
