@@ -5,6 +5,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
@@ -107,6 +108,7 @@ class Feed:
             items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
         self._job.move()
+        close = weakref.finalize(self, items.close)  # at the latest when the interpreter exits
         try:
             while True:
                 asked = time.perf_counter()
@@ -116,7 +118,7 @@ class Feed:
                     return
                 yield batch
         finally:
-            items.close()
+            close()
             self._job.rest()
 
     def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import jax
 
@@ -14,7 +14,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.host_arrays import opened
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, check_at_least
+from replicax.errors import ConfigError, StateError, check_at_least
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -50,6 +50,7 @@ class Guard:
 
 
 _EVERY_TEN_MINUTES = Saving()
+_OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
 class Run(Loop):
@@ -172,6 +173,17 @@ class Run(Loop):
             self._stopping.vote(now=True)
             self._open = stack.pop_all()
         return self
+
+    if not TYPE_CHECKING:  # a type checker would then take any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise `StateError` if the attribute is set once the run is entered."""
+            if name in _OF_ENTERED and "_stopping" not in vars(self):
+                raise StateError(
+                    "this rx.Run is used outside of its block, in which it opens its files and "
+                    "saves its end: write `with rx.Run(...) as run:`"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __exit__(self, *raised: Any) -> None:
         if raised[1] is not None:  # passed to every open context: the run did not complete
