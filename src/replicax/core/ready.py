@@ -128,9 +128,9 @@ class Ready:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            return Look(partial(_run_step, program.own_step), state, batch)
+            return Look(partial(_run_step, program.own_step), state, batch, learns=True)
         of = step_key if what == STEP else lambda _: None
-        return Look(of_loss(program.objective, of), state, batch)
+        return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
     def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
