@@ -93,8 +93,9 @@ class ProgramEvaluation:
             )
         pending = deque[Any]()
         for batch in batches:
-            placed = batch if type(batch) is Batch else self._program.placed(batch)
-            pending.append(compute(state, placed))
+            with self._program.configuration.undisturbed():
+                placed = batch if type(batch) is Batch else self._program.placed(batch)
+                pending.append(compute(state, placed))
             self._program.configuration.job.move()
             if len(pending) > _IN_FLIGHT:
                 yield pending.popleft()
@@ -107,7 +108,8 @@ class ProgramEvaluation:
     def _on_host(self, leaf: jax.Array) -> np.ndarray:
         """Return all rows on the host, including those of other processes."""
         if not leaf.is_fully_addressable:
-            leaf = self._whole(leaf)
+            with self._program.configuration.undisturbed():
+                leaf = self._whole(leaf)
         return np.asarray(leaf)
 
 

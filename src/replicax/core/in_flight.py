@@ -15,12 +15,14 @@ reduction, a host that dispatches the 33rd deadlocks them all."""
 class InFlight:
     """Track the steps of a process in the order of dispatch.
 
-    One thread adds steps and takes their notes; any thread may read `finished`.
+    A thread that adds steps holds `lock`; one takes their notes; any may read `finished`.
     """
 
     def __init__(self) -> None:
         self.begun = 0
         """Number of steps dispatched."""
+        self.lock = threading.RLock()
+        """Held while a program is dispatched."""
         self._waited_for = 0
         self._unfinished: collections.deque[Any] = collections.deque()
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()

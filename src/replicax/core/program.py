@@ -169,8 +169,9 @@ class Program(ModelOnMesh):
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with its parameters replaced by their average."""
         check_kind(state)
-        average = jax.jit(average_of, out_shardings=self.shardings.params)
-        return dataclasses.replace(state, params=average(state.opt_state, state.params))
+        with self.configuration.undisturbed():
+            average = jax.jit(average_of, out_shardings=self.shardings.params)
+            return dataclasses.replace(state, params=average(state.opt_state, state.params))
 
     def abstract_state(self) -> TrainState:
         """Return the shapes and shardings of a state."""
@@ -221,7 +222,8 @@ def program_of(
         config = configuration
         updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
         create = partial(_create_state, configuration, mesh, updater)
-        shapes = jax.eval_shape(create, params, extras, np.uint32(0))
+        found = jax.eval_shape(create, params, extras, np.uint32(0))
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=None), found)  # not the caller's
     if known is not None and definition != known.definition:
         raise ConfigError(
             "init was given a model whose structure differs from before; a DataParallel trains one "

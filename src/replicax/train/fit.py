@@ -4,16 +4,17 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import jax
 
+from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.host_arrays import opened
 from replicax.core.sources import as_source, can_shuffle
-from replicax.core.update import TrainState
+from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, StateError, check_at_least
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
@@ -134,7 +135,9 @@ class Run(Loop):
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
         dp.job.agree("the run", {**told, **(config or {})})
-        state = with_losses(state) if guard.spikes else state
+        self._own_mesh = dp.configuration.in_own_mesh
+        with self._own_mesh():
+            state = with_losses(state) if guard.spikes else state
         self._file, self._first = RecordsFile(), dp.feed(self.source)
         self.epochs, self.total = epochs, steps
         if epochs is not None and self._first.padding is not None:
@@ -151,8 +154,22 @@ class Run(Loop):
         self._given_interrupt = interrupt
         self._open = contextlib.ExitStack()
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches, starting at exactly the next one; evaluate and save between them."""
+        batches = super().__iter__()
+        while True:
+            with self._own_mesh():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def step(self, batch: Batch) -> Metrics:
+        with self._own_mesh():
+            return super().step(batch)
+
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
+        with self._own_mesh(), contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
             self._interrupt = self._given_interrupt or stack.enter_context(
                 Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
@@ -186,6 +203,10 @@ class Run(Loop):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __exit__(self, *raised: Any) -> None:
+        with self._own_mesh():
+            self._exit(*raised)
+
+    def _exit(self, *raised: Any) -> None:
         if raised[1] is not None:  # passed to every open context: the run did not complete
             if self._stream is not None:
                 self._open.callback(self._stream.close)
