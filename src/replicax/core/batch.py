@@ -166,7 +166,11 @@ class Share:
             )
         return Batch(data, mask, index, batch.rows, batch.feed_padding, shared)
 
-    def _global(self, leaf: np.ndarray) -> jax.Array:
+    def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            whole: jax.Array = jax.device_put(leaf, self.sharding)
+            return whole
+
         def part(index: Any) -> Any:
             start, stop, _ = index[0].indices(self.size)
             first = start if len(leaf) == self.size else int(np.searchsorted(self.held, start))

@@ -169,7 +169,7 @@ class DataParallel(Configured):
 
         Args:
             state: the state before the step; with `donate`, it cannot be used afterwards.
-            batch: from `feed`, or a pytree of arrays `[rows, ...]`.
+            batch: from `feed`, or a pytree of arrays `[rows, ...]`, the same in every process.
 
         Returns:
             The state after the step, and metrics including `"loss"`: float32 scalars on the device,
@@ -181,7 +181,7 @@ class DataParallel(Configured):
             StateError: the state was already passed to `step`.
         """
         if type(batch) is not Batch:
-            batch = self._known.placed(batch)
+            batch = self._checks.placed(batch)
         batch = self.prepare(state, batch)
         state, metrics = self._known.step(state, batch)
         self.job.move()

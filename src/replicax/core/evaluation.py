@@ -94,7 +94,7 @@ class ProgramEvaluation:
         pending = deque[Any]()
         for batch in batches:
             with self._program.configuration.undisturbed():
-                placed = batch if type(batch) is Batch else self._program.placed(batch)
+                placed = batch if type(batch) is Batch else self._ready.placed(batch)
                 pending.append(compute(state, placed))
             self._program.configuration.job.move()
             if len(pending) > _IN_FLIGHT:
