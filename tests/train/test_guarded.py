@@ -22,6 +22,7 @@ from replicax.train.guarded import (
     SPIKE_SIGMAS,
     SPIKE_WINDOW,
     guarded,
+    judged,
     with_losses,
 )
 
@@ -203,9 +204,12 @@ def test_every_element_of_the_gradient_is_looked_at(mode: str, slope: float, bad
     before = bits(state.params)
     slopes = np.zeros(16, np.float32)
     slopes[11] = slope
+    names = judged(dp, state)
     state, metrics = dp.step(state, {"slope": slopes})
     assert float(metrics["loss"]) == 1.0
-    assert bool(metrics[NOT_FINITE]) == bad
+    verdict = int(metrics[NOT_FINITE])
+    assert names[verdict - 1 : verdict] == (["the gradient of ['w']"] if bad else [])
+    assert verdict >= 0
     assert (bits(state.params) == before) == (bad or not slope)
 
 

@@ -22,7 +22,7 @@ from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import Evaluation, Evaluator
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import guarded, with_losses
+from replicax.train.guarded import guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
 from replicax.train.places import place
@@ -147,7 +147,8 @@ class Run(Loop):
         self.hooks = Hooks([self._file, *hooks, *ours], self.say)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
-        self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
+        self._meter = Meter(log_every)
+        self._bad_steps = BadSteps(guard.most, dp.job, judged(dp, state))
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
