@@ -208,7 +208,7 @@ def test_every_element_of_the_gradient_is_looked_at(mode: str, slope: float, bad
     state, metrics = dp.step(state, {"slope": slopes})
     assert float(metrics["loss"]) == 1.0
     verdict = int(metrics[NOT_FINITE])
-    assert names[verdict - 1 : verdict] == (["the gradient of ['w']"] if bad else [])
+    assert ["['w']" in name for name in names[verdict - 1 : verdict]] == [True] * bad
     assert verdict >= 0
     assert (bits(state.params) == before) == (bad or not slope)
 

@@ -1,6 +1,5 @@
 """The configuration of a `DataParallel`: its arguments as values."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +25,7 @@ from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.refused import check_loss, check_optimizer, check_own_step
 from replicax.core.traced_for import cuda_capability
-from replicax.core.undisturbed import in_own_mesh, undisturbed
+from replicax.core.undisturbed import Context, in_own_mesh, undisturbed
 from replicax.errors import ConfigError
 
 
@@ -52,11 +51,11 @@ class Configuration:
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
 
-    def in_own_mesh(self) -> contextlib.AbstractContextManager[None]:
+    def in_own_mesh(self) -> Context:
         """Return a context without any mesh of the caller's."""
         return in_own_mesh(self.mesh, named=self.mode.partitions)
 
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+    def undisturbed(self) -> Context:
         """Return a context in which to trace and dispatch the programs."""
         return undisturbed(self.mesh, self.job.in_flight, named=self.mode.partitions)
 

@@ -18,25 +18,23 @@ from replicax.errors import ConfigError
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-@contextlib.contextmanager
-def in_own_mesh(mesh: AnyMesh, *, named: bool) -> Iterator[None]:
-    """Enter a context to trace programs on `mesh`.
+Context = contextlib.AbstractContextManager[Any]
+
+
+def in_own_mesh(mesh: AnyMesh, *, named: bool) -> Context:
+    """Return a context to trace programs on `mesh`.
 
     Within `jax.set_mesh`, JAX would take their arrays for ones of the caller's mesh. If that is
     `mesh` itself and `named`, it stays: a loss may then name its axes.
     """
     around = jax.sharding.get_abstract_mesh()
     if around.empty or (named and around == getattr(mesh, "abstract_mesh", mesh)):
-        yield
-        return
-    check_outside_jit(jnp.zeros(()))
-    with jax.set_mesh(_NO_MESH):
-        yield
+        return contextlib.nullcontext()
+    return _without_mesh()
 
 
-@contextlib.contextmanager
-def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool) -> Iterator[None]:
-    """Enter a context to trace and dispatch programs on `mesh`: `in_own_mesh`, by one thread.
+def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool) -> Context:
+    """Return a context to trace and dispatch programs on `mesh`: `in_own_mesh`, by one thread.
 
     Programs that communicate must reach all devices in one order.
     """
@@ -45,7 +43,21 @@ def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool) -> Iterator[
             f"jax_disable_jit with a mesh of {mesh.size} devices; only jax.jit places arrays on "
             "several: use mesh=rx.make_mesh(1), or jax.debug.print instead"
         )
-    with in_flight.lock, in_own_mesh(mesh, named=named):
+    if jax.sharding.get_abstract_mesh().empty:  # almost always
+        return in_flight.lock
+    return _both(in_flight.lock, in_own_mesh(mesh, named=named))
+
+
+@contextlib.contextmanager
+def _without_mesh() -> Iterator[None]:
+    check_outside_jit(jnp.zeros(()))
+    with jax.set_mesh(_NO_MESH):
+        yield
+
+
+@contextlib.contextmanager
+def _both(one: Context, other: Context) -> Iterator[None]:
+    with one, other:
         yield
 
 
