@@ -1,10 +1,16 @@
 """A batch: one row dim, dtypes a device holds, padding that repeats rows and counts for nothing."""
 
+import sys
+import types
+from collections import ChainMap, OrderedDict, UserDict
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 
 from replicax.core.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.mesh import by_rows, make_mesh
@@ -176,3 +182,97 @@ def test_a_batch_is_a_pytree_of_its_arrays() -> None:
 def test_counts_known_on_the_host_do_not_make_another_structure() -> None:
     full, short = (pad(np.zeros(rows), 4, np.arange(rows)) for rows in (4, 3))
     assert jax.tree.structure(full) == jax.tree.structure(short)
+
+
+class Tensor:
+    """A tensor of torch, as far as it is read here."""
+
+    def __init__(self, array: np.ndarray, dtype: str, requires_grad: bool = False) -> None:
+        self.array, self.dtype, self.requires_grad = array, f"torch.{dtype}", requires_grad
+        self.shape = array.shape
+
+    def detach(self) -> "Tensor":
+        return Tensor(self.array, self.dtype.removeprefix("torch."))
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def element_size(self) -> int:
+        return self.array.dtype.itemsize
+
+    def view(self, dtype: str) -> "Tensor":
+        return Tensor(self.array.view(dtype), dtype)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        if self.requires_grad or "bfloat16" in self.dtype or "sparse" in self.dtype:
+            raise RuntimeError("use detach,\nor another dtype")
+        return self.array
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(Tensor=Tensor, int16="int16", uint8="uint8")
+    monkeypatch.setitem(sys.modules, "torch", module)
+
+
+def test_a_tensor_of_torch_is_data_without_its_gradient(torch: None) -> None:
+    x = np.arange(3, dtype=np.float32)
+    assert host_rows({"x": Tensor(x, "float32", requires_grad=True)}, copy=False)["x"] is x
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_dtypes_that_numpy_lacks_keep_their_bits(torch: None, dtype: str) -> None:
+    x = jnp.arange(3, dtype=dtype)
+    found = host_rows(Tensor(np.asarray(x), dtype), copy=True)
+    assert (found.dtype, found.tolist()) == (x.dtype, x.tolist())
+
+
+def test_what_numpy_cannot_read_is_refused_by_name(torch: None) -> None:
+    with pytest.raises(DataError) as caught:
+        host_rows({"x": Tensor(np.ones(3), "sparse")}, copy=False)
+    assert "['x']" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Lookup(UserDict[Any, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [UserDict, ChainMap, MappingProxyType, OrderedDict])
+def test_any_mapping_is_a_dict(kind: Any) -> None:
+    given = kind({"x": np.zeros(3), "more": Lookup({"y": np.ones((3, 2))})})
+    assert row_count(given) == 3
+    assert host_rows(given, copy=False)["more"]["y"].shape == (3, 2)
+
+
+def test_a_mapping_by_number_is_refused() -> None:
+    with pytest.raises(DataError, match="Lookup with the key 0"):
+        row_count(Lookup({0: np.zeros(3), 1: np.zeros(3)}))
+    assert row_count({0: np.zeros(3), 1: np.zeros(3)}) == 3
+
+
+def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
+    values = np.arange(4, dtype=np.float32)
+    plain = host_rows(np.ma.masked_array(values, mask=[False] * 4), copy=True)
+    assert type(plain) is np.ndarray
+    assert plain.tolist() == values.tolist()
+    with pytest.raises(DataError, match=r"\['x'\].* 1 of 4 "):
+        host_rows({"x": np.ma.masked_equal(values, 2)}, copy=True)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8", ">f2"])
+def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
+    found = host_rows(np.array([1, 200, 3], dtype), copy=False)
+    assert found.dtype.isnative
+    assert found.tolist() == [1, 200, 3]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [np.ones(3, np.longdouble), np.ones(3, np.clongdouble), scipy.sparse.csr_array(np.eye(3))],
+    ids=["longdouble", "clongdouble", "sparse"],
+)
+def test_arrays_that_no_device_holds_are_refused_by_name(leaf: Any) -> None:
+    for copy in (True, False):
+        with pytest.raises(DataError, match=r"\['x'\]"):
+            host_rows({"x": leaf}, copy=copy)

@@ -1,5 +1,7 @@
 """A feed: one epoch as batches of one size, on all devices, nothing dropped or counted twice."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -318,3 +320,17 @@ def test_a_source_without_a_batch_is_refused() -> None:
     for empty in ([], rows[8:], rows.filter(lambda _: False).to_iter_dataset()):
         with pytest.raises(DataError, match="at least 1"):
             list(feed(empty))
+
+
+LEFT_OPEN = """
+import sys, numpy as np, optax, replicax as rx
+dp = rx.DataParallel(lambda m, b, k: b["x"] * m["w"], optax.sgd(0.1))
+made = [iter(dp.feed(source, 8)) for source in ({"x": np.ones(80)}, [{"x": np.ones(8)}] * 9)]
+print([next(each).size for each in made])
+sys.exit(3)
+"""
+
+
+def test_a_pass_that_is_left_open_ends_with_the_program() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "[8, 8]\n", "")

@@ -157,3 +157,63 @@ def test_a_loss_that_is_not_finite_at_the_start_is_refused(value: float) -> None
     dp = rx.DataParallel(lambda m, b, k: m["w"] * b["x"] * value, optax.sgd(0.1), mode="single")
     with pytest.raises(rx.LossError, match="first step"):
         dp.step(dp.init(MODEL), SOURCE)
+
+
+def test_metrics_that_no_row_can_change_may_be_padded() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        norm = jnp.sqrt(jnp.sum(model["w"] ** 2))
+        rate = 0.5 / (1.0 + rx.step_number())
+        return model["w"] * batch["x"], {"number": 3.0, "norm": norm, "rate": rate}
+
+    dp = rx.DataParallel(loss, optax.sgd(0.0), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    state, metrics = dp.step(dp.init(MODEL), {"x": SOURCE["x"][:7]})
+    found = dp.evaluate(state, dp.feed(SOURCE, 4))
+    assert [float(metrics[name]) for name in ("number", "norm", "rate")] == [3.0, 2.0, 0.5]
+    assert [found[name] for name in ("number", "norm", "rate")] == [3.0, 2.0, 0.25]
+
+
+LEARNED = {"w": jnp.float32(2.0), "v": jnp.float32(1.0)}
+
+
+def learned(stops: bool = False, by_hand: bool = False) -> Any:
+    """A loss whose weights depend on the parameter `v`."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        weights = jax.nn.sigmoid(model["v"] * batch["x"])
+        if by_hand:
+            return model["w"] * batch["x"] * weights / rx.gather(weights).mean()
+        weights = jax.lax.stop_gradient(weights) if stops else weights
+        return rx.Weighted(model["w"] * batch["x"], weights), {
+            "x": rx.Weighted(batch["x"], weights)
+        }
+
+    return loss
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "exact"]))
+def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:
+    def parallel(loss: Any, **options: Any) -> rx.DataParallel:
+        def step(state: Any, batch: Any, key: Any) -> Any:
+            means, gradient = rx.value_and_grad(loss)(state, batch, key)
+            return jax.tree.map(jnp.subtract, state, gradient), means
+
+        mesh = rx.make_mesh(devices=jax.devices()[:2])
+        if own:
+            return rx.DataParallel(step=step, mode=mode, mesh=mesh)
+        return rx.DataParallel(loss, optax.sgd(1.0), mode=mode, mesh=mesh, **options)
+
+    def trained(loss: Any, **options: Any) -> Any:
+        dp = parallel(loss, **options)
+        return dp.model(dp.step(dp.init(LEARNED), {"x": SOURCE["x"][:8]})[0])
+
+    with pytest.raises(rx.LossError, match="weights of the loss"):
+        trained(learned())
+    assert trained(learned(stops=True))["v"] == 1.0
+    if not own:
+        assert trained(learned(), trainable=lambda path: "v" not in path)["v"] == 1.0
+    plain = jax.grad(
+        lambda model: learned(by_hand=True)(model, {"x": SOURCE["x"][:8]}, None).mean()
+    )
+    moved = LEARNED["v"] - plain(LEARNED)["v"]
+    assert trained(learned(by_hand=True))["v"] == pytest.approx(float(moved), rel=1e-5)

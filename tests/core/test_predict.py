@@ -1,5 +1,7 @@
 """Predictions for all rows of a feed, in order; evaluation of several feeds, and of any loss."""
 
+import dataclasses
+from collections import UserDict
 from typing import Any
 
 import jax
@@ -116,6 +118,18 @@ def test_the_average_of_the_parameters() -> None:
         near(found["found"], several(dp.model(state, ema=ema), DATA, None)["found"])
 
 
+def test_a_mapping_is_a_batch_and_a_mapping_of_batches() -> None:
+    dp, cut = parallel(), {name: leaf[:16] for name, leaf in DATA.items()}
+    state = dp.init(MODEL)
+    wanted = dp.predict(several, state, [cut])["found"]
+    np.testing.assert_array_equal(dp.predict(several, state, [UserDict(cut)])["found"], wanted)
+    with pytest.raises(rx.ConfigError, match="UserDict"):
+        dp.predict(several, state, UserDict(cut))
+    named = dp.evaluate(state, UserDict(a=[cut], b=[UserDict(cut)]))
+    assert named["a"] == named["b"]
+    assert float(dp.step(state, UserDict(cut))[1]["loss"]) == pytest.approx(named["a"]["loss"])
+
+
 def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:
     traces = []
 
@@ -132,6 +146,17 @@ def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:
         np.testing.assert_array_equal(number, np.arange(19))
         near(scaled, DATA["x"][:19, :1] * np.ones(8, np.float32))
     assert len(traces) == 2
+
+
+def test_rows_of_different_shapes_are_refused_by_name() -> None:
+    dp = parallel(devices=1)
+    batches = [{"x": np.ones((3, width), np.float32)} for width in (4, 5)]
+    for function, words in (
+        (lambda m, b, k: {"a": b["x"]}, [r"\['a'\]", r"\[4\]", r"\[5\]"]),
+        (lambda m, b, k: {str(b["x"].shape[1]): b["x"][:, 0]}, [r"\['4'\]", "missing"]),
+    ):
+        with pytest.raises(rx.LossError, match=".*".join(words)):
+            dp.predict(function, dp.init(MODEL), batches)
 
 
 def drawn(model: Any, batch: Any, key: Any) -> Any:
@@ -220,6 +245,33 @@ def test_any_loss_is_evaluated(mode: str, devices: int, layout: str) -> None:
     assert len(traces) == traced
     own = dp.evaluate(state, dp.feed(DATA, BATCH))
     assert own["loss"] == pytest.approx(float(jnp.mean(loss(MODEL, DATA, None))), rel=1e-5)
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A loss without a hash, as one whose fields are arrays."""
+
+    scale: jax.Array
+    traces: int = 0
+
+    def __call__(self, model: Any, batch: Any, key: Any) -> Any:
+        self.traces += 1
+        return self.scale * loss(model, batch, key)
+
+
+def test_a_loss_without_a_hash_is_known_again() -> None:
+    double, half = Scaled(jnp.full(1, 2.0)), Scaled(jnp.full(1, 0.5))
+    dp = parallel(devices=1, loss=double)
+    state, cut = dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()}
+    found = [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)]
+    assert found[0] == pytest.approx(4 * found[1])
+    predicted = [dp.predict(each, state, [cut]) for each in (double, half)]
+    np.testing.assert_allclose(predicted[0], 4 * predicted[1], rtol=1e-6)
+    traces = double.traces, half.traces
+    assert [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)] == found
+    dp.predict(half, state, [cut])
+    assert (double.traces, half.traces) == traces
+    assert float(dp.step(state, cut)[1]["loss"]) == pytest.approx(found[0])
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,14 @@ def test_shard_map_reduces_one_vector(job: str, results: Results) -> None:
     numbers = 6 * 16 + 16 + 2 * 2  # the gradient, and total and weight of the loss and the metric
     (shape,) = results(job)["reductions"]
     assert shape.startswith(f"f32[{numbers}]")
+
+
+def test_rows_of_one_process_are_no_batch_of_all() -> None:
+    """Arrays that JAX has joined are."""
+    calls, mean = ("step", "evaluate", "predict"), float(np.mean(np.arange(32.0) ** 2))
+    wanted = [f"own {call} True True" for call in calls]
+    wanted += [f"{name} {call} {mean}" for name in ("all", "joined") for call in calls]
+    for ended in run_job(SUPPORT / "job_own_rows.py"):
+        assert ended.code == 0, ended.err
+        lines = [line for line in ended.out.splitlines() if "[Gloo]" not in line]
+        assert lines == [*wanted, f"feed step {mean}"]

@@ -1,5 +1,6 @@
 """Sources: arrays, Grain datasets, iterables of batches; each row once an epoch."""
 
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 
 from replicax.core.job import Alone
 from replicax.core.sources import Source, as_source, can_shuffle
@@ -36,8 +38,10 @@ def grain_rows(rows: int) -> grain.MapDataset:
         (np.arange(10), np.zeros((10, 2))),
         np.arange(10),
         jnp.arange(10),
+        UserDict(x=np.arange(10, dtype=">f8")),
+        np.ma.masked_array(np.arange(10), mask=False),
     ],
-    ids=["dict", "tuple", "array", "jax array"],
+    ids=["dict", "tuple", "array", "jax array", "mapping", "mask"],
 )
 def test_arrays_are_cut_in_order(data: Any) -> None:
     source = opened(data)
@@ -182,3 +186,19 @@ def test_a_source_is_given_back_as_it_is() -> None:
 )
 def test_arrays_and_map_datasets_can_be_shuffled(data: Any, can: bool) -> None:
     assert can_shuffle(data) is can
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.ma.masked_equal(np.arange(10), 2),
+        np.arange(10, dtype=np.longdouble),
+        np.arange(10).astype(object),
+        scipy.sparse.csr_array(np.ones((10, 2))),
+    ],
+    ids=["mask", "longdouble", "objects", "sparse"],
+)
+def test_arrays_that_no_device_holds_are_refused_when_opened(leaf: Any) -> None:
+    for data in ({"x": {"a": leaf}}, UserDict(x=UserDict(a=leaf))):
+        with pytest.raises(DataError, match=r"\['x'\]\['a'\]"):
+            opened(data)

@@ -95,6 +95,25 @@ def test_a_good_step_ends_the_row() -> None:
     assert bad.in_a_row == 1
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_named(own: bool) -> None:
+    def masked(model: Any, batch: Any, key: Any) -> Any:
+        roots = jnp.sqrt(batch["x"] * model["w"]) + model["b"]
+        return rx.Weighted(roots, batch["x"] > 0)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(masked)(state, batch, key)
+        return jax.tree.map(jnp.subtract, state, gradient), means
+
+    dp = rx.DataParallel(step=step) if own else rx.DataParallel(masked, optax.sgd(0.1))
+    state = dp.init({"b": jnp.zeros(()), "w": jnp.ones(())})
+    data = {"x": np.arange(16, dtype=np.float32)}
+    with pytest.raises(DivergedError) as ended:
+        rx.fit(dp, state, data, batch_size=16, steps=3, guard=rx.Guard(most=2), progress=False)
+    assert_mentions(str(ended.value), "state['w']" if own else "['w']", "finite", "mask")
+    assert "['b']" not in str(ended.value)
+
+
 def test_spikes_count_too_and_are_named() -> None:
     bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "spike"}, spikes=True)

@@ -1,5 +1,6 @@
 """`fit`: epochs or steps, exact evaluation, and records of every row."""
 
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def test_steps_end_anywhere_in_an_epoch(dp: rx.DataParallel, steps: int, rows: i
     assert (result.steps, result.rows) == (steps, rows)
     assert int(result.state.step) == steps
     assert not threads()
+
+
+def test_mappings_are_dicts_of_arrays(dp: rx.DataParallel) -> None:
+    plain = fit(dp, steps=4, eval_source=line(16, 1))
+    mapped = fit(dp, UserDict(line(40)), steps=4, eval_source=UserDict(line(16, 1)))
+    assert mapped.metrics == plain.metrics
 
 
 @pytest.mark.parametrize("log_every", only([2, 100], [1, 2, 5, 100]))

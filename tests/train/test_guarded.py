@@ -22,6 +22,7 @@ from replicax.train.guarded import (
     SPIKE_SIGMAS,
     SPIKE_WINDOW,
     guarded,
+    judged,
     with_losses,
 )
 
@@ -203,9 +204,12 @@ def test_every_element_of_the_gradient_is_looked_at(mode: str, slope: float, bad
     before = bits(state.params)
     slopes = np.zeros(16, np.float32)
     slopes[11] = slope
+    names = judged(dp, state)
     state, metrics = dp.step(state, {"slope": slopes})
     assert float(metrics["loss"]) == 1.0
-    assert bool(metrics[NOT_FINITE]) == bad
+    verdict = int(metrics[NOT_FINITE])
+    assert ["['w']" in name for name in names[verdict - 1 : verdict]] == [True] * bad
+    assert verdict >= 0
     assert (bits(state.params) == before) == (bad or not slope)
 
 
@@ -231,7 +235,7 @@ def test_a_batch_without_any_weight_is_not_bad() -> None:
     assert np.isnan(metrics["loss"])
     assert not bool(metrics[NOT_FINITE])
     assert not bool(metrics[SPIKE])
-    assert np.isnan(state.losses).all()
+    assert (np.asarray(state.losses) == np.finfo(np.float32).max).all()
 
 
 def test_only_the_twin_goes_on_from_a_first_loss_that_is_nan() -> None:
@@ -307,13 +311,22 @@ def test_a_loss_that_is_not_finite_is_no_spike_and_not_remembered() -> None:
     for loss in (np.nan, np.inf):
         state, found = step_on(dp, state, loss)
         assert found == (False, True)
-    assert np.isnan(state.losses).all()
+    assert (np.asarray(state.losses) == np.finfo(np.float32).max).all()
     for loss in history():
         state, _ = step_on(dp, state, float(loss))
     for loss in (np.nan, np.inf):
         state, found = step_on(dp, state, loss)
         assert found == (False, True)
     np.testing.assert_array_equal(state.losses, history())
+
+
+@pytest.mark.parametrize("mode", ["jit", "exact"])
+def test_a_window_that_is_not_full_is_finite_for_debugging(mode: str) -> None:
+    with jax.debug_nans(True), jax.debug_infs(True):
+        dp, state = watched(mode, 2)
+        for loss in (*history()[:3], 50.0):
+            state, found = step_on(dp, state, float(loss))
+            assert found == (False, False)
 
 
 @pytest.mark.parametrize("mode", ["single", "shard_map", "pmap", "exact"])

@@ -164,6 +164,21 @@ def test_a_batch_is_stepped_on_once(dp: rx.DataParallel) -> None:
             next(batches)
 
 
+def test_a_run_is_entered_first(dp: rx.DataParallel) -> None:
+    running = run(dp)
+    for use in (
+        lambda: next(iter(running)),
+        lambda: running.step(next(iter(dp.feed(SOURCE, BATCH)))),
+        lambda: running.result,
+        lambda: running.stop("enough"),
+        running.save,
+        running.evaluate,
+    ):
+        with pytest.raises(StateError):
+            use()
+    assert not hasattr(running, "another")
+
+
 def test_what_is_raised_in_the_loop_ends_the_run_as_a_kill_would(
     dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

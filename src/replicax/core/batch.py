@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
-from replicax.core.leaves import is_random_key
+from replicax.core.host_arrays import device_dtype, host_array, opened, refuse_keys
 from replicax.errors import DataError
 
 PyTree = Any
@@ -168,7 +168,11 @@ class Share:
             )
         return dataclasses.replace(batch, data=data, mask=mask, index=index, shared=shared)
 
-    def _global(self, leaf: np.ndarray) -> jax.Array:
+    def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            whole: jax.Array = jax.device_put(leaf, self.sharding)
+            return whole
+
         def part(index: Any) -> Any:
             start, stop, _ = index[0].indices(self.size)
             first = start if len(leaf) == self.size else int(np.searchsorted(self.held, start))
@@ -181,8 +185,8 @@ class Share:
 def row_count(data: PyTree) -> int:
     """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf."""
     counts: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        _refuse_keys(path, leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
+        refuse_keys(path, leaf)
         if not np.shape(leaf):
             raise DataError(
                 f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
@@ -202,13 +206,13 @@ def row_count(data: PyTree) -> int:
 
 
 def host_rows(data: PyTree, *, copy: bool) -> PyTree:
-    """Return `data` as NumPy arrays in the dtypes used on the device.
+    """Return `data` as NumPy arrays in the dtypes used on the device, each mapping as a dict.
 
     A device may read an array long after it was passed, or use its memory directly: arrays that
     may be written to again must be copied. 64-bit leaves become 32-bit ones unless
     `jax_enable_x64` is set, as everywhere in JAX; a value out of range raises `DataError`.
     """
-    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), data)
+    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), opened(data))
 
 
 def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
@@ -230,20 +234,16 @@ def described(data: PyTree, size: int) -> Batch:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
-    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    batch = (
+        Batch(opened(data), np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    )
     shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
     return dataclasses.replace(batch, shared=shared)
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
-    _refuse_keys(path, leaf)
-    array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
-    if array.dtype.kind in "OSUMm" or array.dtype.names:
-        raise DataError(
-            f"batch{keystr(path)} has dtype {array.dtype}; devices hold only numbers: "
-            "encode it as numbers, or remove it from the batch"
-        )
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    given = host_array(path, leaf)
+    array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
     if dtype == array.dtype:
         return array
     if array.dtype.kind in "iuf":
@@ -256,11 +256,3 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
             )
     with np.errstate(over="ignore"):
         return array.astype(dtype)
-
-
-def _refuse_keys(path: tuple[Any, ...], leaf: Any) -> None:
-    if is_random_key(leaf):
-        raise DataError(
-            f"batch{keystr(path)} holds {leaf.size} random keys, which are not numbers; split the "
-            "key passed to the loss, or pass jax.random.key_data and wrap it in the loss"
-        )

@@ -25,6 +25,7 @@ from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.refused import check_loss, check_optimizer, check_own_step
 from replicax.core.traced_for import cuda_capability
+from replicax.core.undisturbed import Context, in_own_mesh, undisturbed
 from replicax.errors import ConfigError
 
 
@@ -49,6 +50,14 @@ class Configuration:
     compiler_options: Mapping[str, Any] | None = None
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
+
+    def in_own_mesh(self) -> Context:
+        """Return a context without any mesh of the caller's."""
+        return in_own_mesh(self.mesh, named=self.mode.partitions)
+
+    def undisturbed(self) -> Context:
+        """Return a context in which to trace and dispatch the programs."""
+        return undisturbed(self.mesh, self.job.in_flight, named=self.mode.partitions)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""

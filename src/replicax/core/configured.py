@@ -12,6 +12,7 @@ from replicax.core.feed import Split
 from replicax.core.mesh import AnyMesh, check_mesh
 from replicax.core.models.definition import Parts
 from replicax.core.program import Program, program_of
+from replicax.core.undisturbed import of_one_thread
 from replicax.core.update import TrainState
 from replicax.errors import StateError
 
@@ -37,6 +38,7 @@ class Configured:
         other._configure(configure(**{**vars(self.configuration), **changes}))
         return other
 
+    @of_one_thread
     def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
         """Return a cached copy whose optimizer part of the step is `wrap(apply)`.
 
@@ -54,6 +56,7 @@ class Configured:
         """The split of a batch over replicas and micro-batches."""
         return self.configuration.split(self.mesh)
 
+    @of_one_thread
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
         """Return the step and the evaluation of a model, without compiling anything.
 
@@ -66,6 +69,7 @@ class Configured:
         where = self.mesh if mesh is None else check_mesh(mesh)
         return program_of(self.configuration, described, where, self._program)
 
+    @of_one_thread
     def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """Lower the step for `mesh`, attached or described, without running or placing anything.
 
@@ -77,6 +81,7 @@ class Configured:
         lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
         return lowered
 
+    @of_one_thread
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
         """Trace as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
         program = self.program(model, mesh=mesh)

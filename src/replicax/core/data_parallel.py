@@ -29,6 +29,7 @@ from replicax.core.ready import STEP, Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.refused import check_kind
 from replicax.core.sources import as_source
+from replicax.core.undisturbed import of_one_thread
 from replicax.core.update import Metrics, TrainState
 
 
@@ -104,6 +105,7 @@ class DataParallel(Configured):
         where = f"{devices.size} x {devices.flat[0].device_kind}"
         return f"DataParallel({', '.join([*chosen, where])})"
 
+    @of_one_thread
     @typed
     def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
         """Return the initial train state, each array placed by the layout.
@@ -123,6 +125,7 @@ class DataParallel(Configured):
         agree_on_model(self.job, (params, extras), seed)
         return program.init(params, extras, seed)
 
+    @of_one_thread
     def abstract_state(self, model: Any) -> TrainState:
         """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
         return self._adopt(self.configuration.split_model(model)).abstract_state()
@@ -161,12 +164,13 @@ class DataParallel(Configured):
         where, cut = by_rows(self.mesh), self.split
         return Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
 
+    @of_one_thread
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one training step; return without waiting unless devices are several steps behind.
 
         Args:
             state: the state before the step; with `donate`, it cannot be used afterwards.
-            batch: from `feed`, or a pytree of arrays `[rows, ...]`.
+            batch: from `feed`, or a pytree of arrays `[rows, ...]`, the same in every process.
 
         Returns:
             The state after the step, and metrics including `"loss"`: float32 scalars on the device,
@@ -178,7 +182,7 @@ class DataParallel(Configured):
             StateError: the state was already passed to `step`.
         """
         if type(batch) is not Batch:
-            batch = self._known.placed(batch)
+            batch = self._checks.placed(batch)
         batch = self.prepare(state, batch)
         self.job.move()
         self.job.in_flight.enter()
@@ -187,6 +191,7 @@ class DataParallel(Configured):
         self._checks.check_result(state, metrics)
         return state, metrics
 
+    @of_one_thread
     def prepare(self, state: TrainState, batch: Batch) -> Batch:
         """Prepare the first `step`: check the loss, agree with other processes, and compile.
 
@@ -217,7 +222,7 @@ class DataParallel(Configured):
             of batches, a dict of these.
         """
         state = self._known.averaged(state) if ema else state
-        if isinstance(batches, dict):
+        if isinstance(batches, Mapping):
             means = self._evaluation.means
             return {name: means(state, each, loss) for name, each in batches.items()}
         return self._evaluation.means(state, batches, loss)
@@ -245,10 +250,12 @@ class DataParallel(Configured):
         state = self._known.averaged(state) if ema else state
         return self._evaluation.rows(function, state, batches)
 
+    @of_one_thread
     def check(self, feed: Feed) -> None:
         """Raise `LossError` if the loss, once examined by `step`, cannot be evaluated on `feed`."""
         self._checks.check_feed(feed)
 
+    @of_one_thread
     def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
         """Return the user's model with the arrays of `state`.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.leaves import by_path
+from replicax.core.leaves import by_path, changes
 from replicax.core.loss import Totals
 from replicax.core.mesh import Axis, by_rows, replicated
 from replicax.core.models.definition import PyTree, View
@@ -31,8 +31,8 @@ class ProgramEvaluation:
 
     def __init__(self, program: Program, ready: Ready) -> None:
         self._program, self._ready = program, ready
-        self._scoring: dict[LossFunction, tuple[Program, Ready]] = {}
-        self._predicting: dict[LossFunction, Any] = {}
+        self._scoring: dict[Any, tuple[Program, Ready]] = {}
+        self._predicting: dict[Any, Any] = {}
 
     def means(
         self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
@@ -41,10 +41,10 @@ class ProgramEvaluation:
         program, ready = self._program, self._ready
         if loss is not None or program.configuration.step is not None:
             loss = program.objective.loss if loss is None else loss
-            if loss not in self._scoring:
+            if _key(loss) not in self._scoring:
                 other = program.scoring(loss)
-                self._scoring[loss] = other, Ready(other)
-            program, ready = self._scoring[loss]
+                self._scoring[_key(loss)] = other, Ready(other)
+            program, ready = self._scoring[_key(loss)]
 
         def score(state: TrainState, batch: Batch) -> Any:
             batch = ready.check(EVALUATION, program.score, state, batch)
@@ -59,35 +59,43 @@ class ProgramEvaluation:
         """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
         check_kind(state)
         check_state(state, self._program.abstract_state())
-        if function not in self._predicting:
+        if _key(function) not in self._predicting:
             check_loss(function, "function")
             program = self._program
             objective = dataclasses.replace(program.split_objective, loss=function)
             mode, mesh = program.configuration.mode, program.mesh
             found = partial(_predicted, objective=objective)
-            self._predicting[function] = lift(
+            self._predicting[_key(function)] = lift(
                 found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
         parts = []
-        for found, mask in self._results(self._predicting[function], state, batches):
+        for found, mask in self._results(self._predicting[_key(function)], state, batches):
             real = self._on_host(mask) > 0
             parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], found))
         if not parts:
             raise ConfigError("predict got 0 batches; pass at least 1")
+        for part in parts[1:]:
+            for path, first, other in changes(parts[0], part, _entry):
+                raise LossError(
+                    f"the function passed to predict returned{path} with rows of shape {first} for "
+                    f"one batch and {other} for another; the rows of all batches are joined: pad "
+                    "them to one shape, or call predict on each batch"
+                )
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
     ) -> Iterator[Any]:
-        if isinstance(batches, dict) or hasattr(batches, "shape"):
+        if isinstance(batches, Mapping) or hasattr(batches, "shape"):
             raise ConfigError(
                 f"evaluate and predict take batches, but got a {type(batches).__name__}; "
                 "pass dp.feed(rows, batch_size), or [batch] for a single batch"
             )
         pending = deque[Any]()
         for batch in batches:
-            placed = batch if type(batch) is Batch else self._program.placed(batch)
-            pending.append(compute(state, placed))
+            with self._program.configuration.undisturbed():
+                placed = batch if type(batch) is Batch else self._ready.placed(batch)
+                pending.append(compute(state, placed))
             self._program.configuration.job.move()
             if len(pending) > _IN_FLIGHT:
                 yield pending.popleft()
@@ -100,8 +108,23 @@ class ProgramEvaluation:
     def _on_host(self, leaf: jax.Array) -> np.ndarray:
         """Return all rows on the host, including those of other processes."""
         if not leaf.is_fully_addressable:
-            leaf = self._whole(leaf)
+            with self._program.configuration.undisturbed():
+                leaf = self._whole(leaf)
         return np.asarray(leaf)
+
+
+def _key(function: LossFunction) -> Any:
+    """Return a key for `function`, which is kept: itself, or its identity if it has no hash."""
+    try:
+        hash(function)
+    except TypeError:
+        return id(function)
+    return function
+
+
+def _entry(leaf: np.ndarray) -> str:
+    """Return the shape of one row."""
+    return str(list(leaf.shape[1:]))
 
 
 def _predicted(

@@ -16,12 +16,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.batch import Batch
 from replicax.core.inside import Inside, weighs
-from replicax.core.loss import LOSS, Weighted, sums, values_by_name
+from replicax.core.loss import LOSS, Weighted, has_weights, sums, values_by_name
 from replicax.core.models.definition import PyTree, View
-from replicax.core.objective import Objective, StepSums
+from replicax.core.objective import Objective, StepSums, only_read, restored
 from replicax.core.precision import to_sum
 from replicax.core.rows import ENTERED, GATHERED, SEEN
 from replicax.core.update import TrainState
+from replicax.errors import LossError
 
 Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
 """Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
@@ -47,6 +48,8 @@ class RowExaminer:
     gathers: bool = False
     weighs: bool = False
     """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
+    learns: bool = False
+    """Whether the losses are differentiated, so that their weights must be constants."""
 
     def step_sums(
         self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
@@ -63,11 +66,33 @@ class RowExaminer:
         view = dataclasses.replace(view, axis=AXIS, gather=self.gather, only_read=True)
         returned, after = watched.returned(params, extras, rows, view)
         weighted = sums(returned, rows.mask)
+        if self.learns and has_weights(returned):
+            self._check_weights(
+                objective, params, lambda own: watched.returned(own, extras, rows, view)
+            )
         for name, value in values_by_name(returned).items():
             self.see(name, value)
         return StepSums(
             jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted
         ), after
+
+    @staticmethod
+    def _check_weights(
+        objective: Objective, params: PyTree, of: Callable[[PyTree], tuple[Any, PyTree]]
+    ) -> None:
+        """Raise `LossError` if weights have a derivative by parameters that train."""
+
+        def total(wanted: PyTree) -> jax.Array:
+            returned, _ = of(restored(wanted, params, objective.read))
+            return jnp.sum(values_by_name(returned)[LOSS].weights)
+
+        traced = jax.make_jaxpr(total, axis_env=[(AXIS, 1)])(only_read(params, objective.read))
+        if moves(traced, len(traced.in_avals)):
+            raise LossError(
+                "the weights of the loss depend on the parameters, and rx.Weighted takes weights "
+                "as constants, with no gradient: pass jax.lax.stop_gradient(weights), or return "
+                "values * weights / rx.gather(weights).mean() to differentiate them"
+            )
 
     def see(self, name: str, value: Any) -> None:
         """Mark the values, and weights, of a mean."""

@@ -5,6 +5,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
@@ -49,8 +50,8 @@ class Feed:
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead; with 0, each batch
     is read from the source when the loop asks for it, and Python handles signals only once the
-    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of several processes, all must iterate
-    in the same way; each reads the rows for its own devices.
+    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of
+    several processes, all must iterate in the same way; each reads the rows for its own devices.
 
     Examples:
         >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
@@ -117,6 +118,7 @@ class Feed:
             items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
         self._job.move()
+        close = weakref.finalize(self, items.close)  # at the latest when the interpreter exits
         try:
             while True:
                 asked = time.perf_counter()
@@ -128,7 +130,7 @@ class Feed:
                     return
                 yield batch
         finally:
-            items.close()
+            close()
             self._job.rest()
 
     def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:

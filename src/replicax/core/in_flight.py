@@ -15,7 +15,7 @@ reduction, a host that dispatches the 33rd deadlocks them all."""
 class InFlight:
     """Track the steps of a process in the order of dispatch.
 
-    One thread adds steps and takes their notes; any thread may read `finished`.
+    A thread that adds steps holds `lock`; one takes their notes; any may read `finished`.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,8 @@ class InFlight:
         """Number of steps dispatched."""
         self.entered = 0
         """The same, with the one that is being dispatched, which may wait for other processes."""
+        self.lock = threading.RLock()
+        """Held while a program is dispatched."""
         self._waited_for = 0
         self._unfinished: collections.deque[Any] = collections.deque()
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()

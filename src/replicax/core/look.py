@@ -44,10 +44,10 @@ class Look:
     a loss, or the step, violates its contract.
     """
 
-    def __init__(self, run: Run, state: TrainState, batch: Batch) -> None:
+    def __init__(self, run: Run, state: TrainState, batch: Batch, learns: bool = False) -> None:
         self._run, self._rows = run, batch.size
         self._given = jax.eval_shape(lambda *given: given, state, batch)
-        self._one = self._traced(self._rows, RowExaminer(self._rows))
+        self._one = self._traced(self._rows, RowExaminer(self._rows, learns=learns))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)

@@ -22,7 +22,8 @@ RESERVED = (LOSS, "rows")
 class Weighted:
     """Weighted values; their mean is sum(values * weights) / sum(weights).
 
-    Weights are constants: no gradient flows through them.
+    Weights are constants: no gradient flows through them, and those that depend on parameters must
+    be passed through `jax.lax.stop_gradient`.
 
     Examples:
         >>> def loss(model, batch, key):
@@ -112,6 +113,14 @@ def values_by_name(returned: Any) -> dict[str, Any]:
     if taken:
         raise LossError(f"the loss returned a metric {taken[0]!r}, a reserved name: rename it")
     return {LOSS: returned[0], **returned[1]}
+
+
+def has_weights(returned: Any) -> bool:
+    """Whether a loss returned weights that could have a derivative."""
+    value = values_by_name(returned)[LOSS]
+    return isinstance(value, Weighted) and jnp.issubdtype(
+        jnp.result_type(value.weights), jnp.inexact
+    )
 
 
 def _kind(value: Any) -> str:

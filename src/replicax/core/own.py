@@ -14,7 +14,7 @@ from replicax.core.inside import Inside, current, inside
 from replicax.core.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import PyTree, View, is_trainable
-from replicax.core.models.pytree import OwnState
+from replicax.core.models.pytree import OwnState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.objective import LossFunction, Objective, StepSums
 from replicax.core.precision import Precision, to_sum
@@ -99,6 +99,8 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         (means, gradient), after = sums_of_all_replicas((found, after))
         if hasattr(definition, "write"):
             definition.write(model, after)
+        if isinstance(definition, PytreeDefinition):
+            gradient = definition.as_model(gradient)
         return means, gradient
 
     return means_and_gradient

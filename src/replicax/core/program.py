@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
+from replicax.core.host_arrays import opened
 from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.micro_sharded import MicroSharded, OnMicroShard, on_micro_shard
@@ -157,6 +158,7 @@ class Program(ModelOnMesh):
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that `step` uses."""
+        data = opened(data)
         check_outside_jit(data)
         rows = row_count(data)
         size = self.split.padded(rows)
@@ -167,8 +169,9 @@ class Program(ModelOnMesh):
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with its parameters replaced by their average."""
         check_kind(state)
-        average = jax.jit(average_of, out_shardings=self.shardings.params)
-        return dataclasses.replace(state, params=average(state.opt_state, state.params))
+        with self.configuration.undisturbed():
+            average = jax.jit(average_of, out_shardings=self.shardings.params)
+            return dataclasses.replace(state, params=average(state.opt_state, state.params))
 
     def abstract_state(self) -> TrainState:
         """Return the shapes and shardings of a state."""
@@ -219,7 +222,8 @@ def program_of(
         config = configuration
         updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
         create = partial(_create_state, configuration, mesh, updater)
-        shapes = jax.eval_shape(create, params, extras, np.uint32(0))
+        found = jax.eval_shape(create, params, extras, np.uint32(0))
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=None), found)  # not the caller's
     if known is not None and definition != known.definition:
         raise ConfigError(
             "init was given a model whose structure differs from before; a DataParallel trains one "

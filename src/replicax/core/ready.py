@@ -14,13 +14,14 @@ import numpy as np
 
 from replicax.core import row_errors
 from replicax.core.accumulate import Sequential
-from replicax.core.batch import Batch
+from replicax.core.batch import Batch, host_rows
 from replicax.core.capacity import check_fits
 from replicax.core.configuration import Configuration
 from replicax.core.examiner import RowExaminer, of_loss
 from replicax.core.feed import Feed
+from replicax.core.host_arrays import opened
 from replicax.core.job import Job
-from replicax.core.leaves import describe_leaves, shapes_by_path
+from replicax.core.leaves import by_path, describe_leaves, shapes_by_path
 from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
@@ -35,6 +36,7 @@ from replicax.core.update import Metrics, TrainState, step_key
 from replicax.errors import LossError
 
 STEP, EVALUATION = "the step", "the evaluation"
+_ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
 _log = logging.getLogger("replicax")
 
 
@@ -78,6 +80,18 @@ class Ready:
                 agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
         return batch
+
+    def placed(self, data: PyTree) -> Batch:
+        """Return rows that all processes have as a batch; raise `AgreementError` if they differ."""
+        job = self._program.configuration.job
+        if job.processes > 1:
+            data = opened(data)
+            here = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else None, data)
+            shapes = _ROWS, *((path, np.shape(leaf)) for path, leaf in by_path(here).items())
+            if shapes not in self._agreed:
+                job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
+                self._agreed.add(shapes)
+        return self._program.placed(data)
 
     def check_memory(self, state: TrainState, batch: Batch) -> None:
         """Raise `ConfigError` if the first step needs more memory than available."""
@@ -128,9 +142,9 @@ class Ready:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            return Look(partial(_run_step, program.own_step), state, batch)
+            return Look(partial(_run_step, program.own_step), state, batch, learns=True)
         of = step_key if what == STEP else lambda _: None
-        return Look(of_loss(program.objective, of), state, batch)
+        return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
     def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
@@ -219,6 +233,11 @@ class Ready:
         if split.micro_batches > 1 and not mode.bitwise:
             return "use accumulate=1"
         return "gather the rows of all replicas with rx.gather(x)"
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether this process has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:

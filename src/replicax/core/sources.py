@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from replicax.core.batch import PyTree, host_rows, row_count
+from replicax.core.host_arrays import host_array, is_array_like, opened
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves
 from replicax.errors import ConfigError, DataError
@@ -114,15 +115,17 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
         return IterableSource(batches, size, any_size=grain)
     if grain:
         return GrainSource(data, len(data), size, shuffle, seed)
+    data = opened(data)
     rows = row_count(data)  # first: it rejects leaves that are not arrays
-    return ArraySource(jax.tree.map(np.asarray, data), rows, size, shuffle, seed)
+    arrays = jax.tree_util.tree_map_with_path(host_array, data)
+    return ArraySource(arrays, rows, size, shuffle, seed)
 
 
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be read in any order."""
     rows = data.data if isinstance(data, PerProcess) else data
-    arrays = (Mapping, tuple, np.ndarray, jax.Array)
-    return isinstance(rows, arrays) or _is_grain(rows, "MapDataset")
+    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows)
+    return arrays or _is_grain(rows, "MapDataset")
 
 
 def _is_grain(data: Any, *kinds: str) -> bool:

@@ -50,8 +50,8 @@ class TrainState:
     seed: Any
     """uint32 scalar: all random numbers of the run are derived from it and the step."""
     losses: Any = ()
-    """float32 `[window]` if spikes are skipped: the latest losses, newest last, NaN before the
-    first; otherwise empty. See `replicax.train.guarded`."""
+    """float32 `[window]` if spikes are skipped: the latest losses, newest last, the largest float
+    before the first; otherwise empty. See `replicax.train.guarded`."""
     reduction: PyTree = ()
     """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
     scale: PyTree = ()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ class Dispatched:
     metrics: Metrics
     """Metrics without `not_finite` and `spike`."""
     not_finite: jax.Array
-    """Whether its update was skipped because a value was not finite."""
+    """Nonzero if its update was skipped because a value was not finite; see `guarded`."""
     spike: jax.Array | None
     """Whether its update was skipped as a spike; None without spike detection."""
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -161,11 +162,13 @@ class BadSteps:
     At `most_in_a_row` the run ends; `optax.apply_if_finite` would instead apply the update.
     """
 
-    def __init__(self, most_in_a_row: int, job: Job) -> None:
+    def __init__(self, most_in_a_row: int, job: Job, judged: Sequence[str] = ()) -> None:
         self.in_a_row = 0
         """Consecutive skipped steps among those read so far; set it when a run resumes."""
         self._most, self._job = most_in_a_row, job
+        self._judged = judged
         self._skipped: list[Record] = []  # of the consecutive skipped steps
+        self._verdicts: list[int] = []  # of these
 
     def finished(self, step: Dispatched) -> list[Record]:
         if not step.skipped:
@@ -178,6 +181,7 @@ class BadSteps:
         rows, at = len(examples) if step.rows is None else step.rows, step.place
         record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
         self._skipped.append(record)
+        self._verdicts.append(int(step.not_finite))
         return [record]
 
     def check(self) -> None:
@@ -199,15 +203,21 @@ class BadSteps:
             what = "the loss or its gradient was not finite"
         elif spikes == {True}:
             what = "the loss was far above recent losses"
-        raise DivergedError(
-            f"{what} {when} ({on} {_examples_text(first)}); {those} skipped: lower the learning "
-            "rate, clip the gradient, or look at these examples"
-        )
+        fix = "lower the learning rate, clip the gradient, or look at these examples"
+        named = {self._judged[each - 1] for each in self._verdicts if 0 < each <= len(self._judged)}
+        if min(self._verdicts) > 0 and named:
+            what = f"the loss was finite and {min(named)} was not"
+            fix = (
+                "where a mask or a weight of 0 hides a value, such as sqrt(0), its derivative "
+                "still counts: replace its operand with jnp.where; or " + fix
+            )
+        raise DivergedError(f"{what} {when} ({on} {_examples_text(first)}); {those} skipped: {fix}")
 
     def rewind(self, in_a_row: int) -> None:
         """Discard the steps to be repeated; `in_a_row` is the count before them."""
         self.in_a_row = in_a_row
         self._skipped.clear()
+        self._verdicts.clear()
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -5,24 +5,26 @@ import dataclasses
 import inspect
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import jax
 
 from replicax.arguments import Count, Rows, Seed, typed
+from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
+from replicax.core.host_arrays import opened
 from replicax.core.sources import as_source, can_shuffle
-from replicax.core.update import TrainState
-from replicax.errors import ConfigError, DivergedError, Interrupted, Terminated
+from replicax.core.update import Metrics, TrainState
+from replicax.errors import ConfigError, DivergedError, Interrupted, StateError, Terminated
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import Evaluation, Evaluator
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import guarded, with_losses
+from replicax.train.guarded import guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
 from replicax.train.places import place
@@ -52,6 +54,7 @@ class Guard:
 
 
 _EVERY_TEN_MINUTES = Saving()
+_OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
 class Run(Loop):
@@ -138,7 +141,9 @@ class Run(Loop):
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
         dp.job.agree("the run", {**told, **(config or {})})
-        state = with_losses(state) if guard.spikes else state
+        self._own_mesh = dp.configuration.in_own_mesh
+        with self._own_mesh():
+            state = with_losses(state) if guard.spikes else state
         self._file, self._first = RecordsFile(), dp.feed(self.source)
         self.epochs, self.total = epochs, steps
         if epochs is not None and self._first.padding is not None:
@@ -152,7 +157,8 @@ class Run(Loop):
             if plan is None
             else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted, self.say)
         )
-        self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
+        self._meter = Meter(log_every)
+        self._bad_steps = BadSteps(guard.most, dp.job, judged(dp, state))
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
@@ -160,8 +166,22 @@ class Run(Loop):
         self._given_interrupt = interrupt
         self._open = contextlib.ExitStack()
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches, starting at exactly the next one; evaluate and save between them."""
+        batches = super().__iter__()
+        while True:
+            with self._own_mesh():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def step(self, batch: Batch) -> Metrics:
+        with self._own_mesh():
+            return super().step(batch)
+
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
+        with self._own_mesh(), contextlib.ExitStack() as stack:
             stack.callback(self._display.close)
             self._interrupt = self._given_interrupt or Interrupt(terminate=self.resumable)
             if not self._interrupt.is_open:
@@ -187,7 +207,22 @@ class Run(Loop):
             self._open = stack.pop_all()
         return self
 
+    if not TYPE_CHECKING:  # a type checker would then take any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise `StateError` if the attribute is set once the run is entered."""
+            if name in _OF_ENTERED and "_stopping" not in vars(self):
+                raise StateError(
+                    "this rx.Run is used outside of its block, in which it opens its files and "
+                    "saves its end: write `with rx.Run(...) as run:`"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __exit__(self, *raised: Any) -> None:
+        with self._own_mesh():
+            self._exit(*raised)
+
+    def _exit(self, *raised: Any) -> None:
         if raised[1] is not None:  # passed to every open context: the run did not complete
             if self._stream is not None:
                 self._open.callback(self._stream.close)
@@ -300,8 +335,9 @@ def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
     if eval_source is None or isinstance(eval_source, Evaluation):
         return eval_source
     if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
-        rows: Any = jax.tree.structure(source)
-        named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
+        rows: Any = jax.tree.structure(opened(source))
+        sets = opened(eval_source).items()
+        named = [name for name, each in sets if rows == jax.tree.structure(each)]
         if named:
             raise ConfigError(
                 f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "

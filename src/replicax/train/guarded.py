@@ -10,16 +10,18 @@ import numpy as np
 
 from replicax.core.accumulate import Apply
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import shapes_by_path
+from replicax.core.leaves import by_path, shapes_by_path
 from replicax.core.loss import LOSS
-from replicax.core.models.definition import PyTree
-from replicax.core.objective import StepSums
+from replicax.core.models.definition import PyTree, is_trainable
+from replicax.core.objective import StepSums, only_read
 from replicax.core.scaling import unless
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"
-"""Metric of a guarded step: whether its loss or any element of its gradient is not finite."""
+"""Metric of a guarded step: 0, or `LOSS_NOT_FINITE`, or the number, from 1, of the first array of
+`judged` with an element that is not finite; int32."""
+LOSS_NOT_FINITE = -1
 SPIKE = "spike"
 """Metric of a guarded step whose state has `losses`: whether its loss is far above them."""
 SPIKE_WINDOW = 128
@@ -27,6 +29,9 @@ SPIKE_WINDOW = 128
 (`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
 SPIKE_SIGMAS = 6.0
 """Standard deviations above the mean from which a loss counts as a spike."""
+_NO_LOSS = float(np.finfo(np.float32).max)
+"""In a window that is not full. It makes the deviation infinite, so that no loss is a spike, and is
+finite itself, for `jax_debug_nans` and `jax_debug_infs`."""
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """1.8e19: squares of larger values, as in Adam and in norms, are not finite in float32."""
 
@@ -70,7 +75,7 @@ def with_losses(state: TrainState) -> TrainState:
     shape, where = (SPIKE_WINDOW,), state.step.sharding
     losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
     if not isinstance(state.step, jax.ShapeDtypeStruct):
-        losses = jnp.full(shape, jnp.nan, jnp.float32, device=where)
+        losses = jnp.full(shape, _NO_LOSS, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
 
 
@@ -88,7 +93,7 @@ def skip_bad_steps(apply: Apply) -> Apply:
 
         _check_alike(state, jax.eval_shape(update, state)[0])
         verdicts, losses = _judge(state.losses, total)
-        bad = jnp.stack(list(verdicts.values())).any()
+        bad = jnp.stack([each != 0 for each in verdicts.values()]).any()
         after, told = unless(bad, update, state)
         after = dataclasses.replace(after, step=state.step + 1, losses=losses)
         return after, {**told, **verdicts}
@@ -110,19 +115,20 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
     """Return the verdicts on a step, and the window of losses for the next one."""
-    not_finite = ~_is_finite(total)
+    verdict = _not_finite(total)
+    not_finite = verdict != 0
     if not jax.tree.leaves(losses):
-        return {NOT_FINITE: not_finite}, losses
+        return {NOT_FINITE: verdict}, losses
     loss = total.weighted[LOSS].mean().astype(jnp.float32)
-    # If the window is not full, mean and deviation are NaN and the comparison is false.
+    # If the window is not full, the deviation is infinite and the comparison is false.
     spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
     enters = jnp.isfinite(loss) & ~spike & ~not_finite
     pushed = jnp.where(enters, jnp.append(losses[1:], loss), losses)
-    return {NOT_FINITE: not_finite, SPIKE: spike & ~not_finite}, pushed
+    return {NOT_FINITE: verdict, SPIKE: spike & ~not_finite}, pushed
 
 
-def _is_finite(total: StepSums) -> jax.Array:
-    """Whether the loss, the gradient elements and their squares are all finite.
+def _not_finite(total: StepSums) -> jax.Array:
+    """Return which of the loss, the gradient elements and their squares is not finite first.
 
     Non-finite elements are counted in float32: unlike a norm, the sum is zero or nonzero in any
     order of summation, and unlike a logical reduction it runs on the shards of a split gradient.
@@ -131,6 +137,15 @@ def _is_finite(total: StepSums) -> jax.Array:
         jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
         for leaf in jax.tree.leaves(total.gradient)
     ]
-    return (jnp.sum(jnp.stack([jnp.float32(0), *wrong])) == 0) & jnp.isfinite(
-        total.weighted[LOSS].total
-    )
+    first = jnp.argmax(jnp.stack([jnp.float32(0), *wrong]) > 0).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(total.weighted[LOSS].total), first, LOSS_NOT_FINITE)
+
+
+def judged(dp: DataParallel, state: TrainState) -> list[str]:
+    """Return names of the arrays that must be finite: a gradient's, or a custom step's state's."""
+    if dp.configuration.step is not None:
+        return [
+            f"state{path}" for path, leaf in by_path(state.params).items() if is_trainable(leaf)
+        ]
+    read = only_read(state.params, dp.program(state).updater.read)
+    return [f"the gradient of {path or 'the model'}" for path in by_path(read)]

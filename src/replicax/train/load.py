@@ -140,7 +140,8 @@ def load_checkpoint(
         raise ConfigError(f"{path} does not fit this state: {error}") from error
     with _trusted(path, checkpoint.identity, checkpoint.others):
         checkpoint.store.verify(path, manifest)
-        restored = read(like, checkpoint.store.local(path) / STATE)
+        with dp.configuration.in_own_mesh():
+            restored = read(like, checkpoint.store.local(path) / STATE)
     with _readable(checkpoint.run):
         history = read_records(
             checkpoint.run, manifest.position.records, manifest.extra.get(HISTORY)

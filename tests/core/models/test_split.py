@@ -1,7 +1,7 @@
 """Models of every kind: what trains, what is carried along, and what comes back."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -65,7 +65,7 @@ def test_only_floating_arrays_of_a_pytree_train() -> None:
         "w": np.ones(3, np.float32),
         "table": np.arange(3),
         "name": "a",
-        "rate": 0.5,
+        "rate": 5,
         "n": None,
     }
     definition, params, extras = split_model(model)
@@ -73,12 +73,83 @@ def test_only_floating_arrays_of_a_pytree_train() -> None:
     assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
     merged = definition.merge(params, extras)
     assert merged["name"] == "a"
-    assert merged["rate"] == 0.5
+    assert merged["rate"] == 5
     assert merged["n"] is None
 
 
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
 @pytest.mark.parametrize(
-    "model", [{}, {"w": 1.0}, {"ids": np.arange(3)}, nnx.Dropout(0.5), {"f": jnp.tanh}]
+    ("model", "path"),
+    [
+        ({"w": np.ones(3, np.float32), "b": 0.0}, "['b']"),
+        ([np.ones(3, np.float32), {"deep": (1j,)}], "[1]['deep'][0]"),
+        (Pair(np.ones(3, np.float32), 0.5), ".b"),
+        (rx.Stateful(Pair(np.ones(3, np.float32), 0.5), {}), ".b"),
+    ],
+    ids=["dict", "list", "named tuple", "stateful"],
+)
+def test_a_number_that_jax_would_train_is_refused_by_name(model: Any, path: str) -> None:
+    with pytest.raises(rx.ConfigError) as caught:
+        split_model(model)
+    assert path in str(caught.value)
+
+
+def test_numbers_of_modules_and_of_numpy_are_no_mistake() -> None:
+    module = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
+    for model, count in ((module, 2), ({"w": np.float64(1), "n": 3, "on": True}, 1)):
+        assert len(jax.tree.leaves(split_model(model)[1])) == count
+
+
+class Picky:
+    """A class whose constructor looks at its arguments."""
+
+    def __init__(self, w: Any, b: Any) -> None:
+        assert w.ndim == 1
+        self.w, self.b = w, b
+
+
+class Filling(Picky):
+    """One that replaces what is missing."""
+
+    def __init__(self, w: Any, b: Any) -> None:
+        self.w, self.b = w, jnp.zeros(()) if b is None else b
+
+
+for each in (Picky, Filling):
+    jax.tree_util.register_pytree_node(
+        each, lambda own: ((own.w, own.b), None), lambda _, found, each=each: each(*found)
+    )
+
+
+@pytest.mark.parametrize("layout", only(["fsdp"], ["replicated", "zero1", "fsdp"]))
+@pytest.mark.parametrize("kind", [Picky, Filling])
+def test_a_class_may_look_at_what_it_is_made_of(kind: type[Picky], layout: str) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (batch @ model.w + model.b) ** 2
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state, batch, key)
+        return optax.apply_updates(state, jax.tree.map(lambda leaf: -0.1 * leaf, gradient)), means
+
+    model = kind(jnp.arange(6.0), jnp.ones(()))
+    built_in = rx.DataParallel(loss, optax.sgd(0.1), layout=layout)
+    trained = []
+    for dp in (built_in, rx.DataParallel(step=step)):
+        state, _ = dp.step(dp.init(model), X)
+        trained.append(dp.model(state))
+        assert type(trained[-1]) is kind
+    assert not np.allclose(trained[0].w, model.w)
+    for name in ("w", "b"):
+        one, other = (getattr(each, name) for each in trained)
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"w": 1}, {"ids": np.arange(3)}, nnx.Dropout(0.5), {"f": jnp.tanh}]
 )
 def test_nothing_to_train_is_refused(model: Any) -> None:
     with pytest.raises(rx.ConfigError, match="0 trainable arrays"):

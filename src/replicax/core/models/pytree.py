@@ -1,5 +1,7 @@
 """Plain pytrees: floating-point arrays are trainable, all other leaves are constant."""
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,12 @@ class PytreeDefinition:
         leaves["static"] = (leaf for leaf in self._static if leaf is not None)
         return jax.tree.unflatten(self._structure, [next(leaves[tree]) for tree in self._trees])
 
+    def as_model(self, params: PyTree) -> PyTree:
+        """Return `params`, such as a gradient, as the model they are of, with no other leaves."""
+        leaves = iter(jax.tree.leaves(params))
+        own = [next(leaves) if tree == "params" else None for tree in self._trees]
+        return jax.tree.unflatten(self._structure, own)
+
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
@@ -54,13 +62,34 @@ class PytreeDefinition:
 
 def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition) -> Parts:
     """Split a plain pytree, with a definition of class `into`."""
-    leaves, structure = jax.tree.flatten(model)
+    if isinstance(model, Stateful):
+        held: PyTree = Stateful(_held(model.model), model.state)
+    else:
+        held = _held(model)
+    leaves, structure = jax.tree.flatten(held)
     of_leaves = list(zip(leaves, _trees(model, into), strict=True))
     params, extras = (
         jax.tree.unflatten(structure, [leaf if own == wanted else None for leaf, own in of_leaves])
         for wanted in ("params", "extras")
     )
     return into(model), params, extras if jax.tree.leaves(extras) else {}
+
+
+def _held(model: PyTree) -> PyTree:
+    """Return `model`, or its leaves by path if a class in it cannot hold anything but arrays.
+
+    The parts of a model have None for other leaves, and there are trees of shardings like it.
+    """
+    leaves, structure = jax.tree.flatten(model)
+    with contextlib.suppress(Exception):  # a constructor that looks at its arguments
+        for each in (None, object()):
+            made = jax.tree.leaves(jax.tree.unflatten(structure, [each] * len(leaves)))
+            if made != jax.tree.leaves([each] * len(leaves)):
+                break
+        else:
+            return model
+    paths = jax.tree_util.tree_leaves_with_path(model)
+    return OrderedDict((jax.tree_util.keystr(path), leaf) for path, leaf in paths)
 
 
 def _trees(model: PyTree, into: type[PytreeDefinition]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from replicax.core.models.definition import Parts, PyTree, is_trainable
+from replicax.core.leaves import by_path
+from replicax.core.models.definition import Parts, PyTree, is_array, is_trainable
 from replicax.core.models.pytree import split_pytree
 from replicax.core.models.stateful import Stateful
 from replicax.core.refused import check_unused
@@ -57,12 +58,14 @@ def _split(model: Any) -> Parts:
             from replicax.core.models.linen import split_linen
 
             return split_linen(model)
-    _refuse_foreign(model.model if isinstance(model, Stateful) else model)
+    trained = model.model if isinstance(model, Stateful) else model
+    _refuse_foreign(trained)
     if "equinox" in sys.modules:
         from replicax.core.models.equinox import holds_equinox, split_equinox
 
         if holds_equinox(model):
             return split_equinox(model)
+    _refuse_numbers(trained)
     return split_pytree(model)
 
 
@@ -77,6 +80,16 @@ def _refuse_foreign(model: PyTree) -> None:
         return False
 
     jax.tree_util.tree_leaves_with_path(model, is_leaf=look, is_leaf_takes_path=True)
+
+
+def _refuse_numbers(model: PyTree) -> None:
+    """Raise `ConfigError` if a leaf is a Python number that JAX would differentiate."""
+    for path, leaf in by_path(model).items():
+        if isinstance(leaf, float | complex) and not is_array(leaf):
+            raise ConfigError(
+                f"model{path} is the Python number {leaf}; only arrays train, and jax.grad would "
+                "train it: use jnp.asarray, and trainable= or the loss for what stays constant"
+            )
 
 
 def _reason(node: Any) -> str | None:
