@@ -276,3 +276,19 @@ def test_arrays_that_no_device_holds_are_refused_by_name(leaf: Any) -> None:
     for copy in (True, False):
         with pytest.raises(DataError, match=r"\['x'\]"):
             host_rows({"x": leaf}, copy=copy)
+
+
+class Picky:
+    """A class whose constructor looks at its argument."""
+
+    def __init__(self, x: Any) -> None:
+        assert x.ndim == 2
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Picky, lambda own: ((own.x,), None), lambda _, own: Picky(*own))
+
+
+def test_a_class_that_jax_cannot_make_is_no_batch() -> None:
+    with pytest.raises(DataError, match="Picky"):
+        row_count(Picky(np.ones((3, 2))))

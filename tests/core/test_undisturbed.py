@@ -98,7 +98,7 @@ def test_without_jit_there_is_one_device() -> None:
     with jax.disable_jit():
         one = parallel(devices=1)
         _, metrics = one.step(one.init({"w": jnp.ones(3)}), DATA)
-        with pytest.raises(ConfigError, match="jax_disable_jit with a mesh of 4 "):
+        with pytest.raises(ConfigError, match=r"jax_disable_jit\b.*\b4\b"):
             parallel().init({"w": jnp.ones(3)})
     assert float(metrics["loss"]) == pytest.approx(
         float(loss({"w": np.ones(3)}, DATA, None).mean())

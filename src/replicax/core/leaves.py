@@ -46,6 +46,22 @@ def merged(flagged: Iterable[Any], others: Iterable[Any], flags: Sequence[bool])
     return [next(sides[flag]) for flag in flags]
 
 
+def takes(tree: Any, *others: Any) -> bool:
+    """Whether the classes in `tree` can be made with each of `others` in place of all leaves.
+
+    A constructor may look at its arguments, or replace them.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    try:
+        return all(
+            jax.tree.leaves(jax.tree.unflatten(structure, [each] * len(leaves)))
+            == jax.tree.leaves([each] * len(leaves))
+            for each in others
+        )
+    except Exception:  # the user's constructor
+        return False
+
+
 def from_host(leaf: Any, sharding: Sharding) -> jax.Array:
     """Place an array or random keys by `sharding`; this process has the whole value."""
     host = np.asarray(numbers(leaf))

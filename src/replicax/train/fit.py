@@ -179,6 +179,7 @@ class Run(Loop):
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             self._take_folder(stack)
+            stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
             self._stopping = Stopping(self._interrupt, self.dp.job, clock)
             self._resume()
