@@ -246,7 +246,7 @@ def test_any_mapping_is_a_dict(kind: Any) -> None:
 
 
 def test_a_mapping_by_number_is_refused() -> None:
-    with pytest.raises(DataError, match="Lookup with the key 0"):
+    with pytest.raises(DataError, match=r"Lookup\b.*\bkey 0\b"):
         row_count(Lookup({0: np.zeros(3), 1: np.zeros(3)}))
     assert row_count({0: np.zeros(3), 1: np.zeros(3)}) == 3
 
