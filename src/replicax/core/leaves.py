@@ -21,6 +21,11 @@ def numbers(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
 
 
+def is_here(leaf: Any) -> bool:
+    """Whether this process has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
 def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) -> Any:
     """Return `tree` with the leaves of each dtype replaced by `function(leaves)`."""
     leaves, structure = jax.tree.flatten(tree)
