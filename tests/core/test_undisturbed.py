@@ -94,12 +94,15 @@ def test_a_step_inside_jit_is_refused_within_a_mesh_too() -> None:
         jax.jit(lambda x: dp.step(state, {"x": x})[1]["loss"])(DATA["x"])
 
 
-def test_without_jit_there_is_one_device() -> None:
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_without_jit_there_is_one_device(mode: str) -> None:
     with jax.disable_jit():
-        one = parallel(devices=1)
+        one = parallel(mode, devices=1, accumulate=2)
         _, metrics = one.step(one.init({"w": jnp.ones(3)}), DATA)
-        with pytest.raises(ConfigError, match="jax_disable_jit with a mesh of 4 "):
+        with pytest.raises(ConfigError, match=r"jax_disable_jit\b.*\b4\b"):
             parallel().init({"w": jnp.ones(3)})
+        with pytest.raises(ConfigError, match="jax_disable_jit"):
+            parallel("exact", 1).init({"w": jnp.ones(3)})
     assert float(metrics["loss"]) == pytest.approx(
         float(loss({"w": np.ones(3)}, DATA, None).mean())
     )

@@ -179,6 +179,16 @@ def test_a_run_is_entered_first(dp: rx.DataParallel) -> None:
     assert not hasattr(running, "another")
 
 
+def test_one_run_at_a_time_takes_the_results_of_steps(dp: rx.DataParallel) -> None:
+    with run(dp) as first:
+        with pytest.raises(StateError), run(dp):
+            pass
+        for batch in first:
+            first.step(batch)
+    with run(dp) as second:
+        second.step(next(iter(second)))
+
+
 def test_what_is_raised_in_the_loop_ends_the_run_as_a_kill_would(
     dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.core.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.leaves import is_here
 from replicax.errors import DataError
 
 PyTree = Any
@@ -169,7 +170,7 @@ class Share:
         return dataclasses.replace(batch, data=data, mask=mask, index=index, shared=shared)
 
     def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not is_here(leaf):
             whole: jax.Array = jax.device_put(leaf, self.sharding)
             return whole
 

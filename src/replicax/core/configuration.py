@@ -57,7 +57,8 @@ class Configuration:
 
     def undisturbed(self) -> Context:
         """Return a context in which to trace and dispatch the programs."""
-        return undisturbed(self.mesh, self.job.in_flight, named=self.mode.partitions)
+        named, compiled = self.mode.partitions, self.mode.bitwise
+        return undisturbed(self.mesh, self.job.in_flight, named=named, compiled=compiled)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""

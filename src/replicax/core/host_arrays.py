@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from replicax.core.leaves import is_random_key
+from replicax.core.leaves import is_random_key, takes
 from replicax.errors import DataError
 
 PyTree = Any
@@ -32,7 +32,13 @@ def opened(data: PyTree) -> PyTree:
             )
         return opened({name: leaf[name] for name in leaf})
 
-    return jax.tree_util.tree_map_with_path(opened_leaf, data)
+    found = jax.tree_util.tree_map_with_path(opened_leaf, data)
+    if not takes(found, object()):  # as in a tree of shardings like it
+        raise DataError(
+            f"the batch, a {type(data).__name__}, has a class whose constructor looks at its "
+            "arguments, and JAX makes it of other things than arrays too: pass a dict"
+        )
+    return found
 
 
 def is_array_like(data: Any) -> bool:

@@ -1,10 +1,13 @@
 """Track the steps dispatched to the devices."""
 
 import collections
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from replicax.errors import StateError
 
 STEPS_IN_FLIGHT = 4
 """Maximum number of unfinished steps: enough that devices never wait for the host, few enough that
@@ -30,6 +33,7 @@ class InFlight:
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()
         self._lock = threading.Lock()
         self._met: Any = None
+        self._is_followed = False
 
     @property
     def finished(self) -> int:
@@ -52,6 +56,20 @@ class InFlight:
             self._unfinished.append(result)
         while len(self._unfinished) > STEPS_IN_FLIGHT:
             self._wait()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Enter a run, which takes the notes of all steps: there is one at a time."""
+        if self._is_followed:
+            raise StateError(
+                "a run began while another of the same DataParallel or job is still open; a run "
+                "takes the results of all steps: end the first, or use another DataParallel"
+            )
+        self._is_followed = True
+        try:
+            yield
+        finally:
+            self._is_followed = False
 
     def note(self, note: Any) -> None:
         """Attach a note to the last step added; `notes` returns it."""

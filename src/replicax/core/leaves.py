@@ -21,6 +21,11 @@ def numbers(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
 
 
+def is_here(leaf: Any) -> bool:
+    """Whether this process has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
 def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) -> Any:
     """Return `tree` with the leaves of each dtype replaced by `function(leaves)`."""
     leaves, structure = jax.tree.flatten(tree)
@@ -44,6 +49,22 @@ def merged(flagged: Iterable[Any], others: Iterable[Any], flags: Sequence[bool])
     """Merge the two lists returned by `divided`."""
     sides = iter(others), iter(flagged)
     return [next(sides[flag]) for flag in flags]
+
+
+def takes(tree: Any, *others: Any) -> bool:
+    """Whether the classes in `tree` can be made with each of `others` in place of all leaves.
+
+    A constructor may look at its arguments, or replace them.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    try:
+        return all(
+            jax.tree.leaves(jax.tree.unflatten(structure, [each] * len(leaves)))
+            == jax.tree.leaves([each] * len(leaves))
+            for each in others
+        )
+    except Exception:  # the user's constructor
+        return False
 
 
 def from_host(leaf: Any, sharding: Sharding) -> jax.Array:

@@ -21,7 +21,7 @@ from replicax.core.examiner import RowExaminer, of_loss
 from replicax.core.feed import Feed
 from replicax.core.host_arrays import opened
 from replicax.core.job import Job
-from replicax.core.leaves import by_path, describe_leaves, shapes_by_path
+from replicax.core.leaves import by_path, describe_leaves, is_here, shapes_by_path
 from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
@@ -37,6 +37,7 @@ from replicax.errors import LossError
 
 STEP, EVALUATION = "the step", "the evaluation"
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
+_traced = jax.disable_jit(False)  # a look knows functions by the names that jax.jit keeps
 _log = logging.getLogger("replicax")
 
 
@@ -86,7 +87,7 @@ class Ready:
         job = self._program.configuration.job
         if job.processes > 1:
             data = opened(data)
-            here = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else None, data)
+            here = jax.tree.map(lambda leaf: leaf if is_here(leaf) else None, data)
             shapes = _ROWS, *((path, np.shape(leaf)) for path, leaf in by_path(here).items())
             if shapes not in self._agreed:
                 job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
@@ -116,6 +117,7 @@ class Ready:
             )
         self._finite = True
 
+    @_traced
     def check_feed(self, feed: Feed) -> None:
         """Raise `LossError` if the traces show that the loss cannot be evaluated on `feed`."""
         padding = feed.padding
@@ -146,6 +148,7 @@ class Ready:
         of = step_key if what == STEP else lambda _: None
         return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
+    @_traced
     def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
         program, look = self._program, self._trace(what, state, batch)
@@ -186,6 +189,7 @@ class Ready:
         short = batch.map_rows(lambda leaf: jax.device_put(leaf[:real], where))
         return dataclasses.replace(short, rows=real, feed_padding=None)
 
+    @_traced
     def _depends_on_padding(
         self, look: Look, padding: int, state: TrainState, batch: Batch
     ) -> row_errors.Broken | None:
@@ -233,11 +237,6 @@ class Ready:
         if split.micro_batches > 1 and not mode.bitwise:
             return "use accumulate=1"
         return "gather the rows of all replicas with rx.gather(x)"
-
-
-def _is_here(leaf: Any) -> bool:
-    """Whether this process has all of an array."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:

@@ -33,15 +33,18 @@ def in_own_mesh(mesh: AnyMesh, *, named: bool) -> Context:
     return _without_mesh()
 
 
-def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool) -> Context:
+def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool, compiled: bool) -> Context:
     """Return a context to trace and dispatch programs on `mesh`: `in_own_mesh`, by one thread.
 
-    Programs that communicate must reach all devices in one order.
+    Programs that communicate must reach all devices in one order. `compiled`: whether it takes
+    compiled programs on one device, too.
     """
-    if jax.config.jax_disable_jit and mesh.size > 1:  # type: ignore[attr-defined]
+    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    if disabled and (compiled or mesh.size > 1):
+        where = "a bitwise reproducible mode" if compiled else f"a mesh of {mesh.size} devices"
         raise ConfigError(
-            f"jax_disable_jit with a mesh of {mesh.size} devices; only jax.jit places arrays on "
-            "several: use mesh=rx.make_mesh(1), or jax.debug.print instead"
+            f"jax_disable_jit with {where}, which takes compiled programs: use mode='jit' and "
+            "mesh=rx.make_mesh(1), or jax.debug.print instead"
         )
     if jax.sharding.get_abstract_mesh().empty:  # almost always
         return in_flight.lock

@@ -194,6 +194,7 @@ class Run(Loop):
                 self.say(line)
             self._never_finite = params_not_finite(self.state)
             self._take_folder(stack)
+            stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
             self._stopping = Stopping(self._interrupt, self.dp.job, clock)
             self._resume()

@@ -1,6 +1,5 @@
 """Plain pytrees: floating-point arrays are trainable, all other leaves are constant."""
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.leaves import changes, is_random_key, kind
+from replicax.core.leaves import changes, is_random_key, kind, takes
 from replicax.core.models.definition import Parts, PyTree, View, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
@@ -80,14 +79,8 @@ def _held(model: PyTree) -> PyTree:
 
     The parts of a model have None for other leaves, and there are trees of shardings like it.
     """
-    leaves, structure = jax.tree.flatten(model)
-    with contextlib.suppress(Exception):  # a constructor that looks at its arguments
-        for each in (None, object()):
-            made = jax.tree.leaves(jax.tree.unflatten(structure, [each] * len(leaves)))
-            if made != jax.tree.leaves([each] * len(leaves)):
-                break
-        else:
-            return model
+    if takes(model, None, object()):
+        return model
     paths = jax.tree_util.tree_leaves_with_path(model)
     return OrderedDict((jax.tree_util.keystr(path), leaf) for path, leaf in paths)
 
