@@ -49,8 +49,8 @@ class Feed:
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead; with 0, each batch
     is read from the source when the loop asks for it, and Python handles signals only once the
-    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of several processes, all must iterate
-    in the same way; each reads the rows for its own devices.
+    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of
+    several processes, all must iterate in the same way; each reads the rows for its own devices.
 
     Examples:
         >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
