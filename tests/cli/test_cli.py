@@ -393,8 +393,9 @@ class TestProcess:
         assert done.stdout == ""
 
     @EXHAUSTIVE
-    def test_ctrl_c_ends_a_run_with_everything_written(
-        self, environment: dict[str, str], folder: Path
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+    def test_a_signal_ends_a_run_with_everything_written(
+        self, environment: dict[str, str], folder: Path, number: int
     ) -> None:
         run = folder / "runs" / "long"
         command = ["train", "linear_regression", "--epochs", "1000000", "--run", "long"]
@@ -413,7 +414,7 @@ class TestProcess:
                     assert time.monotonic() < deadline
                     assert process.poll() is None
                     time.sleep(0.05)
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 out, err = process.communicate(timeout=HANG_SECONDS)
             finally:
                 process.kill()
@@ -440,3 +441,15 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_terminal_that_is_gone_does_not_change_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        assert cli.failed("stopped early", 75) == 75
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="space"):  # the line is still in its buffer
+            gone.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), gone.fileno())

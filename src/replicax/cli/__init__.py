@@ -6,6 +6,7 @@
 An invalid flag raises `ConfigError`, whose one-line message is printed here.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import io
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def failed(message: str, code: int) -> int:
     """Print why a command failed, in one line; return the exit code."""
-    print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal is gone; the code says it, too
+        print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
