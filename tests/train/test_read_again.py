@@ -14,6 +14,7 @@ from support.tiers import only
 import replicax as rx
 from replicax.core.job import Alone
 from replicax.errors import ConfigError
+from replicax.train.audit import Snapshot
 from replicax.train.read_again import FirstBatch, checksums, difference
 
 MIDDLE, END = 7, 5  # of the second epoch, and of the first
@@ -101,6 +102,35 @@ def test_other_data_at_the_end_of_an_epoch_is_told(
 ) -> None:
     again(dp, tmp_path, 2 * END, Loader("fixed"), Loader("fixed", data=5))
     assert re.search(r"^change .*\b[0-9a-f]{8} -> [0-9a-f]{8}\b", capsys.readouterr().out, re.M)
+
+
+class Back(rx.Hook):
+    """Goes back from step 4 to step 2, once."""
+
+    good: Any = None
+    done = False
+
+    def dispatched(self, run: Any, step: Any) -> None:
+        run.wait()
+
+    def settle(self, run: Any, due: bool) -> None:
+        if run.place.step == 2 and self.good is None:
+            self.good = Snapshot(run.state), run.place
+            run.note_good()
+        if run.place.step == 4 and not self.done:
+            self.done = True
+            run.go_back(self.good[0].restore(), self.good[1], "a trial", {})
+
+
+@pytest.mark.parametrize("order", ["fixed", "kept"])
+def test_a_run_that_goes_back_says_that_rows_have_changed(
+    dp: rx.DataParallel, order: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = {"hooks": [Back()], "epochs": 1, "batch_size": None, "progress": True}
+    result = fit(dp, source=Loader(order), **hooks)
+    assert [each.kind for each in result.records].count("restore") == 1
+    said = re.findall(r"\b1 of epoch 0\b.*[0-9a-f]{8} -> ", "".join(capsys.readouterr()))
+    assert len(said) == (order == "kept")
 
 
 @pytest.mark.parametrize("sets", [False, True])
