@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -54,6 +54,11 @@ Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0, 1e18)]
 
 
+def typed_but(*skipped: str) -> Callable[[T], T]:
+    """Decorate as `typed` does, except for arguments that the function checks better itself."""
+    return lambda target: _typed(target, frozenset(skipped))
+
+
 def typed(target: T) -> T:
     """Decorate a function, or a class for its `__init__`: its arguments are those that it declares.
 
@@ -63,6 +68,10 @@ def typed(target: T) -> T:
     if isinstance(target, type):
         target.__init__ = typed(target.__init__)  # type: ignore[misc]
         return target
+    return _typed(target, frozenset())
+
+
+def _typed(target: T, skipped: Set[str]) -> T:
     signature, hints = inspect.signature(target), functools.cache(_hints)
 
     @functools.wraps(target)
@@ -72,7 +81,7 @@ def typed(target: T) -> T:
         except TypeError:  # Python says it better
             return target(*arguments, **named)
         for name, hint in hints(target).items():
-            if name in bound.arguments:
+            if name in bound.arguments and name not in skipped:
                 bound.arguments[name] = fitted(name, hint, bound.arguments[name])
         return target(*bound.args, **bound.kwargs)
 

@@ -124,11 +124,6 @@ def test_what_this_host_cannot_run_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_no_round_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rounds=0"):
-        measured(rounds=0)
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
 
 

@@ -119,11 +119,6 @@ def test_a_batch_with_too_few_rows_is_refused_before_any_is_made(
         assert word in str(caught.value)
 
 
-def test_prefetch_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefetch=-1"):
-        feed(np.arange(100), prefetch=-1)
-
-
 def test_batches_lie_on_all_devices_by_rows_and_keep_their_dtype() -> None:
     images = np.arange(20 * 6, dtype=np.uint8).reshape(20, 2, 3)
     batches = list(feed({"image": images, "label": np.arange(20)}))

@@ -151,8 +151,6 @@ def test_a_wrong_batch_is_refused_when_it_comes(batches: list[Any], words: str) 
 @pytest.mark.parametrize(
     ("data", "size", "shuffle", "error", "words"),
     [
-        (np.arange(4), 0, False, ConfigError, "batch_size=0"),
-        (np.arange(4), -3, False, ConfigError, "batch_size=-3"),
         (np.arange(4), None, False, ConfigError, "batch_size is missing"),
         (np.zeros((0, 3)), 4, False, DataError, "0 rows"),
         ({"x": np.arange(4), "y": np.arange(5)}, 4, False, DataError, "5 rows.*4"),

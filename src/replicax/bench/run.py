@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from replicax.arguments import Count, Seed, typed
+from replicax.arguments import Count, Rows, Seed, typed
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (
     BenchCase,
@@ -51,7 +51,7 @@ def bench(
     model: Any,
     source: Any,
     *,
-    batch_size: int,
+    batch_size: Rows,
     step: StepFunction | None = None,
     devices: Sequence[int] | None = None,
     modes: Sequence[str] | None = None,

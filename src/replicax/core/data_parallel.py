@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from replicax.arguments import Count, Natural, Rows, Seed, typed
+from replicax.arguments import Count, Natural, Rows, Seed, typed, typed_but
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
 from replicax.core.configuration import configure
@@ -75,7 +75,7 @@ class DataParallel(Configured):
         ConfigError: invalid or incompatible arguments.
     """
 
-    @typed
+    @typed_but("loss", "optimizer", "step", "layout")
     def __init__(
         self,
         loss: LossFunction | None = None,
@@ -86,7 +86,7 @@ class DataParallel(Configured):
         mode: str | Mode = "jit",
         layout: str | Rules | Layout = "replicated",
         accumulate: Count = 1,
-        micro_shards: Count = MICRO_SHARDS,
+        micro_shards: int = MICRO_SHARDS,
         precision: str = "float32",
         reduction: str | Reduction = "float32",
         trainable: Trainable = None,
