@@ -97,12 +97,13 @@ def test_a_run_within_a_run_leaves_the_outer_one_to_save_and_raise(
     dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
 ) -> None:
     settings = {"batch_size": BATCH, "steps": 9, "progress": False}
+    other = data_parallel(1)
 
     def outer() -> None:
         with rx.Run(dp, dp.init(model()), rows(), run_dir=tmp_path / "outer", **settings) as run:
             for batch in run:
                 run.step(batch)
-                inner = fit(dp, tmp_path / "inner", source=stuck, batch_size=None, hooks=[stuck])
+                inner = fit(other, tmp_path / "inner", source=stuck, batch_size=None, hooks=[stuck])
                 assert (inner.interrupted, inner.step) == (True, STEPS)
 
     with pytest.raises(Terminated) as stopped:

@@ -227,7 +227,7 @@ class Loop(Running):
         )
         if not self._begun:
             raise ConfigError(text)
-        self.alarm(f"{text}")  # the run went back, and is not ended by that
+        self.alarm(text)  # the run went back, and is not ended by that
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps if due; return whether the run went back."""
