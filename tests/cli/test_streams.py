@@ -33,11 +33,20 @@ def test_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("ALARM") == 1
 
 
-@pytest.mark.parametrize("target", [None, "closed"])
-def test_no_stream_is_no_error(target: Any) -> None:
-    stream = io.StringIO()
-    stream.close()
-    print("a line", file=Unfailing(None if target is None else stream, tells=False), flush=True)
+class Tee:
+    """An object in place of a stream, with no more than it needs."""
+
+    def write(self, text: str) -> None:
+        raise RuntimeError("the other end is gone")
+
+
+@pytest.mark.parametrize("target", [None, "closed", "tee"])
+def test_no_stream_is_no_error(target: str | None) -> None:
+    closed = io.StringIO()
+    closed.close()
+    stream: Any = Unfailing({"closed": closed, "tee": Tee()}.get(str(target)), tells=False)
+    print("a line", file=stream, flush=True)
+    assert not stream.isatty()
 
 
 def test_an_alarm_names_the_process(

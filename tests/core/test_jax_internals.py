@@ -46,15 +46,16 @@ def test_every_process_writes_its_own_programs_to_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiler, cache = jax_internals.compiler, jax_internals.compilation_cache
-    passed = "cache_key compile_time_secs module_name backend executable host_callbacks"
-    assert list(inspect.signature(compiler._cache_write).parameters) == passed.split()
+    passed = "cache_key compile_time_secs module_name backend executable"
+    found = list(inspect.signature(compiler._cache_write).parameters)
+    assert found in (passed.split(), [*passed.split(), "host_callbacks"])
     put = "cache_key module_name executable backend compile_time"
     assert list(inspect.signature(cache.put_executable_and_time).parameters) == put.split()
     backend, written = jax.devices()[0].client, list[Any]()
     monkeypatch.setattr(compiler, "_cache_write", lambda *given: written.append("by JAX"))
     monkeypatch.setattr(cache, "put_executable_and_time", lambda *given: written.append(given))
     jax_internals.cache_own_programs()
-    compiler._cache_write("key", 1.5, "name", backend, "program", [])
+    compiler._cache_write("key", 1.5, "name", backend, "program")
     compiler._cache_write("key", 1.5, "name", backend, "program", ["a host callback"])
     assert written == [("key", "name", "program", backend, 1), "by JAX"]
 

@@ -24,10 +24,11 @@ def cache_own_programs() -> None:
     """
     writes = compiler._cache_write
 
-    def write(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
-        if backend.platform == "cpu" and not calls:
+    # `calls`, the program's callbacks to the host, are not passed from jax 0.12 on.
+    def write(key: str, seconds: float, name: str, backend: Any, program: Any, *calls: Any) -> None:
+        if backend.platform == "cpu" and not any(calls):
             compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
         else:
-            writes(key, seconds, name, backend, program, calls)
+            writes(key, seconds, name, backend, program, *calls)
 
     compiler._cache_write = write  # type: ignore[assignment]

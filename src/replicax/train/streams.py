@@ -31,6 +31,11 @@ class Unfailing:
         with self._trying():
             self._target.flush()
 
+    def isatty(self) -> bool:
+        with contextlib.suppress(Exception):  # it is closed, or an object of the user's
+            return bool(self._target.isatty())
+        return False
+
     def discard(self) -> None:
         """Drop what the target still cannot take, so that the interpreter need not fail over it."""
         try:
@@ -42,7 +47,7 @@ class Unfailing:
     def _trying(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: it is closed
+        except Exception as error:  # of the system, or of an object of the user's
             if self._tells:
                 self._tells = False
                 alarm(
