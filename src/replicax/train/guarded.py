@@ -1,6 +1,7 @@
 """A training step that skips harmful updates."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -130,14 +131,16 @@ def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
 def _not_finite(total: StepSums) -> jax.Array:
     """Return which of the loss, the gradient elements and their squares is not finite first.
 
-    Non-finite elements are counted in float32: unlike a norm, the sum is zero or nonzero in any
-    order of summation, and unlike a logical reduction it runs on the shards of a split gradient.
+    Each array has a number, and the largest of those with such an element is taken: one reduction
+    over the shards of a split gradient, without keeping the arrays for one another.
     """
-    wrong = [
-        jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
-        for leaf in jax.tree.leaves(total.gradient)
+    leaves = jax.tree.leaves(total.gradient)
+    numbers = [
+        jnp.max(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, 0.0, float(left)), initial=0.0)
+        for left, leaf in zip(range(len(leaves), 0, -1), leaves, strict=True)
     ]
-    first = jnp.argmax(jnp.stack([jnp.float32(0), *wrong]) > 0).astype(jnp.int32)
+    largest = functools.reduce(jnp.maximum, numbers, jnp.float32(0))
+    first = jnp.where(largest > 0, len(leaves) + 1 - largest, 0).astype(jnp.int32)
     return jnp.where(jnp.isfinite(total.weighted[LOSS].total), first, LOSS_NOT_FINITE)
 
 
