@@ -189,9 +189,9 @@ def test_two_processes_that_are_well(tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_two_processes_that_differ(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}).end()
-    assert (codes, not_well(rows)) == ([0, 0], ["differences"])
-    found = rows["differences"]["found"]
-    assert re.search(r"JAX_DEFAULT_MATMUL_PRECISION .*highest .*process 1", found)
+    assert (codes, not_well(rows)) == ([1, 1], ["joined"])
+    found = rows["joined"]["found"]
+    assert re.search(r"jax_default_matmul_precision .*highest .*process 1", found)
 
 
 @EXHAUSTIVE

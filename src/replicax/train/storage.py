@@ -15,7 +15,7 @@ from replicax.core.job import Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
-from replicax.train.changes import another_run, check_changes, read_config, run_id
+from replicax.train.changes import another_run, changes, check_changes, read_config, run_id
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
@@ -131,6 +131,7 @@ class Storage:
         if saving.wanted:
             require("orbax.checkpoint", "checkpoints")
         self.found: ResumePoint | None = None
+        self._changed = False
         try:
             told = job.broadcast("the resume point", writing(path)(self._open))
             if told["checkpoint"] is not None:
@@ -138,6 +139,7 @@ class Storage:
                 records = read_records(path, position.records).records
                 where = self._store.folder / told["checkpoint"]
                 self.found = ResumePoint(where, position, told["extra"], records)
+                self._changed = told["changed"]
         except BaseException:
             self.close()
             raise
@@ -204,6 +206,7 @@ class Storage:
             "checkpoint": path.name,
             "position": dataclasses.asdict(position),
             "extra": manifest.extra,
+            "changed": any(each.matters for each in changes(manifest.config, self._config)),
         }
 
     def _check_belongs(
@@ -263,7 +266,8 @@ class Storage:
         assert self.found is not None
         with self.ledger.spending("restoring"):
             state = read(like, self._store.local(self.found.path) / STATE)
-        self._saved = _what_is_saved(self.found.position, self.found.extra)
+        if not self._changed:  # else it is saved again, with what was accepted
+            self._saved = _what_is_saved(self.found.position, self.found.extra)
         self._saver.saved_step = self.found.position.step
         self._write_config()  # not earlier: a refused start must not change it
         return state
