@@ -222,12 +222,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     damage(folder / "checkpoints/step-000000006")
     found = fit(dp, folder, log_every=2, progress=True)
     assert found.steps == STEPS - 3
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("re")]
-    assert said[0].startswith("refused step 6: state/params.out/0.0")
-    assert "(set aside" in said[0]
-    assert said[0].endswith(" refused-step-000000006-1)")
-    assert said[1].startswith(f"resume {folder}: step 3, saved ")
-    assert said[1].endswith(" repeat: 3")
+    out, alarm = capsys.readouterr()
+    assert alarm.startswith("ALARM  refused step 6: state/params.out/0.0")
+    assert "(set aside" in alarm
+    assert alarm.endswith(" refused-step-000000006-1)\n")
+    (said,) = (line for line in out.splitlines() if line.startswith("resume"))
+    assert said.startswith(f"resume {folder}: step 3, saved ")
+    assert said.endswith(" repeat: 3")
     check_same(found, run(dp, log_every=2), folder)
     assert (folder / "checkpoints/refused-step-000000006-1").is_dir()
 
@@ -240,14 +241,24 @@ def test_where_all_are_damaged_it_begins_anew(
         fit(dp, folder, log_every=2)
     for step in (3, 6):
         damage(folder / f"checkpoints/step-{step:09d}")
-    found = fit(dp, folder, log_every=2, progress=True)
+    before = (folder / "records.jsonl").read_bytes()
+    found = fit(dp, folder, log_every=2)
     assert found.steps == STEPS
-    out = capsys.readouterr().out
-    assert "refused step 6: " in out
-    assert "refused step 3: " in out
-    assert "resume" not in out
-    assert re.search(r"begin  at step 0: none of 2 checkpoints\b.*\btrusted", out)
+    alarms = capsys.readouterr().err
+    assert "refused step 6: " in alarms
+    assert "refused step 3: " in alarms
+    assert re.search(r"begin at step 0: none of 2 checkpoints\b.*\btrusted", alarms)
+    assert (folder / "records-damaged.jsonl").read_bytes() == before
     check_same(found, run(dp, log_every=2), folder)
+
+
+def test_what_a_system_leaves_in_a_folder_is_no_damage(dp: rx.DataParallel, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with crashing(7):
+        fit(dp, folder)
+    for name in (".DS_Store", "state/._params.out", "state/.nfs0000000000a1b2c3"):
+        (folder / "checkpoints/step-000000006" / name).write_bytes(b"x")
+    assert fit(dp, folder).steps == STEPS - 6
 
 
 @pytest.mark.parametrize("left", [None, 0, 3])

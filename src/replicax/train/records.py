@@ -147,15 +147,15 @@ class RunFolder:
         self._lines.append(line)
         self._sha256.update(f"{line}\n".encode())
 
-    def keep(self, lines: int, digest: str | None = None) -> History:
+    def keep(self, lines: int, digest: str | None = None, *, copied: bool = False) -> History:
         """Keep the first `lines` of `records.jsonl` that can be read; later steps are repeated.
 
-        What is damaged, by `digest` too, is copied to another file first.
+        If `copied`, or if it is damaged, by `digest` too, the file is copied to another one first.
         """
         with writing(self.records):
             found = self._lines.contents()
         history = _history(found, lines, digest)
-        if history.damaged:
+        if history.damaged or (copied and found):
             with writing(self.path / DAMAGED):
                 write_whole(self.path / DAMAGED, found)
         self._sha256 = hashlib.sha256(history.kept)

@@ -175,7 +175,7 @@ class Storage:
             self._say(f"times  {lines} of {FILE} are left out of the figures")
         there = len(self._store.paths())
         with self.ledger.spending("restoring"):
-            found = self._store.newest_good(self._wanted, self._say)
+            found = self._store.newest_good(self._wanted, self._alarm)
         self.ledger.restored(None if found is None else found[1].position.step)
         if found is None and not known:
             self.folder.refuse_another(f"it has no {CONFIG} and no good checkpoint")
@@ -186,8 +186,9 @@ class Storage:
             self._config.setdefault("program", self._before["program"])
         if found is None:
             if there:
-                self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
-            self.folder.keep(0)
+                copy = f"; {DAMAGED} is a copy of its records"
+                self._alarm(f"begin at step 0: none of {there} checkpoints can be trusted{copy}")
+            self.folder.keep(0, copied=there > 0)
             self.folder.write_config(self._config)
             return {"token": self._lease.token, "checkpoint": None}
         path, manifest = found

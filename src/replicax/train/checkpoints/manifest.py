@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
 """Bytes per checksum; several threads read the pieces of a large file."""
 _FORMAT, _MOST_THREADS, _BUFFER_BYTES = 1, 8, 2**18
+_LITTER = re.compile(r"\.DS_Store|\._.+|\.nfs[0-9a-f]+")
+"""Files that systems leave in any folder: macOS's, and NFS's of deleted open files."""
 _STYLE: Any = {"sort_keys": True, "separators": (",", ":")}
 
 
@@ -167,7 +170,7 @@ def _sizes(folder: Path) -> dict[str, int]:
             path = each.relative_to(folder).as_posix()
             if each.is_symlink() or not (each.is_file() or each.is_dir()):
                 raise CheckpointError(f"{path} is not a regular file")
-            if name in files and path != MANIFEST:
+            if name in files and path != MANIFEST and not _LITTER.fullmatch(name):
                 found[path] = each.stat().st_size
     return dict(sorted(found.items()))
 
