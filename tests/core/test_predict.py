@@ -141,11 +141,36 @@ def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:
     state = dp.init(MODEL)
     cut = lambda *at: {name: leaf[slice(*at)] for name, leaf in DATA.items()}  # noqa: E731
     parts = [cut(0, 8), cut(8, 15), cut(15, 19)]  # 8 rows, 7 padded to 8, and 4
+    counts = []
     for _ in range(2):
         number, scaled = dp.predict(counted, state, parts)
         np.testing.assert_array_equal(number, np.arange(19))
         near(scaled, DATA["x"][:19, :1] * np.ones(8, np.float32))
-    assert len(traces) == 2
+        counts.append(len(traces))
+    assert counts[0] == counts[1], "nothing is traced again"
+
+
+def softmax(model: Any, batch: Any, key: Any) -> Any:
+    return jax.nn.softmax(batch["x"][:, 0])
+
+
+def rank(model: Any, batch: Any, key: Any) -> Any:
+    return {"rank": jnp.argsort(jnp.argsort(batch["y"]))}
+
+
+@pytest.mark.parametrize("function", [softmax, rank])
+def test_rows_that_mix_are_refused_where_not_all_are_seen(function: Any) -> None:
+    for dp, rows in ((parallel(), 32), (parallel("jit", 4), 33)):
+        batches = dp.feed({name: leaf[:rows] for name, leaf in DATA.items()}, 16)
+        with pytest.raises(rx.LossError, match="prediction"):
+            dp.predict(function, dp.init(MODEL), batches)
+    one = parallel("jit", 1)
+    found = one.predict(function, one.init(MODEL), one.feed(DATA, 16))  # 4 of 16 rows at the end
+    expected = [
+        function(None, {name: leaf[at : at + 16] for name, leaf in DATA.items()}, None)
+        for at in range(0, ROWS, 16)
+    ]
+    jax.tree.map(near, found, jax.tree.map(lambda *leaves: np.concatenate(leaves), *expected))
 
 
 def test_rows_of_different_shapes_are_refused_by_name() -> None:

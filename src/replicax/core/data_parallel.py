@@ -246,6 +246,9 @@ class DataParallel(Configured):
 
         Returns:
             The pytree of NumPy arrays `[all rows, ...]`, on every process.
+
+        Raises:
+            LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
         state = self._known.averaged(state) if ema else state
         return self._evaluation.rows(function, state, batches)

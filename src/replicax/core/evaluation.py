@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.batch import Batch
@@ -65,11 +66,23 @@ class ProgramEvaluation:
             objective = dataclasses.replace(program.split_objective, loss=function)
             mode, mesh = program.configuration.mode, program.mesh
             found = partial(_predicted, objective=objective)
-            self._predicting[_key(function)] = lift(
+            compute = lift(
                 found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
+            ready = Ready(program.scoring(_as_loss(function)))
+            self._predicting[_key(function)] = compute, ready
+        compute, ready = self._predicting[_key(function)]
+
+        def predict(state: TrainState, batch: Batch) -> Any:
+            try:
+                batch = ready.check(EVALUATION, compute, state, batch)
+            except Exception:
+                jax.eval_shape(compute, state, batch)  # if an output has no rows, it says so
+                raise
+            return compute(state, batch)
+
         parts = []
-        for found, mask in self._results(self._predicting[_key(function)], state, batches):
+        for found, mask in self._results(predict, state, batches):
             real = self._on_host(mask) > 0
             parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], found))
         if not parts:
@@ -125,6 +138,22 @@ def _key(function: LossFunction) -> Any:
 def _entry(leaf: np.ndarray) -> str:
     """Return the shape of one row."""
     return str(list(leaf.shape[1:]))
+
+
+def _as_loss(function: LossFunction) -> LossFunction:
+    """Return a loss whose metrics are the outputs of `function`, to find rows that mix."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        found = by_path(function(model, batch, key))
+        rows = {f"prediction{path}": _as_numbers(leaf) for path, leaf in found.items()}
+        return jnp.zeros(np.shape(next(iter(rows.values())))[:1]), rows
+
+    return loss
+
+
+def _as_numbers(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return (array.real + array.imag if jnp.iscomplexobj(array) else array).astype(jnp.float32)
 
 
 def _predicted(
