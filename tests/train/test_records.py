@@ -81,11 +81,12 @@ def test_records_are_visible_as_they_come(tmp_path: Path) -> None:
 
 def test_the_config_is_json_and_what_json_does_not_know_is_text(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.write_config({"path": Path("a/b"), "rate": 0.1, "none": None})
+    folder.write_config({"path": Path("a/b"), "rate": 0.1, "none": None, "tags": {"c", "a", "b"}})
     text = (tmp_path / "run" / "config.json").read_text()
     found = strict(text)
-    assert list(found) == ["path", "rate", "none", "checksum"]
-    assert found == {"path": "a/b", "rate": 0.1, "none": None, "checksum": found["checksum"]}
+    assert list(found) == ["path", "rate", "none", "tags", "checksum"]
+    del found["checksum"]
+    assert found == {"path": "a/b", "rate": 0.1, "none": None, "tags": ["a", "b", "c"]}
 
 
 def test_the_config_has_null_for_what_is_not_finite(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from replicax.train.loop import Loop
 from replicax.train.places import place
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
+from replicax.train.records import plain_config
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
@@ -140,7 +141,7 @@ class Run(Loop):
         plan = _as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
-        dp.job.agree("the run", {**told, **(config or {})})
+        dp.job.agree("the run", {**told, **plain_config(config or {})})
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state

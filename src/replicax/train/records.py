@@ -175,9 +175,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert `config` to JSON values: unknown types become text, non-finite numbers null."""
+    """Convert `config` to JSON values: sets are sorted, other types text, NaN and infinity null."""
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
+        plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=_as_json))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"this configuration cannot be written as JSON ({error}); use numbers, strings, lists, "
@@ -260,6 +260,11 @@ def _record(text: bytes) -> Record | None:
 
 def _nan(values: _Numbers) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    # A set of strings has another order in each process.
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _finite(value: Any) -> Any:
