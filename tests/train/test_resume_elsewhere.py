@@ -247,7 +247,7 @@ def test_where_all_are_damaged_it_begins_anew(
     alarms = capsys.readouterr().err
     assert "refused step 6: " in alarms
     assert "refused step 3: " in alarms
-    assert re.search(r"begin at step 0: none of 2 checkpoints\b.*\btrusted", alarms)
+    assert re.search(r"step 0: .*\b2 checkpoints\b.*\btrusted", alarms)
     assert (folder / "records-damaged.jsonl").read_bytes() == before
     check_same(found, run(dp, log_every=2), folder)
 
