@@ -29,7 +29,7 @@ ROOMS = {
     "losses": {"core"},
     "remat": set(),
     "analysis": {"errors"},
-    "cluster": {"errors", "core"},
+    "cluster": {"arguments", "errors", "core"},
     "train": TEXT | {"core", "cluster", "analysis"},
     "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {"", "checks"} for verb in VERBS},
@@ -54,7 +54,7 @@ NAMED = {
 
 MOST_LINES = 500
 MOST_LINES_IN_CORE = 300
-MOST_LINES_OF_CORE = 11_518
+MOST_LINES_OF_CORE = 11_560
 """The aim is 3,000: 3,633 for what was there, the rest for what docs/architecture.md lists. It
 grows with what the core can do, and else shrinks."""
 # What a user may have and `import replicax` must not need; each is imported where it is used.

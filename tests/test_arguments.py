@@ -150,6 +150,11 @@ API: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
             *("precision", "reduction", "trainable", "ema", "donate", "compiler_options"),
         ),
     ),
+    "make_mesh": (rx.make_mesh, ("data", "model", "stage", "devices", "fsdp")),
+    "Patience": (
+        rx.Patience,
+        ("stall_multiple", "stall_seconds", "start_seconds", "silent_seconds"),
+    ),
     "init": (
         lambda **given: rx.DataParallel(loss, optax.sgd(0.1), mode="single").init(model(), **given),
         ("seed",),

@@ -16,7 +16,7 @@
 
 Every message is one line: the numbers that disagree, the rule, and the fix.
 
-`Terminated` and `Interrupted` are no errors: they end a program whose run a signal has stopped.
+`Terminated` and `interrupted` are no errors: they end a program whose run a signal has stopped.
 """
 
 import difflib
@@ -166,16 +166,16 @@ class Terminated(SystemExit):
         self.result = result
 
 
-class Interrupted(KeyboardInterrupt):
-    """Raised in all processes by a run that Ctrl-C ended early, after it is closed.
+def interrupted(result: Any) -> KeyboardInterrupt:
+    """Return what a run that Ctrl-C ended early raises in all processes, after it is closed.
 
-    `result` is the run's `Fit`, with the state after the last step.
+    `result` is the run's `Fit`, with the state after the last step. The class is no subclass: only
+    `KeyboardInterrupt` itself ends a program as SIGINT does, and with it a loop in a shell.
     """
-
-    def __init__(self, result: Any) -> None:
-        saved = "everything is saved: the same call resumes" if result.saved else "nothing is saved"
-        super().__init__(f"stopped after step {result.step:,}; {saved}")
-        self.result = result
+    saved = "everything is saved: the same call resumes" if result.saved else "nothing is saved"
+    error = KeyboardInterrupt(f"stopped after step {result.step:,}; {saved}")
+    error.result = result  # type: ignore[attr-defined]
+    return error
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -18,7 +18,7 @@ from replicax.cluster.cluster_job import set_job
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
 from replicax.core.in_flight import InFlight
-from replicax.errors import AgreementError, Interrupted
+from replicax.errors import AgreementError, interrupted
 
 
 class JaxRuntimeError(RuntimeError):
@@ -253,13 +253,13 @@ def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
 
 def test_a_ctrl_c_on_which_all_have_stopped_is_no_failure(path: Path) -> None:
     """Each process raises it, and none is told that another has failed."""
-    stopped = Interrupted(SimpleNamespace(step=7, saved=True, exit_code=75))
+    stopped = interrupted(SimpleNamespace(step=7, saved=True, exit_code=75))
     with opened(2) as job, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "excepthook", lambda *_: None)
         failure.watch_exceptions()
         for process in job.start():
             set_job(process.job)
             with pytest.raises(Left, match="75"):
-                sys.excepthook(Interrupted, stopped, None)
+                sys.excepthook(KeyboardInterrupt, stopped, None)
             assert not process.stopped.done()
     assert not path.exists()

@@ -251,6 +251,11 @@ def test_a_mapping_by_number_is_refused() -> None:
     assert row_count({0: np.zeros(3), 1: np.zeros(3)}) == 3
 
 
+def test_names_that_cannot_be_sorted_are_refused() -> None:
+    with pytest.raises(DataError, match=r"'int' and 'str'"):
+        row_count({"x": np.zeros(3), 1: np.zeros(3)})
+
+
 def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
     values = np.arange(4, dtype=np.float32)
     plain = host_rows(np.ma.masked_array(values, mask=[False] * 4), copy=True)

@@ -359,6 +359,25 @@ def test_rows_that_meet_are_refused(loss: Loss, settings: dict[str, Any]) -> Non
         stepped(loss, mesh=rx.make_mesh(devices=jax.devices()[:4]), **settings)
 
 
+@pytest.mark.parametrize("metric", [False, True])
+@pytest.mark.parametrize("settings", [{"mode": "shard_map"}, {"accumulate": 2}, {"padded": True}])
+def test_a_value_for_each_pair_of_rows_is_named_by_its_shape(
+    settings: dict[str, Any], metric: bool
+) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        each = output(model, batch).sum(1)
+        pairs = each - each[:, None]
+        return (each, {"gap": pairs}) if metric else pairs
+
+    settings = dict(settings)
+    dp = rx.DataParallel(loss, optax.sgd(0.1), **({} if settings.pop("padded", 0) else settings))
+    rows = jax.tree.map(lambda leaf: leaf[: len(leaf) - (not settings)], DATA)
+    size = len(jax.tree.leaves(DATA)[0])
+    named = "gap" if metric else "the loss"
+    with pytest.raises(rx.LossError, match=rf"{named} .*\[{size}, {size}\].*\[{size}, 1\]"):
+        dp.step(dp.init(MODEL), rows)
+
+
 @pytest.mark.parametrize("loss", APART)
 def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
     """Those that draw no random numbers train as on one device."""

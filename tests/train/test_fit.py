@@ -147,7 +147,7 @@ def test_a_generator_lasts_one_epoch(dp: rx.DataParallel) -> None:
         yield line(16)
 
     assert fit(dp, batches(), epochs=1).rows == 16
-    with pytest.raises(DataError, match="generator"):
+    with pytest.raises(ConfigError, match="epochs=2"):
         fit(dp, batches(), epochs=2)
     with pytest.raises(DataError, match="generator"):
         fit(dp, batches(), steps=2)
@@ -162,11 +162,32 @@ def test_evaluation_on_a_loader_counts_every_row_once(dp: rx.DataParallel) -> No
     assert looped.metrics == pytest.approx(whole.metrics, rel=1e-6)
 
 
-def test_a_generator_to_evaluate_on_is_refused_the_second_time_with_the_reason(
-    dp: rx.DataParallel,
+@pytest.mark.parametrize(
+    ("settings", "evaluations"),
+    [
+        ({"epochs": 1}, 1),
+        ({"steps": 1}, 1),
+        ({"epochs": 2, "every_epochs": 2}, 1),
+        ({"epochs": 2, "every_epochs": None}, 1),
+        ({"epochs": 2}, 0),
+        ({"steps": 9}, 0),
+        ({"epochs": 1, "at_start": True}, 0),
+        ({"epochs": 1, "every_steps": 2}, 0),
+    ],
+    ids=str,
+)
+def test_a_generator_is_evaluated_once_or_refused_at_the_start(
+    dp: rx.DataParallel, settings: dict[str, Any], evaluations: int
 ) -> None:
-    with pytest.raises(DataError, match="generator"):
-        fit(dp, epochs=2, eval_source=iter([line(16, 1)]))
+    length = {name: settings[name] for name in ("epochs", "steps") if name in settings}
+    when = {name: each for name, each in settings.items() if name not in length}
+    plan = rx.Evaluation(iter([line(16, 1)]), **when)
+    if not evaluations:
+        with pytest.raises(ConfigError, match="generator"):
+            fit(dp, eval_source=plan, **length)
+        return
+    (record,) = of_kind(fit(dp, eval_source=plan, **length), "eval")
+    assert record.rows == 16
 
 
 def test_an_empty_source_ends_the_run(dp: rx.DataParallel) -> None:

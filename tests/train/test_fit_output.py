@@ -17,7 +17,7 @@ from support.figures import assert_mentions, figures
 from support.fitted_line import fit, line, loss, threads
 
 import replicax as rx
-from replicax.errors import ConfigError, DivergedError, Interrupted
+from replicax.errors import ConfigError, DivergedError
 from replicax.train.summary import describe
 
 
@@ -176,7 +176,7 @@ class TestInterrupt:
     def test_ctrl_c_ends_the_run_after_the_step_with_everything_written(
         self, dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(Interrupted) as stopped:
+        with pytest.raises(KeyboardInterrupt) as stopped:
             fit(
                 dp,
                 line(160),
@@ -202,7 +202,7 @@ class TestInterrupt:
 
     @pytest.mark.usefixtures("at_step_3")
     def test_without_a_folder_all_is_recorded_up_to_the_step(self, dp: rx.DataParallel) -> None:
-        with pytest.raises(Interrupted) as stopped:
+        with pytest.raises(KeyboardInterrupt) as stopped:
             fit(dp, line(160), epochs=5)
         result = stopped.value.result
         assert [(record.kind, record.step) for record in result.records] == [

@@ -203,7 +203,7 @@ def test_a_loss_that_asks_for_a_number_of_rows_is_given_it() -> None:
 def test_an_optimizer_that_asks_for_a_mesh_axis_has_none() -> None:
     averaging = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "data"))
     found = fingerprint(optimizer=optax.chain(averaging, ADAM), mode="shard_map")
-    assert set(found) == {"model", "loss"}
+    assert set(found) == {"batch", "model", "loss"}
 
 
 def stepping(rate: float, mode: str, devices: int) -> dict[str, str]:
@@ -216,9 +216,49 @@ def stepping(rate: float, mode: str, devices: int) -> dict[str, str]:
     return program_fingerprint(guarded(dp, state), state, ROWS)
 
 
+def of_length(length: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    return {"x": np.ones((16, length), dtype), "y": np.ones(16, np.float32)}
+
+
+def test_batches_of_another_shape_are_traced_as_those_before() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (batch["x"].mean(1) * model["w"] - batch["y"]) ** 2
+
+    dp = rx.DataParallel(loss, ADAM, mode="single")
+    state = dp.init({"w": jnp.ones(())})
+    first = program_fingerprint(dp, state, of_length(5))
+    again = program_fingerprint(dp, state, of_length(7), traced=first["batch"])
+    assert again == first
+    assert program_fingerprint(dp, state, of_length(7))["loss"] != first["loss"]
+    other_kind = program_fingerprint(dp, state, of_length(7, np.float16), traced=first["batch"])
+    assert other_kind["batch"].startswith("float16")
+
+
+def test_a_loader_whose_batches_vary_in_shape_resumes(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (batch["x"].mean(1) * model["w"] - batch["y"]) ** 2
+
+    dp = rx.DataParallel(loss, ADAM, mode="single")
+    source = [of_length(length) for length in (5, 7, 3, 6)]
+    for steps in (1, 2, 4):
+        state = dp.init({"w": jnp.ones(())})
+        fit = rx.fit(dp, state, source, steps=steps, run_dir=tmp_path, progress=False)
+        assert fit.step == steps
+
+
+def test_a_loss_may_require_the_rows_of_a_batch() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum(batch["x"].reshape(16, -1) * model["w"], axis=1)
+
+    dp = rx.DataParallel(loss, ADAM, mode="single")
+    one = {name: each[:1] for name, each in of_length(4).items()}
+    found = program_fingerprint(dp, dp.init({"w": jnp.ones(())}), one, 16)
+    assert found["batch"].startswith("float32[16, 4]")
+
+
 def test_a_step_of_ones_own() -> None:
     usual = stepping(0.1, "jit", 1)
-    assert set(usual) == {"model", "step"}
+    assert set(usual) == {"batch", "model", "step"}
     assert stepping(0.1, "shard_map", 4) == usual
     assert other(usual, stepping(0.2, "jit", 1)) == {"step"}
 

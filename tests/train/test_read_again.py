@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,22 @@ run = undisturbed()
 
 
 class Loader:
-    """Batches of rows in an order of each pass: `kept` draws it from one generator for all."""
+    """Batches of rows in an order of each pass.
+
+    `kept` draws it from one generator for all, `epoch` from the number of each epoch.
+    """
 
     def __init__(self, order: str, *, seed: int = 0, data: int = 1) -> None:
         self.order, self.random, self.data = order, np.random.default_rng(seed), rows(seed=data)
-        self.passes = 0
+        self.passes = self.epoch = 0
+        if order == "epoch":
+            self.sampler = SimpleNamespace(set_epoch=partial(setattr, self, "epoch"))
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         count = len(self.data["x"])
-        order = self.random.permutation(count) if self.order == "kept" else np.arange(count)
+        if self.order == "epoch":
+            self.random = np.random.default_rng(self.epoch)
+        order = np.arange(count) if self.order == "fixed" else self.random.permutation(count)
         self.passes += 1
         for start in range(0, count, BATCH):
             taken = order[start : start + BATCH]
@@ -79,12 +88,13 @@ def test_another_order_that_is_accepted_is_told(
     assert "(accepted)" in found[0]
 
 
+@pytest.mark.parametrize("order", ["fixed", "epoch"])
 @pytest.mark.parametrize("at", [MIDDLE, END, 2 * END])
 def test_the_same_order_goes_on_to_the_same_bits(
-    dp: rx.DataParallel, tmp_path: Path, at: int, capsys: pytest.CaptureFixture[str]
+    dp: rx.DataParallel, tmp_path: Path, at: int, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = again(dp, tmp_path, at, Loader("fixed"), Loader("fixed"))
-    whole = fit(dp, source=Loader("fixed"), batch_size=None)
+    found = again(dp, tmp_path, at, Loader(order), Loader(order))
+    whole = fit(dp, source=Loader(order), batch_size=None)
     assert bits(found.state) == bits(whole.state)
     assert "\nchange" not in capsys.readouterr().out
 

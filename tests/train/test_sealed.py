@@ -1,5 +1,7 @@
 """Sealed JSON: what was written is read, and no flipped bit passes, in the seal's name either."""
 
+import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -18,12 +20,18 @@ def test_what_was_sealed_is_read_and_no_flipped_bit_passes(
     style: dict[str, Any], older: bool
 ) -> None:
     data = sealed(CONTENT, **style)
-    assert unsealed(data, dict[str, Any], older=older, **style) == CONTENT
+    assert unsealed(data, dict[str, Any], older=older) == CONTENT
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match=r"\S"):
-            unsealed(bytes(flipped), dict[str, Any], older=older, **style)
+        with contextlib.suppress(ValueError):  # an `e` of an escape may become an `E`
+            found = unsealed(bytes(flipped), dict[str, Any], older=older)
+            assert json.dumps(found, sort_keys=True) == json.dumps(CONTENT, sort_keys=True)
+
+
+def test_other_line_ends_and_indents_are_no_damage() -> None:
+    data = sealed(CONTENT, indent=2).replace(b"\n", b"\r\n").replace(b"  ", b"\t")
+    assert unsealed(data, dict[str, Any]) == CONTENT
 
 
 def test_an_object_without_a_seal_is_one_of_an_earlier_version() -> None:
@@ -35,7 +43,7 @@ def test_an_object_without_a_seal_is_one_of_an_earlier_version() -> None:
 
 def test_an_edited_object_keeps_what_was_edited_but_not_the_seal() -> None:
     data = sealed(CONTENT, indent=2).replace(b"0.1", b"0.2")
-    found = unsealed(data, dict[str, Any], edited=True, indent=2)
+    found = unsealed(data, dict[str, Any], edited=True)
     assert (found["rate"], CHECKSUM in found) == (0.2, False)
 
 

@@ -18,7 +18,7 @@ from support.resumable import data_parallel, fit, model, rows, steps_saved
 import replicax as rx
 from replicax.core.feed import Feed, GaveUpError, Split
 from replicax.core.sources import as_source
-from replicax.errors import Interrupted, Terminated
+from replicax.errors import StateError, Terminated
 
 STEPS, BATCH = 3, 10
 
@@ -76,10 +76,24 @@ def test_a_signal_ends_the_program_with_75_while_the_loader_waits(
 def test_ctrl_c_raises_as_usual_and_the_model_is_kept(dp: rx.DataParallel, stuck: Stuck) -> None:
     with pytest.raises(KeyboardInterrupt) as stopped:
         fit(dp, source=stuck, batch_size=None, hooks=[stuck])
-    assert isinstance(stopped.value, Interrupted)
+    assert type(stopped.value) is KeyboardInterrupt  # with a subclass Python exits with 1
     result = stopped.value.result
     assert (result.interrupted, result.saved) == (True, False)
     assert int(result.state.step) == result.step == stuck.most
+
+
+def test_the_same_call_resumes_with_a_state_that_is_used_up(
+    dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
+) -> None:
+    """As a cell of a notebook that is run again."""
+    state = dp.init(model())
+    with pytest.raises(SystemExit):
+        fit(dp, tmp_path, state=state, source=stuck, batch_size=None, hooks=[stuck])
+    with pytest.raises(StateError):
+        fit(dp, tmp_path / "other", state=state)
+    more = stuck.most + 1
+    after = fit(dp, tmp_path, state=state, steps=more, accept_changes=True)
+    assert (after.steps, after.step) == (1, more)
 
 
 def test_who_hands_in_an_interrupt_gets_the_result(

@@ -17,7 +17,7 @@ from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import SAVED, Verdict
-from replicax.errors import AgreementError, Interrupted
+from replicax.errors import AgreementError
 
 _LONGEST = 500
 """Characters of an error that the others repeat; the failing process prints all of it."""
@@ -132,8 +132,8 @@ def watch_exceptions() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Interrupted):
-            _leave_together(error)
+        if isinstance(error, KeyboardInterrupt) and hasattr(error, "result"):
+            _leave_together(error, error.result.exit_code)
         link = _link()
         if not (link and link.verdict and is_collateral(error)):  # its cause has been printed
             before(kind, error, trace)
@@ -142,13 +142,13 @@ def watch_exceptions() -> None:
     sys.excepthook = hook
 
 
-def _leave_together(error: Interrupted) -> None:
+def _leave_together(error: BaseException, code: int) -> None:
     """Exit after a Ctrl-C on which all processes have stopped: no process has failed."""
     link = _link()
     if link is not None:
         say(f"process {link.process} {error}")
         link.part()
-        leave_at_once(error.result.exit_code)
+        leave_at_once(code)
 
 
 def write_failure(process: int, error: str, *, blames: list[int] | None) -> None:

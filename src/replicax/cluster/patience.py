@@ -4,9 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from replicax.arguments import Positive, typed
 from replicax.errors import ConfigError
 
 
+@typed
 @dataclasses.dataclass(frozen=True)
 class Patience:
     """Timeouts after which a process counts as stuck, with the variables that set them.
@@ -15,14 +17,14 @@ class Patience:
         >>> job = rx.initialize(patience=rx.Patience(stall_seconds=300))
     """
 
-    stall_multiple: float = 10.0
+    stall_multiple: Positive = 10.0
     """Timeout of a step, as a multiple of the median step time [REPLICAX_STALL_MULTIPLE]."""
-    stall_seconds: float = 60.0
+    stall_seconds: Positive = 60.0
     """Minimum timeout of a step [REPLICAX_STALL_SECONDS]."""
-    start_seconds: float = 1800.0
+    start_seconds: Positive = 1800.0
     """Timeout until the first step is done, and during compilation
     [REPLICAX_START_SECONDS]."""
-    silent_seconds: float = 30.0
+    silent_seconds: Positive = 30.0
     """Timeout for heartbeats; a process without one is frozen or unreachable
     [REPLICAX_SILENT_SECONDS]. Below JAX's own 100 s, which end in an abort."""
 

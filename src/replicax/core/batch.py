@@ -191,7 +191,8 @@ def row_count(data: PyTree) -> int:
         if not np.shape(leaf):
             raise DataError(
                 f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
-                "convert a list with np.asarray, or repeat a constant for every row"
+                "convert a list with np.asarray, stack single rows into batches, or repeat a "
+                "constant for every row"
             )
         counts[keystr(path)] = np.shape(leaf)[0]
     if not counts:

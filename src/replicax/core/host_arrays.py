@@ -32,6 +32,13 @@ def opened(data: PyTree) -> PyTree:
             )
         return opened({name: leaf[name] for name in leaf})
 
+    try:
+        jax.tree.structure(data)
+    except ValueError as error:
+        raise DataError(
+            f"the batch has a dict with keys that JAX cannot sort ({error.__cause__ or error}): "
+            "use keys of one type, such as strings"
+        ) from None
     found = jax.tree_util.tree_map_with_path(opened_leaf, data)
     if not takes(found, object()):  # as in a tree of shardings like it
         raise DataError(

@@ -137,9 +137,9 @@ class Look:
             said = why or ("" if differs else UNSHOWN)
             name, is_output = examiner.names.get(label, label), label not in examiner.names
             scalar, by_place = label in examiner.scalars, differs and not mixes
-            found.append(
-                Broken(name, scalar, is_output, by_place=by_place, why=said, raised=raised)
-            )
+            of_pairs = trial and trial.alone.shape[1:] != trial.together.shape[1:]
+            pairs = trial.together.shape if trial and of_pairs else ()
+            found.append(Broken(name, scalar, is_output, False, by_place, said, raised, pairs))
         return found
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:

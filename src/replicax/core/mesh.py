@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from replicax.arguments import typed
 from replicax.core.job import Job
 from replicax.errors import ConfigError
 
@@ -26,6 +27,7 @@ AnyMesh = Mesh | AbstractMesh
 MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
 
+@typed
 def make_mesh(
     data: int = -1,
     model: int = 1,

@@ -114,12 +114,17 @@ def check_kind(state: Any) -> None:
 def check_unused(tree: Any) -> None:
     """Raise `StateError` if an array in a state or model has been donated."""
     # jax 0.10 does not raise for donated arrays on several devices: the process crashes.
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    if any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays):
+    if was_donated(tree):
         raise StateError(
             "this state or model has arrays that were donated to an earlier step; use the state "
             "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
         )
+
+
+def was_donated(tree: Any) -> bool:
+    """Whether an array in a state or model has been donated."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays)
 
 
 def check_state(state: TrainState, abstract: TrainState) -> None:

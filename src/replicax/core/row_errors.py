@@ -25,6 +25,8 @@ class Broken:
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
     """The error raised if it is computed on one part."""
+    pairs: tuple[int, ...] = ()
+    """Its shape, if that has the rows twice; else empty."""
 
 
 def divided(broken: Broken, sees: str, fix: str) -> LossError:
@@ -60,7 +62,7 @@ def divided(broken: Broken, sees: str, fix: str) -> LossError:
             f"the metric {name!r} is one number, and not the mean over rows; {some}: return its "
             "values per row, or compute it from means after the step"
         )
-    what = "the loss of a row" if name == LOSS else f"{name} of a row"
+    what = _of_a_row(broken)
     if broken.why:
         return LossError(f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}")
     if broken.by_place:
@@ -112,7 +114,7 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
             f"{name} cannot be computed without padding ({broken.raised}), and {where}: accept any "
             "number of rows, or choose a batch size that divides the rows"
         )
-    what = "the loss of a row" if name == LOSS else f"{name} of a row"
+    what = _of_a_row(broken)
     depends, declare = "depends on the other rows", ""
     if broken.why:
         depends, declare = f"may depend on the other rows ({broken.why})", f", {_DECLARE}"
@@ -120,3 +122,11 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
         f"{what} {depends}, and {where}: exclude them with rx.row_weights(rows), 0 on padding, or "
         f"choose a batch size that divides the rows{declare}"
     )
+
+
+def _of_a_row(broken: Broken) -> str:
+    name = "the loss" if broken.name == LOSS else broken.name
+    if not broken.pairs:
+        return f"{name} of a row"
+    shape, rows = list(broken.pairs), broken.pairs[0]
+    return f"{name} has the shape {shape}, as [{rows}] - [{rows}, 1] has, so {name} of a row"

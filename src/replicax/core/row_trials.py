@@ -219,6 +219,8 @@ def _judged(
         return differs, differs, finite
     parts = jnp.asarray(division.parts)
     mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
+    if flat.shape[1:] != pinned.shape[1:]:  # one row has values for the other rows
+        return jnp.asarray(True), jnp.asarray(True), finite
     sharp = _OF_SUMS if division.padded else _SHARP  # padding may shift an exponential
     mixes = _gap_of_rows(together[mine], again[mine]) > sharp * _EPS
     differs = _gap_of_rows(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)

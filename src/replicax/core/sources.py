@@ -17,6 +17,8 @@ from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves
 from replicax.errors import ConfigError, DataError
 
+_OF_LOADER = ("sampler", "batch_sampler", "dataset")
+"""Attributes of a PyTorch loader that may have `set_epoch`."""
 Rows = tuple[PyTree, np.ndarray]
 """New host arrays of at most `batch_size` rows, and the index of each row in the source."""
 
@@ -71,6 +73,9 @@ class Source(abc.ABC):
         If `rows` is known, start from batch `first` and return the rows at the positions `held` of
         each batch; positions wrap around in a shorter batch.
         """
+
+    def set_epoch(self, number: int) -> None:  # noqa: B027  (others need no telling)
+        """Tell a loader which epoch is read next, as far as it asks for it."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Return fields that are equal in processes that read the same data."""
@@ -198,6 +203,12 @@ class IterableSource(Source):
         self.any_size, self.can_repeat = any_size, not isinstance(batches, Iterator)
         self._batches, self._was_read = batches, False
 
+    def set_epoch(self, number: int) -> None:
+        parts = (getattr(self._batches, name, None) for name in _OF_LOADER)
+        for part in (self._batches, *parts):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(number)
+
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         start = 0
         for batch in self._batches:
@@ -224,6 +235,9 @@ class PerProcessSource(Source):
         parts, self._digests = ([each[part] for each in told] for part in (0, 1))
         super().__init__(own.batch_size * job.processes, [] if None in parts else parts)
         self.own, self.can_repeat = own, own.can_repeat
+
+    def set_epoch(self, number: int) -> None:
+        self.own.set_epoch(number)
 
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         return self.own.epoch(number, first=first)

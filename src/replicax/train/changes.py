@@ -13,7 +13,7 @@ import msgspec
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 from replicax.train.places import read_bytes
-from replicax.train.records import INDENTED, plain_config
+from replicax.train.records import plain_config
 from replicax.train.sealed import unsealed
 from replicax.wording import shortened
 
@@ -47,6 +47,7 @@ PROGRAM = {
     "optimizer": "the optimizer, its rate or schedule",
     "model": "the model's arrays",
     "step": "the step's code",
+    "batch": "the batch's arrays",
 }
 """The digests of `replicax.train.program_fingerprint`, and what a change of each means."""
 _OF_ONE_START = tuple(("start", name) for name in ("command", "host", "time", "run"))
@@ -58,7 +59,7 @@ ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
-_IF_BOTH = (("data", "evaluation"), ("data", "parts"))
+_IF_BOTH = (("data", "evaluation"), ("data", "parts"), ("program", "batch"))
 """Compared only if both have it: older runs do not, and evaluation may begin later."""
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
@@ -101,8 +102,10 @@ def read_config(path: Path, kind: type[Any] = _Sections, *, edited: bool = False
         ConfigError: it is damaged, or not a configuration.
     """
     try:
-        config = unsealed(read_bytes(path), dict[str, Any], older=True, edited=edited, **INDENTED)
+        config = unsealed(read_bytes(path), dict[str, Any], older=True, edited=edited)
         msgspec.convert(config, kind)
+        if not config.keys() & _Sections.__annotations__.keys():
+            raise ValueError("it has no section that Replicax writes")
     except (OSError, ValueError, msgspec.ValidationError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(
@@ -122,7 +125,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     was, now = _as_written(old), _as_written(new)
     before = was.get("program")
     # If the program is known only from the first batch, it is compared then.
-    same_program = before is not None and now.get("program", before) == before
+    program = now.get("program", before)
+    same_program = before is not None and program | before == before | program
     same_tracer = _tracer(was) == _tracer(now)
     bitwise = all(_is_bitwise(each.get("parallel", {}).get("mode")) for each in (was, now))
 

@@ -25,6 +25,10 @@ from replicax.train.program_fingerprint import some_rows
 from replicax.train.read_again import FirstBatch
 from replicax.train.records import Record
 
+ONLY_ONCE = (
+    "that is read only once, as a generator: pass a list, or a loader that can be read again"
+)
+
 
 @typed
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +137,14 @@ class Evaluator:
                 return None
             found += [f"{name}/{metric}" if name else metric for metric in returned]
         return found
+
+    def check_passes(self, epochs: int) -> None:
+        """Raise `ConfigError` if a source cannot be read as often as `epochs` need."""
+        plan, every = self._plan, self._plan.every_epochs or epochs
+        often = plan.at_start or plan.every_steps is not None or epochs > every
+        for feed in self._feeds.values():
+            if often and not feed.source.can_repeat:
+                raise ConfigError(f"more than one evaluation of an eval_source {ONLY_ONCE}")
 
     def check(self) -> None:
         """Raise `LossError` if the loss cannot be exact on the evaluation data."""

@@ -15,22 +15,23 @@ from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.host_arrays import opened
+from replicax.core.refused import check_unused, was_donated
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError, DivergedError, Interrupted, StateError, Terminated
+from replicax.errors import ConfigError, DivergedError, StateError, Terminated, interrupted
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
-from replicax.train.evaluator import Evaluation, Evaluator
+from replicax.train.evaluator import ONLY_ONCE, Evaluation, Evaluator
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
 from replicax.train.guarded import guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
-from replicax.train.places import place
+from replicax.train.places import exists, place
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
-from replicax.train.records import plain_config
+from replicax.train.records import CONFIG, plain_config
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
@@ -73,8 +74,10 @@ class Run(Loop):
 
     Args:
         dp: the `DataParallel` to step with.
-        state: from `dp.init`; consumed if `dp` donates.
-        source: as for `dp.feed`.
+        state: from `dp.init`; consumed if `dp` donates. To resume, a consumed one will do.
+        source: as for `dp.feed`. A loader, its sampler or its data set with a method `set_epoch` is
+            called with the number of each epoch, from 0, so that a run that resumes in the middle
+            of an epoch reads the rest of it.
         batch_size: rows of a global batch.
         epochs: passes over the source. Pass this or `steps`.
         steps: number of updates.
@@ -138,6 +141,8 @@ class Run(Loop):
         if shuffle is None:
             shuffle = can_shuffle(source)
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
+        if (epochs or 0) > 1 and not self.source.can_repeat:
+            raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = _as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
@@ -158,6 +163,9 @@ class Run(Loop):
             if plan is None
             else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted, self.say)
         )
+        if self._evaluator is not None:
+            steps_of_epoch = self.source.batches or steps or 1
+            self._evaluator.check_passes(epochs or -(-(steps or 1) // steps_of_epoch))
         self._meter = Meter(log_every)
         self._bad_steps = BadSteps(guard.most, dp.job, judged(dp, state))
         self.config = dict(config or {})
@@ -193,7 +201,10 @@ class Run(Loop):
                 self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
-            self._never_finite = params_not_finite(self.state)
+            # Called again, as in a notebook, with a state that is used up, it can resume.
+            known = self.resumable and self._run_dir and exists(self._run_dir / CONFIG)
+            self._donated = bool(known) and was_donated(self.state)
+            self._never_finite = set() if self._donated else params_not_finite(self.state)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
@@ -237,7 +248,7 @@ class Run(Loop):
         # Around this run may be another one, which knows of the signal and saves before it raises.
         if self.result.interrupted and self._given_interrupt is None and not is_any_open():
             ctrl_c = self._stopping.signal == signal.SIGINT
-            raise Interrupted(self.result) if ctrl_c else Terminated(self.result)
+            raise interrupted(self.result) if ctrl_c else Terminated(self.result)
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
@@ -248,7 +259,8 @@ class Run(Loop):
         if self._run_dir is None:
             return
         if (rows := some_rows(self.source)) is not None:  # else taken from the first batch
-            self.config["program"] = program_fingerprint(self.dp, self.state, rows)
+            size = self.source.batch_size
+            self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
         self._storage = Storage(
             self._run_dir,
             self.config,
@@ -270,6 +282,7 @@ class Run(Loop):
         """Move to the saved position, and replace the state with the saved one."""
         found = None if self._storage is None else self._storage.found
         if self._storage is None or found is None:
+            check_unused(self.state)
             return
         batch = first_batch(self.source, found.position, found.extra)
         if self.epochs is not None and self.source.batches is not None:  # in the current batches
@@ -282,6 +295,8 @@ class Run(Loop):
         self.records.extend(found.records)
         self._stand_at(found.position, {**found.extra, "batch": batch})
         self.state = self._storage.restore(like)
+        if self._donated:
+            self._never_finite |= params_not_finite(self.state)
 
     def _finish(self) -> None:
         """Save the final state, whether all steps are done or the loop was left early."""
@@ -301,7 +316,8 @@ class Run(Loop):
             repeats = job.gather("whether a source can be read again", self.source.can_repeat)
             rows = next(self.source.epoch(0))[0] if all(repeats) else None
             if rows is not None:  # not known from a batch, as no steps were left to train
-                storage.check_program(program_fingerprint(self.dp, self.state, rows))
+                program = program_fingerprint(self.dp, self.state, rows, traced=storage.traced)
+                storage.check_program(program)
         self._interrupt.let_go()
         self.dp.job.rest()
 

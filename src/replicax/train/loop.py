@@ -175,6 +175,7 @@ class Loop(Running):
     def _epoch(self) -> Generator[Batch, None, bool]:
         """Yield the remaining batches of the epoch, or of the steps."""
         self._evaluate_if_due()
+        self.source.set_epoch(self.place.epoch)
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         feed.stops = self._is_interrupted
         waited, unchecked = 0.0, self.source.batches is None
@@ -304,7 +305,9 @@ class Loop(Running):
         """Compile; until then a signal may end the run at once, as nothing is lost."""
         self._ledger.enter("compiling")
         if self._storage is not None and not self._storage.knows_program:
-            self._storage.check_program(program_fingerprint(self.dp, self.state, batch))
+            traced = self._storage.traced
+            program = program_fingerprint(self.dp, self.state, batch, traced=traced)
+            self._storage.check_program(program)
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
         if self._storage is not None and self.dp.mode.bitwise:

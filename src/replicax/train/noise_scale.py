@@ -35,7 +35,7 @@ from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.places import read_bytes
-from replicax.train.records import INDENTED, Record, write_json
+from replicax.train.records import Record, write_json
 from replicax.train.sealed import unsealed
 from replicax.wording import first_line
 
@@ -283,7 +283,7 @@ def load_noise_scale(path: Path) -> NoiseScale:
     """Read the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
-        fields = unsealed(read_bytes(file), dict[str, Any], older=True, **INDENTED)
+        fields = unsealed(read_bytes(file), dict[str, Any], older=True)
         null: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         null |= {"rows": math.inf, "high": math.inf}
         told = {name: null[name] if fields[name] is None else fields[name] for name in fields}

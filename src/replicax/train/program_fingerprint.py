@@ -1,5 +1,6 @@
 """Digests of the computation of a step; the same program has the same digests on any machine."""
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import numbers, shapes_by_path
+from replicax.core.leaves import kind, numbers, shapes_by_path
 from replicax.core.models.definition import PyTree, View
 from replicax.core.own import keep
 from replicax.core.program import Program
@@ -30,7 +31,9 @@ _NO_PART = frozenset(("name", "name_and_src_info", "debug_info", "metadata", "ct
 _LOOKS_ON = frozenset(("debug_print", "debug_callback"))
 
 
-def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> dict[str, str]:
+def program_fingerprint(
+    dp: DataParallel, state: TrainState, batch: PyTree, size: int | None = None, traced: str = ""
+) -> dict[str, str]:
     """Return a digest for each user-defined part of `dp`'s step.
 
     The digests depend on the operations that JAX traces and the values of all constants, but not on
@@ -42,6 +45,17 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
     - `loss`: with its gradient and metrics;
     - `optimizer`: omitted if it refers to a mesh axis by name;
     - `step`: a custom step, instead of loss and optimizer.
+
+    Args:
+        dp: has the step.
+        state: from `dp.init`.
+        batch: one or more rows.
+        size: rows of a global batch, by default those of `batch`.
+        traced: `batch` of an earlier start of the run. Batches of a loader may vary in shape, and
+            another shape is another trace.
+
+    Returns:
+        The digests, and `batch`: dtypes and shapes of the batch that was traced.
     """
     program = dp.program(state)
     plain = jax.tree.map(
@@ -50,10 +64,31 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
     )
     found = {"model": _digest(_described((plain.params, plain.extras)))}
     data = batch.whole().data if isinstance(batch, Batch) else batch
-    try:
-        return found | _traced(program, plain, described(data, ROWS))
-    except Exception:  # the user's loss may require a certain number of rows
-        return found | _traced(program, plain, described(data, row_count(data)))
+    # A loss may require the number of rows of a batch.
+    tries = [described(data, rows) for rows in (ROWS, dp.split.padded(size or row_count(data)))]
+    tries = [*_with_shapes(tries[0], traced), *tries]
+    for each in tries[:-1]:
+        with contextlib.suppress(Exception):
+            return found | _traced(program, plain, each)
+    return found | _traced(program, plain, tries[-1])
+
+
+def _shapes(batch: Batch) -> str:
+    return " ".join(map(kind, jax.tree.leaves(batch)))
+
+
+def _with_shapes(batch: Batch, shapes: str) -> list[Batch]:
+    """Return `batch` with these shapes if it has their dtypes and numbers of dims, else nothing."""
+    leaves, structure = jax.tree.flatten(batch)
+    told = [
+        jax.ShapeDtypeStruct([int(dim) for dim in dims.split(", ") if dim], dtype)
+        for dtype, dims in re.findall(r"(\w+)\[([\d, ]*)\]", shapes)
+    ]
+    fits = len(told) == len(leaves) and all(
+        (one.dtype, one.ndim) == (other.dtype, other.ndim)
+        for one, other in zip(told, leaves, strict=True)
+    )
+    return [jax.tree.unflatten(structure, told)] if fits else []
 
 
 def some_rows(source: Source) -> PyTree | None:
@@ -68,6 +103,7 @@ def some_rows(source: Source) -> PyTree | None:
 
 def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
     objective, updater = program.objective, program.updater
+    found = {"batch": _shapes(batch)}
 
     def step(state: TrainState, batch: Batch) -> Any:
         after, metrics = program.own_step(
@@ -86,9 +122,10 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
         return updater.optimizer.update(gradient, opt_state, params, **value)
 
     if program.configuration.step is not None:
-        return {"step": _of_trace(step, state, batch)}
+        return found | {"step": _of_trace(step, state, batch)}
     # Custom derivative rules are part of the gradient.
-    found = {"loss": _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)}
+    of_rows = state.params, state.extras, batch, state.seed, state.step
+    found["loss"] = _of_trace(sums, *of_rows)
     given = (state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
     try:
         begun = _of_trace(updater.optimizer.init, state.params)

@@ -24,8 +24,6 @@ from replicax.train.sealed import sealed
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
 HISTORY = "records_sha256"
 """Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
-INDENTED: Any = {"indent": 2}
-"""The style of the JSON files that people read."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Numbers = dict[str, float | None]
 
@@ -169,7 +167,7 @@ class RunFolder:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` to `path` as JSON with a checksum, converted by `plain_config`."""
-    data = sealed(plain_config(value), **INDENTED)
+    data = sealed(plain_config(value), indent=2)
     with writing(path):
         write_whole(path, data)
 

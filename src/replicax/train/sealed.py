@@ -16,14 +16,11 @@ _ENDS_SEALED = re.compile(rb'"[0-9a-f]{64}"\s*\}\s*')
 
 def sealed(content: Mapping[str, Any], **style: Any) -> bytes:
     """Format a JSON object with its checksum, in one line or as `style` tells `json.dumps`."""
-    digest = hashlib.sha256(_canonical(content)).hexdigest()
-    text = json.dumps({**content, CHECKSUM: digest}, allow_nan=False, **style)
+    text = json.dumps({**content, CHECKSUM: _digest(content)}, allow_nan=False, **style)
     return f"{text}\n".encode()
 
 
-def unsealed(
-    data: bytes, kind: type[T], *, older: bool = False, edited: bool = False, **style: Any
-) -> T:
+def unsealed(data: bytes, kind: type[T], *, older: bool = False, edited: bool = False) -> T:
     """Return the JSON object that `sealed` formatted as `data`, without its checksum.
 
     Args:
@@ -31,7 +28,6 @@ def unsealed(
         kind: the type that the object must have: a dict, or a class that msgspec knows.
         older: whether to accept an object of an earlier version, which has no checksum.
         edited: whether a person may have changed the object: the checksum is then ignored.
-        style: as for `sealed`.
 
     Raises:
         ValueError: `data` is damaged, or not such an object.
@@ -41,7 +37,7 @@ def unsealed(
         digest = content.pop(CHECKSUM, None)
         # A damaged name of the checksum must not make the object one of an earlier version.
         has_seal = digest is not None or not older or bool(_ENDS_SEALED.search(data[-80:]))
-        if has_seal and not edited and data != sealed(content, **style):
+        if has_seal and not edited and digest != _digest(content):
             raise ValueError("it does not match its own checksum")
         return msgspec.convert(content, kind)
     except RecursionError:
@@ -50,5 +46,6 @@ def unsealed(
         raise ValueError(str(error)) from error
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -134,6 +134,8 @@ class Storage:
         self._changed = False
         try:
             told = job.broadcast("the resume point", writing(path)(self._open))
+            self.traced: str = told["traced"]
+            """The batch with which an earlier start traced the program; empty if none did."""
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
                 records = read_records(path, position.records).records
@@ -162,7 +164,7 @@ class Storage:
             self.folder.refuse_another("a run without checkpoints cannot resume")
             self._config.setdefault("start", {})["run"] = secrets.token_hex(8)
             self.folder.write_config(self._config)
-            return {"token": 1, "checkpoint": None}
+            return {"token": 1, "checkpoint": None, "traced": ""}
         self._lease = take_lease(self.path)
         known, said = exists(self.path / CONFIG), list[str]()
         if known:
@@ -184,13 +186,14 @@ class Storage:
         self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
         if "program" in self._before:  # until the first batch gives the new one
             self._config.setdefault("program", self._before["program"])
+        traced = self._before.get("program", {}).get("batch", "")
         if found is None:
             if there:
                 copy = f"; {DAMAGED} is a copy of its records"
                 self._alarm(f"begin at step 0: none of {there} checkpoints can be trusted{copy}")
             self.folder.keep(0, copied=there > 0)
             self.folder.write_config(self._config)
-            return {"token": self._lease.token, "checkpoint": None}
+            return {"token": self._lease.token, "checkpoint": None, "traced": traced}
         path, manifest = found
         position = manifest.position
         history = self.folder.keep(position.records, manifest.extra.get(HISTORY))
@@ -204,6 +207,7 @@ class Storage:
         self._say(f"resume {shown(self.path)}: step {position.step:,}, saved {saved}{more}")
         return {
             "token": self._lease.token,
+            "traced": traced,
             "checkpoint": path.name,
             "position": dataclasses.asdict(position),
             "extra": manifest.extra,

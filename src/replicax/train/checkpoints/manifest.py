@@ -120,7 +120,7 @@ def _understood(data: bytes) -> Manifest:
     try:
         found = json.loads(data)["format"]
         if found == _FORMAT:
-            return unsealed(data, Manifest, **_STYLE)
+            return unsealed(data, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged or not a manifest: {error}") from error
     ours = f"this version of Replicax reads format {_FORMAT}"
