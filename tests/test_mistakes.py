@@ -190,7 +190,6 @@ DATA = {
     "strings": (lambda: with_leaf(np.array(["a"] * 8)), "<U1"),
     "objects": (lambda: with_leaf(np.array([None] * 8)), "object"),
     "int64": (lambda: with_leaf(np.full(8, 2**40)), "jax_enable_x64"),
-    "read once": (lambda: fit((ROWS for _ in range(1)), epochs=2, batch_size=None), "generator"),
 }
 CASES: dict[str, Any] = {
     name: (kind, *case)
