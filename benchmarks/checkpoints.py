@@ -25,7 +25,7 @@ DEVICES = 2
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 import replicax as rx  # noqa: E402
-from replicax.core.job import Alone  # noqa: E402
+from replicax.core.ground.job import Alone  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.mlp import MLP  # noqa: E402

@@ -28,7 +28,7 @@ from timing import RESULTS, environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.exact import THREADS_VARIABLE, fix_threads
+from replicax.core.exact.fixed_tree import THREADS_VARIABLE, fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 NAMES = ("lenet", "cnn", "gpt2")

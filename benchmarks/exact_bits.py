@@ -8,9 +8,9 @@ import numpy as np
 from exact_cases import begin, parallel, rows_of
 from exact_draws import Draw
 
-from replicax.core.job import Job
-from replicax.core.leaves import numbers
-from replicax.core.mesh import replicated
+from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import numbers
+from replicax.core.placement.mesh import replicated
 from replicax.errors import ReplicaxError
 from replicax.train.guarded import guarded, with_losses
 

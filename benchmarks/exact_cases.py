@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 import replicax as rx
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 
 CLASSES = 3
 

@@ -15,8 +15,8 @@ import exact_subjects
 import jax
 
 import replicax as rx
-from replicax.core.exact import fix_threads
-from replicax.core.job import Job
+from replicax.core.exact.fixed_tree import fix_threads
+from replicax.core.ground.job import Job
 from replicax.train.fingerprint import sha256
 from replicax.train.host_memory import keep_freed_memory
 

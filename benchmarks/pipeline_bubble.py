@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from timing import environment, interleaved, save, spread
 
 import replicax as rx
-from replicax.core.pipeline import SCHEDULES, bubble
+from replicax.core.placement.pipeline_schedules import SCHEDULES, bubble
 
 STAGES = 2
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -25,7 +25,7 @@ import jax
 from timing import environment, interleaved, ratios, save, spread
 
 import replicax as rx
-from replicax.core.sources import as_source
+from replicax.core.data.sources import as_source
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP
 from replicax.train.guarded import guarded

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from replicax.core.traced_for import traced_for
+from replicax.core.ground.traced_for import traced_for
 from replicax.losses import cross_entropy, linear_cross_entropy
 
 ROWS, CLASSES, WIDTH = 24, 157, 16

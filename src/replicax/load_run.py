@@ -8,7 +8,7 @@ import jax
 
 from replicax.arguments import typed
 from replicax.core.data_parallel import DataParallel
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import BUILT_IN, abstract_model, find_recipe, recipe_of
 from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.core.precision import to_sum
-from replicax.core.traced_for import cuda_capability
+from replicax.core.ground.precision import to_sum
+from replicax.core.ground.traced_for import cuda_capability
 
 _ALIGNED = 64
 """Rows of logits are padded to a multiple of this many classes on CUDA, whose matrix products are

@@ -20,7 +20,7 @@ from replicax.bench.bench_result import Bench, LayoutFigures
 from replicax.bench.cases import BenchCase, Placed, notes_on_cases
 from replicax.bench.layouts import cases_of_layouts
 from replicax.bench.run import bench
-from replicax.core.layout import LAYOUTS
+from replicax.core.placement.layout import LAYOUTS
 from replicax.errors import ConfigError, LossError
 
 __all__ = ["short"]

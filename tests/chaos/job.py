@@ -42,7 +42,7 @@ from jax._src.distributed import global_state
 
 import replicax as rx
 from replicax.cluster.failure import end
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 from replicax.errors import Terminated
 from replicax.train.fingerprint import sha256
 

@@ -16,7 +16,7 @@ from support.tiers import EXHAUSTIVE
 from support.waiting import HANG_SECONDS
 
 from replicax import cli
-from replicax.core import capacity
+from replicax.core.first_step import memory_check
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -148,7 +148,7 @@ def test_what_an_allocator_refuses_is_one_line(said: str, main: Main, folder: Pa
 def test_a_step_that_cannot_fit_is_refused_before_it_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 400)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 400)
     line = refusal(main, *REGRESSION, "--run", "it")
     assert_mentions(line, "step of 64 rows", "8 host devices", "lower the", "batch size")
 

@@ -11,7 +11,7 @@ from support.command_line import Main
 
 import replicax as rx
 from replicax.cli import train as command
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.recipes.linear_regression import LinearRegression
 
 LINE = [

@@ -16,9 +16,9 @@ from replicax.cli.plan import PlanOptions
 from replicax.cli.step_options import DeviceOptions, ModeOptions, StepOptions
 from replicax.cli.train import ComputeOptions
 from replicax.cli.verify import VerifyOptions
-from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
-from replicax.core.reduction import REDUCTIONS
+from replicax.core.placement.layout import LAYOUTS
+from replicax.core.step.reduction import REDUCTIONS
 from replicax.recipes.linear_regression import LinearRegression
 from replicax.recipes.mlp import MLP
 

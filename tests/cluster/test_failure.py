@@ -17,7 +17,7 @@ from replicax.cluster import failure, link
 from replicax.cluster.cluster_job import set_job
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
-from replicax.core.in_flight import InFlight
+from replicax.core.ground.in_flight import InFlight
 from replicax.errors import AgreementError, interrupted
 
 
@@ -140,7 +140,7 @@ def test_the_stacks_come_with_it(path: Path) -> None:
         "from replicax.cluster.failure import stop_now\n"
         "from replicax.cluster.pulse import Pulse\n"
         "from replicax.cluster.verdict import Verdict\n"
-        "from replicax.core.in_flight import InFlight\n"
+        "from replicax.core.ground.in_flight import InFlight\n"
         "pulse, late = Pulse(InFlight()), Verdict('late', [1], stacks=True)\n"
         "def waiting_here(): stop_now(0, pulse, late)\n"
         "waiting_here()"

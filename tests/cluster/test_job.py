@@ -9,7 +9,7 @@ from support.cluster_jobs import Process, opened
 from support.figures import assert_mentions
 
 from replicax.cluster import cluster_job
-from replicax.core.job import Alone, Job
+from replicax.core.ground.job import Alone, Job
 from replicax.errors import AgreementError, CheckpointError
 
 

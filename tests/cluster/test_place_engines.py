@@ -12,7 +12,7 @@ from support.figures import assert_mentions
 
 from replicax.cluster import tpu_pod
 from replicax.cluster.place import find_place
-from replicax.core import jax_internals
+from replicax.core.ground import jax_internals
 from replicax.errors import ConfigError
 
 STEP = {

@@ -8,8 +8,8 @@ import pytest
 from replicax.cluster import pulse as pulse_module
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse, Standing
-from replicax.core import in_flight
-from replicax.core.in_flight import InFlight
+from replicax.core.ground import in_flight
+from replicax.core.ground.in_flight import InFlight
 
 PATIENCE = Patience(stall_multiple=10.0, stall_seconds=60.0, start_seconds=1800.0)
 

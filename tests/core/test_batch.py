@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from replicax.core.batch import Batch, Share, host_rows, pad, row_count
-from replicax.core.mesh import by_rows, make_mesh
+from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
+from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import DataError
 
 

@@ -12,7 +12,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.traced_for import traced_for
+from replicax.core.ground.traced_for import traced_for
 
 ROWS, WIDTH, LAYERS = 16, 8, 3
 BATCH = {

@@ -8,7 +8,7 @@ import pytest
 from support.figures import assert_mentions
 
 import replicax as rx
-from replicax.core import capacity
+from replicax.core.first_step import memory_check
 
 
 def wide(model: Any, batch: Any, key: Any) -> Any:
@@ -18,8 +18,8 @@ def wide(model: Any, batch: Any, key: Any) -> Any:
 def test_a_state_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**20 - 1)
-    monkeypatch.setattr(capacity, "GIB", 2**20)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**20 - 1)
+    monkeypatch.setattr(memory_check, "GIB", 2**20)
     model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
     halves = rx.make_mesh(2)
     with pytest.raises(rx.ConfigError) as caught:
@@ -43,8 +43,8 @@ def first_step(**options: Any) -> None:
 def test_a_step_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**18)
-    monkeypatch.setattr(capacity, "GIB", 2**20)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**18)
+    monkeypatch.setattr(memory_check, "GIB", 2**20)
     with pytest.raises(rx.ConfigError) as caught:
         first_step(mesh=rx.make_mesh(2))
     text = str(caught.value)
@@ -54,17 +54,17 @@ def test_a_step_that_cannot_fit_is_refused_with_the_figures(
 
 
 def test_a_step_that_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**30)
     first_step(mesh=rx.make_mesh(2))
 
 
 def test_a_host_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: None)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: None)
     first_step(mesh=rx.make_mesh(2))
 
 
 def test_the_host_says_what_is_free() -> None:
-    free = capacity.free_host_bytes()
+    free = memory_check.free_host_bytes()
     assert free is not None
     assert 2**20 < free < 2**50
 
@@ -84,8 +84,8 @@ class Devices:
 
 def test_of_accelerators_the_fullest_counts() -> None:
     full, empty = (Device(bytes_limit=100, bytes_in_use=used) for used in (90, 0))
-    assert capacity._free_bytes(Devices(empty, full)) == 10  # type: ignore[arg-type]
-    assert capacity._free_bytes(Devices(Device())) is None  # type: ignore[arg-type]
+    assert memory_check._free_bytes(Devices(empty, full)) == 10  # type: ignore[arg-type]
+    assert memory_check._free_bytes(Devices(Device())) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("platform", "needs"), [("gpu", 20 - 12 + 70), ("tpu", 50 - 30)])
@@ -99,10 +99,10 @@ def test_what_a_compiled_step_needs_beside_its_arguments(platform: str, needs: i
     )
     compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
     mesh: Any = Devices(Device(platform, bytes_limit=needs, bytes_in_use=0))
-    capacity.check_fits([compiled], mesh, 8)
+    memory_check.check_fits([compiled], mesh, 8)
     mesh = Devices(Device(platform, bytes_limit=needs, bytes_in_use=1))
     with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
-        capacity.check_fits([compiled], mesh, 8)
+        memory_check.check_fits([compiled], mesh, 8)
 
 
 def test_what_several_programs_return_is_held_together() -> None:
@@ -110,7 +110,7 @@ def test_what_several_programs_return_is_held_together() -> None:
     compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
     needs = 2 * (20 - 12) + 70
     mesh: Any = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=0))
-    capacity.check_fits([compiled, compiled], mesh, 8)
+    memory_check.check_fits([compiled, compiled], mesh, 8)
     mesh = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=1))
     with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
-        capacity.check_fits([compiled, compiled], mesh, 8)
+        memory_check.check_fits([compiled, compiled], mesh, 8)

@@ -13,7 +13,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.reduction import REDUCTIONS
+from replicax.core.step.reduction import REDUCTIONS
 from replicax.train.fingerprint import sha256
 
 ALL = {**CASES, **{f"{name}, dropout": case for name, case in DROPOUT_CASES.items()}}

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from support.clock import Clock, is_waiting
 from support.waiting import HANG_SECONDS, until
 
-from replicax.core import feed as feed_module
-from replicax.core.batch import Batch
-from replicax.core.feed import Feed, Split
-from replicax.core.job import Alone
-from replicax.core.mesh import by_rows, make_mesh
-from replicax.core.sources import PerProcess, as_source
+from replicax.core.data import feed as feed_module
+from replicax.core.data.batch import Batch
+from replicax.core.data.feed import Feed, Split
+from replicax.core.data.sources import PerProcess, as_source
+from replicax.core.ground.job import Alone
+from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import ConfigError, DataError
 
 MESHES = {count: make_mesh(devices=jax.devices()[:count]) for count in (1, 2, 4, 8)}

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from replicax.core.in_flight import STEPS_IN_FLIGHT, InFlight
+from replicax.core.ground.in_flight import STEPS_IN_FLIGHT, InFlight
 
 
 class Result:

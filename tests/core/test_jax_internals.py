@@ -8,7 +8,7 @@ import jax
 import pytest
 from test_architecture import FILES, parsed
 
-from replicax.core import jax_internals
+from replicax.core.ground import jax_internals
 
 TAKEN = {
     "compile_or_get_cached": "backend computation devices compile_options host_callbacks"
@@ -70,4 +70,4 @@ def test_there_is_one_door() -> None:
 
     trees = {module: ast.walk(parsed(path)) for module, path in FILES.items()}
     users = [module for module, nodes in trees.items() if any(map(private, nodes))]
-    assert users == ["replicax.core.jax_internals"]
+    assert users == ["replicax.core.ground.jax_internals"]

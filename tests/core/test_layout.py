@@ -14,8 +14,8 @@ from support.tiers import exhaustive
 
 import replicax as rx
 from replicax.analysis.schedule import Schedule, read_schedule
-from replicax.core.layout import LAYOUTS, as_layout
 from replicax.core.modes import MODES
+from replicax.core.placement.layout import LAYOUTS, as_layout
 from replicax.errors import ConfigError
 
 RULES = [

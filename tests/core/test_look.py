@@ -13,11 +13,11 @@ from flax import nnx
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.batch import Batch
-from replicax.core.examiner import of_loss
-from replicax.core.look import Look
-from replicax.core.row_trials import Division
-from replicax.core.update import step_key
+from replicax.core.data.batch import Batch
+from replicax.core.first_step.examiner import of_loss
+from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.row_trials import Division
+from replicax.core.step.update import step_key
 
 Loss = Callable[[Any, Any, Any], Any]
 ROWS = 16

@@ -10,7 +10,7 @@ import pytest
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.loss import sums
+from replicax.core.step.loss import sums
 
 ROWS = 6
 MASK = jnp.asarray([1, 1, 1, 1, 0, 0], jnp.float32)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from replicax.core.job import Alone
-from replicax.core.mesh import (
+from replicax.core.ground.job import Alone
+from replicax.core.placement.mesh import (
     abstract_like,
     abstract_mesh,
     by_rows,

@@ -17,8 +17,8 @@ from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
-from replicax.core.mesh import DATA
 from replicax.core.modes import MODES, Mode
+from replicax.core.placement.mesh import DATA
 
 STEPS = 5
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.core.job import Alone
-from replicax.core.sources import as_source
+from replicax.core.data.sources import as_source
+from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import until
 
-from replicax.core.feed import prefetched
+from replicax.core.data.feed import prefetched
 
 
 def threads() -> list[threading.Thread]:

@@ -9,9 +9,9 @@ import optax
 import pytest
 from jax import lax
 
-from replicax.core.row_counts import KEY, Count, Ratio, Total
-from replicax.core.row_rules import MIXED, Rows
-from replicax.core.rows import Follow, Unlike
+from replicax.core.jaxprs.row_counts import KEY, Count, Ratio, Total
+from replicax.core.jaxprs.row_dependence import Follow, Unlike
+from replicax.core.jaxprs.row_rules import MIXED, Rows
 
 ROWS = 6
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 4, 5)), jnp.float32)

@@ -13,13 +13,9 @@ import pytest
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.micro_sharded import MicroSharded
-from replicax.core.same_program import (
-    SameProgram,
-    as_global,
-    sharding_of,
-    with_deterministic_attention,
-)
+from replicax.core.exact.micro_shard_step import MicroSharded
+from replicax.core.exact.replica_program import SameProgram, as_global, with_deterministic_attention
+from replicax.core.placement.mesh import sharding_of
 from replicax.errors import LossError
 from replicax.train.fingerprint import sha256
 

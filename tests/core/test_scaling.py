@@ -12,8 +12,8 @@ from support.resumable import bits
 from support.tiers import only
 
 import replicax as rx
-from replicax.core import scaling
-from replicax.core.scaling import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
+from replicax.core.step import loss_scale
+from replicax.core.step.loss_scale import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.noise_scale import noise_probe
 
@@ -97,7 +97,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted() -> None:
 
 
 def test_the_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "PATIENCE", 3)
+    monkeypatch.setattr(loss_scale, "PATIENCE", 3)
     scale, seen = Scale(jnp.float32(4), jnp.int32(0), jnp.int32(0)), []
     for overflow in (False, False, True, False, False, False, False):
         scale = scale.after(jnp.bool_(overflow))

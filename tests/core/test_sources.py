@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from replicax.core.job import Alone
-from replicax.core.sources import Source, as_source, can_shuffle
+from replicax.core.data.sources import Source, as_source, can_shuffle
+from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError, DataError
 
 

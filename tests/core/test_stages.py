@@ -33,10 +33,10 @@ from support.staged import (
 from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
-from replicax.core.loss import WeightedSum
 from replicax.core.models.definition import View
-from replicax.core.objective import StepSums
-from replicax.core.pipeline import SCHEDULES, bubble
+from replicax.core.placement.pipeline_schedules import SCHEDULES, bubble
+from replicax.core.step.loss import WeightedSum
+from replicax.core.step.objective import StepSums
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

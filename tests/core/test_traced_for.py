@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from replicax.core import traced_for as module
-from replicax.core.traced_for import cuda_capability, traced_for
+from replicax.core.ground import traced_for as module
+from replicax.core.ground.traced_for import cuda_capability, traced_for
 
 
 def test_the_capability_is_that_of_the_described_devices() -> None:

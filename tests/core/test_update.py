@@ -13,7 +13,7 @@ from support.tiers import only
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.core.models.split import split_model
-from replicax.core.optimizer import updater
+from replicax.core.step.optimizer import updater
 from replicax.train.guarded import guarded
 
 SOURCE = {"x": np.arange(96, dtype=np.float32).reshape(16, 6) / 96, "y": np.ones(16, np.float32)}

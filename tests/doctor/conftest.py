@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from replicax.core.job import Alone, Job
+from replicax.core.ground.job import Alone, Job
 
 Result = TypeVar("Result")
 Together = Callable[[int, Callable[[Job], Result]], list[Result]]

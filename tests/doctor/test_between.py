@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.doctor.between import (
     check_clocks,
     check_surroundings,

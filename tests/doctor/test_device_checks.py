@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP
-from replicax.core import capacity
-from replicax.core.job import Alone
+from replicax.core.first_step import memory_check
+from replicax.core.ground.job import Alone
 from replicax.doctor import device_checks
 from replicax.doctor.device_checks import (
     FoundDevices,
@@ -168,7 +168,7 @@ def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 8 * MB)
+    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 8 * MB)
     (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
     assert re.search(r"1\.05 MB and .*skipped: .* 33\.6 MB of .*", row.found)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicax.checks import FAIL, NOTE, PASS
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.doctor import shared_folders
 from replicax.doctor.shared_folders import check_folders, judge_folder
 

@@ -10,7 +10,7 @@ import pytest
 from plan.plans import GB, SPEED, TRAFFIC, make_plan, need
 
 import replicax as rx
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.forecast import StepTime
 from replicax.plan.planned import Alternative, MicroBatches, Need, Speed

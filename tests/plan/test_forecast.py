@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.forecast import (
     MOST_DEVICES,
     PAYING_SPEEDUP,

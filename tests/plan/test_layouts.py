@@ -14,7 +14,7 @@ from plan.test_plan import alone, host, in_process
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.memory_formula import memory_formula
 from replicax.plan.planned import Plan
 from replicax.plan.target import parse_target

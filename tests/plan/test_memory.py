@@ -12,7 +12,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, inspect
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.memory_formula import MemoryFormula, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2

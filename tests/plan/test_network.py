@@ -5,7 +5,7 @@ import math
 import pytest
 
 from replicax.analysis.hardware import CHIPS
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.network import (
     HostNetwork,

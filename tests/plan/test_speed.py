@@ -11,7 +11,7 @@ from plan.plans import FORMULA
 import replicax as rx
 from replicax.analysis.hardware import Chip, Interconnect
 from replicax.analysis.schedule import Kernel, Schedule, WhileLoop
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
 from replicax.plan.memory_formula import MemoryFormula

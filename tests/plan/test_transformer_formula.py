@@ -10,7 +10,7 @@ import pytest
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.memory_formula import Transformer, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2

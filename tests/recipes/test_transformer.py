@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.tiers import EXHAUSTIVE, only
 
-from replicax.core.traced_for import traced_for
+from replicax.core.ground.traced_for import traced_for
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2

@@ -21,7 +21,7 @@ from replicax.cluster.rendezvous import meet
 from replicax.cluster.secret import Secret
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Connection, Go, Hello
-from replicax.core.in_flight import InFlight
+from replicax.core.ground.in_flight import InFlight
 
 VERSIONS = {"python": "3.13.1", "jax": "0.10.2"}
 

@@ -18,7 +18,7 @@ from flax import nnx
 
 import replicax as rx
 from replicax.analysis.hlo import instructions
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 from replicax.train.fingerprint import sha256
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4

@@ -14,7 +14,7 @@ import optax
 from support.job_cases import DATA, loss, model
 
 import replicax as rx
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 
 
 def interrupt(job: Job, steps: int) -> None:

@@ -11,7 +11,7 @@ from support.object_store import register
 from support.saved_checkpoint import POSITION
 
 import replicax as rx
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import STATE, Store

@@ -14,7 +14,7 @@ from support.agreement import in_float64, record_gradient, without_keys
 from support.cases import BATCH, CASES, CLASSES, Case
 
 import replicax as rx
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 from replicax.recipes.gpt2 import GPT2
 
 STEPS = 5

@@ -16,8 +16,8 @@ from support.settings import grouped
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import numbers
-from replicax.core.update import TrainState
+from replicax.core.ground.leaves import numbers
+from replicax.core.ground.train_state import TrainState
 from replicax.train.records import Record
 
 ROWS, BATCH, BATCHES = 75, 16, 5

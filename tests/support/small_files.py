@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import replicax as rx
-from replicax.core.job import Alone
-from replicax.core.update import TrainState
+from replicax.core.ground.job import Alone
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ReplicaxError
 from replicax.train import lease, load
 from replicax.train.checkpoints.arrays import abstract

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import replicax as rx
-from replicax.core.mesh import abstract_mesh
+from replicax.core.placement.mesh import abstract_mesh
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet

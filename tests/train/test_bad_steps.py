@@ -13,8 +13,8 @@ from support.figures import assert_mentions, figures
 from support.processes import SUPPORT, run_job
 
 import replicax as rx
-from replicax.core.batch import Batch, pad
-from replicax.core.job import Alone
+from replicax.core.data.batch import Batch, pad
+from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
 from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded

@@ -38,8 +38,8 @@ with take_lease(pathlib.Path(sys.argv[1])) as lease:
 """
 SAVED = """
 import jax.numpy as jnp
-from replicax.core.job import Alone
-from replicax.core.update import TrainState
+from replicax.core.ground.job import Alone
+from replicax.core.step.update import TrainState
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver

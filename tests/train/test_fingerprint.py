@@ -12,7 +12,7 @@ from support.bit_flips import flip, flip_leaf, leaf_names, part_bytes
 from support.cases import CASES
 
 import replicax as rx
-from replicax.core.mesh import replicated
+from replicax.core.placement.mesh import replicated
 from replicax.train.fingerprint import Fingerprint, UnequalCopies, fingerprint
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64", "int4")

@@ -45,7 +45,7 @@ from replicax.cluster.patience import Patience
 from replicax.cluster.place import find_place
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.wire import Hello
-from replicax.core.in_flight import InFlight
+from replicax.core.ground.in_flight import InFlight
 
 def join():
     place = find_place(os.environ)

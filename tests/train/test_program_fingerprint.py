@@ -18,8 +18,8 @@ from support.resumable import loss, model, rows
 from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
-from replicax.core.job import Alone
-from replicax.core.sources import as_source
+from replicax.core.data.sources import as_source
+from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
 from replicax.train.guarded import guarded, with_losses
 from replicax.train.program_fingerprint import program_fingerprint, some_rows

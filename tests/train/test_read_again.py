@@ -14,7 +14,7 @@ from support.resumable import BATCH, bits, crashing, data_parallel, fit, rows, u
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
 from replicax.train.audit import Snapshot
 from replicax.train.read_again import FirstBatch, checksums, difference

@@ -15,9 +15,9 @@ from support.saved_checkpoint import POSITION
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.core.job import Alone
-from replicax.core.sources import as_source
-from replicax.core.update import TrainState
+from replicax.core.data.sources import as_source
+from replicax.core.ground.job import Alone
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ReplicaxError
 from replicax.train import lease
 from replicax.train.checkpoints.arrays import abstract

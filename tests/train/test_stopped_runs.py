@@ -16,8 +16,8 @@ from support.cluster_jobs import opened
 from support.resumable import data_parallel, fit, model, rows, steps_saved
 
 import replicax as rx
-from replicax.core.feed import Feed, GaveUpError, Split
-from replicax.core.sources import as_source
+from replicax.core.data.feed import Feed, GaveUpError, Split
+from replicax.core.data.sources import as_source
 from replicax.errors import StateError, Terminated
 
 STEPS, BATCH = 3, 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.cluster_jobs import opened
 
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.train import stopping as stopping_module
 from replicax.train.stopping import Interrupt, Stopping
 

@@ -10,8 +10,8 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.core.row_counts import KEY
-from replicax.core.rows import Follow
+from replicax.core.jaxprs.row_counts import KEY
+from replicax.core.jaxprs.row_dependence import Follow
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.facts import examine
 from replicax.verify.subject import Subject

@@ -11,8 +11,8 @@ from support.tiers import EXHAUSTIVE
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.core import loss as loss_module
 from replicax.core.modes import MODES
+from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import counted_compilations
@@ -37,7 +37,7 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = examine(of)
     sums = loss_module.sums
     monkeypatch.setattr(
-        "replicax.core.objective.sums",
+        "replicax.core.step.objective.sums",
         lambda returned, mask: sums(returned, jax.numpy.ones_like(mask)),
     )
     found = verdicts(of, of.own, facts=facts)

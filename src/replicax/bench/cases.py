@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from replicax.core.feed import Split
-from replicax.core.layout import Layout, as_layout
-from replicax.core.mesh import DATA, STAGE, abstract_mesh, replica_count
+from replicax.core.data.feed import Split
 from replicax.core.modes import MODES, as_mode
-from replicax.core.partition import Rules
-from replicax.core.reduction import Reduction, as_reduction
+from replicax.core.placement.layout import Layout, as_layout
+from replicax.core.placement.mesh import DATA, STAGE, abstract_mesh, replica_count
+from replicax.core.placement.sharding_rules import Rules
+from replicax.core.step.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
 from replicax.wording import counted
 

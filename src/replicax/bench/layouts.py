@@ -6,9 +6,9 @@ import jax
 from jax.sharding import Mesh
 
 from replicax.bench.cases import STRONG, BenchCase, Placed, check_left
-from replicax.core.layout import LAYOUTS, Layout, as_layout
-from replicax.core.mesh import DATA, MODEL, STAGE, make_mesh
-from replicax.core.partition import Rules
+from replicax.core.placement.layout import LAYOUTS, Layout, as_layout
+from replicax.core.placement.mesh import DATA, MODEL, STAGE, make_mesh
+from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError, choose
 from replicax.wording import counted
 

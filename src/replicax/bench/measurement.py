@@ -16,7 +16,7 @@ from replicax.bench.cases import BenchCase, Placed
 from replicax.bench.machine import only_cores
 from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, LossError
 from replicax.wording import duration
 

@@ -20,9 +20,9 @@ import numpy as np
 from replicax.analysis.compiled import read_memory
 from replicax.analysis.hlo import Instruction
 from replicax.analysis.memory_use import CONTROL, MemoryUse, compile_with_memory
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError
 
 FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("forward", "backward", "reduction", "update")

@@ -32,15 +32,15 @@ from replicax.bench.machine import (
 from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
 from replicax.core.data_parallel import DataParallel
-from replicax.core.exact import MICRO_SHARDS
-from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout
-from replicax.core.mesh import make_mesh
+from replicax.core.exact.fixed_tree import MICRO_SHARDS
+from replicax.core.ground.job import Alone, Job
 from replicax.core.modes import MODES, as_mode
-from replicax.core.objective import LossFunction
-from replicax.core.own import StepFunction
-from replicax.core.partition import Rules
-from replicax.core.reduction import Reduction
+from replicax.core.placement.layout import Layout
+from replicax.core.placement.mesh import make_mesh
+from replicax.core.placement.sharding_rules import Rules
+from replicax.core.step.custom_step import StepFunction
+from replicax.core.step.objective import LossFunction
+from replicax.core.step.reduction import Reduction
 from replicax.errors import ConfigError
 
 

@@ -14,15 +14,15 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
 from replicax.bench.bench_result import CaseResult, LayoutFigures
 from replicax.bench.cases import BenchCase
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
+from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
-from replicax.core.job import Job
-from replicax.core.mesh import STAGE
-from replicax.core.pipeline import bubble
-from replicax.core.reduction import Wire
-from replicax.core.scaling import settled
-from replicax.core.sources import as_source, can_shuffle
-from replicax.core.update import TrainState
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.mesh import STAGE
+from replicax.core.placement.pipeline_schedules import bubble
+from replicax.core.step.loss_scale import settled
+from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
 
 UNMEASURED_STEPS = 2

@@ -27,7 +27,7 @@ from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ClusterError, ConfigError, MissingDependencyError
 from replicax.launch.job_spec import JobSpec

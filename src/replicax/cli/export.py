@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions, about_line
-from replicax.core.models.definition import PyTree
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError, require
 from replicax.train.load import Loaded
 from replicax.train.places import check_replaceable

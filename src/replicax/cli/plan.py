@@ -20,9 +20,9 @@ from replicax.cli.step_options import (
     first_rows,
     make_host_devices,
 )
-from replicax.core.job import Alone
+from replicax.core.data.sources import as_source
+from replicax.core.ground.job import Alone
 from replicax.core.modes import as_mode
-from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
 from replicax.plan.plan_table import table

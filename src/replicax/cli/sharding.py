@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.mesh import STAGE, by_rows
-from replicax.core.models.definition import PyTree
-from replicax.core.partition import axes_of
-from replicax.core.update import TrainState
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.mesh import STAGE, by_rows
+from replicax.core.placement.sharding_rules import axes_of
 from replicax.wording import size_text
 
 COLUMNS = 80

@@ -13,13 +13,13 @@ import replicax as rx
 from replicax.arguments import Count, Devices
 from replicax.cli.flags import one_of, shown_as
 from replicax.cluster.place import find_place
-from replicax.core.exact import MICRO_SHARDS, fix_threads
-from replicax.core.job import Alone, Job
-from replicax.core.layout import LAYOUTS, Layout
+from replicax.core.data.sources import as_source
+from replicax.core.exact.fixed_tree import MICRO_SHARDS, fix_threads
+from replicax.core.ground.job import Alone, Job
 from replicax.core.modes import MODES, as_mode
-from replicax.core.pipeline import SCHEDULES
-from replicax.core.reduction import REDUCTIONS
-from replicax.core.sources import as_source
+from replicax.core.placement.layout import LAYOUTS, Layout
+from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 

@@ -21,9 +21,9 @@ from replicax.cli.step_options import (
     print_data,
 )
 from replicax.cluster.failure import stop_all_now
-from replicax.core.job import Job
-from replicax.core.sources import PerProcess, can_shuffle
-from replicax.core.update import TrainState
+from replicax.core.data.sources import PerProcess, can_shuffle
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, choose, require
 from replicax.plan.cells import line
 from replicax.plan.largest import at_once_and_fitting

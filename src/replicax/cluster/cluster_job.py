@@ -14,7 +14,7 @@ from replicax.cluster.alike import environment
 from replicax.cluster.differences import differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.errors import AgreementError, ReplicaxError
 
 _SLOW_SECONDS = 3600.0

@@ -22,8 +22,8 @@ from replicax.cluster.place import Place, find_place
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import is_loopback, meet
 from replicax.cluster.wire import Go, Hello
-from replicax.core.in_flight import InFlight
-from replicax.core.jax_internals import cache_own_programs
+from replicax.core.ground.in_flight import InFlight
+from replicax.core.ground.jax_internals import cache_own_programs
 from replicax.errors import ClusterError
 
 _DAY_SECONDS = 86_400

@@ -9,7 +9,7 @@ import traceback
 
 from replicax.cluster.message import Typed
 from replicax.cluster.patience import Patience
-from replicax.core.in_flight import InFlight
+from replicax.core.ground.in_flight import InFlight
 
 _PACES = 100
 """Number of recent step times kept; their median is the usual step time."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from replicax.cluster.address import join_address
 from replicax.cluster.variables import Detected, Fact, whole_number
-from replicax.core import jax_internals  # JAX's table of TPUs has no public name
+from replicax.core.ground import jax_internals  # JAX's table of TPUs has no public name
 from replicax.errors import ConfigError
 
 ENGINE = "TPU"

@@ -1,39 +1,42 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from replicax.arguments import Count, Natural, Rows, Seed, typed, typed_but
-from replicax.core.batch import Batch
-from replicax.core.capacity import check_state_fits
-from replicax.core.configuration import configure
-from replicax.core.configured import Configured
+from replicax.core.config import Configuration, configure
+from replicax.core.data.batch import Batch
+from replicax.core.data.feed import Feed, Split
+from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
-from replicax.core.exact import MICRO_SHARDS
-from replicax.core.feed import Feed
-from replicax.core.job import Job
-from replicax.core.layout import Layout, copied
-from replicax.core.loss import LOSS
-from replicax.core.mesh import by_rows
+from replicax.core.exact.fixed_tree import MICRO_SHARDS
+from replicax.core.first_step.argument_checks import check_kind
+from replicax.core.first_step.memory_check import check_state_fits
+from replicax.core.first_step_checks import STEP, Ready, agree_on_model
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.models.definition import Parts
 from replicax.core.modes import Mode
-from replicax.core.objective import LossFunction
-from replicax.core.optimizer import Trainable
-from replicax.core.own import StepFunction
-from replicax.core.partition import Rules
-from replicax.core.ready import STEP, Ready, agree_on_model
-from replicax.core.reduction import Reduction
-from replicax.core.refused import check_kind
-from replicax.core.sources import as_source
-from replicax.core.undisturbed import of_one_thread
-from replicax.core.update import Metrics, TrainState
+from replicax.core.placement.layout import Layout, copied
+from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
+from replicax.core.placement.sharding_rules import Rules
+from replicax.core.placement.undisturbed import of_one_thread
+from replicax.core.program import Program, program_of
+from replicax.core.step.accumulate import Apply
+from replicax.core.step.custom_step import StepFunction
+from replicax.core.step.loss import LOSS
+from replicax.core.step.objective import LossFunction
+from replicax.core.step.optimizer import Trainable
+from replicax.core.step.reduction import Reduction
+from replicax.errors import StateError
 
 
-class DataParallel(Configured):
+class DataParallel:
     """A data-parallel training step over the devices of a mesh.
 
     Examples:
@@ -57,15 +60,18 @@ class DataParallel(Configured):
             one in mode `single`.
         mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom `Mode`; see
             `replicax.core.modes`.
-        layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.layout`.
+        layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.placement.layout`.
         accumulate: gradient accumulation: the number of micro-batches per replica.
         micro_shards: in mode `exact`, the number of parts, a power of two, of a global batch on any
             number of devices. Device counts that divide it compute bitwise identical results.
-        precision: `float32`, `bfloat16` or `float16`; see `replicax.core.precision.Precision`.
+        precision: `float32`, `bfloat16` or `float16`; see
+            `replicax.core.ground.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
-            (half the bytes), or a custom one; see `replicax.core.reduction.Reduction`.
-        trainable: which parameters train, all by default; see `replicax.core.optimizer.Trainable`.
-        ema: decay of a moving average of the parameters; see `replicax.core.optimizer.averaging`.
+            (half the bytes), or a custom one; see `replicax.core.step.reduction.Reduction`.
+        trainable: which parameters train, all by default; see
+            `replicax.core.step.optimizer.Trainable`.
+        ema: decay of a moving average of the parameters; see
+            `replicax.core.step.optimizer.averaging`.
         donate: whether `step` donates the input state's memory, which makes that state unusable.
         compiler_options: XLA options, by name, for the step. By default none, except on several
             GPUs, where reductions are allowed to overlap with computation.
@@ -272,6 +278,67 @@ class DataParallel(Configured):
         arrays = state.params, state.extras
         return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some arguments changed and without a model.
+
+        With an `AbstractMesh`, the copy compiles for devices that need not exist and runs nothing.
+        """
+        other = object.__new__(type(self))
+        other._configure(configure(**{**vars(self.configuration), **changes}))
+        return other
+
+    @of_one_thread
+    def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
+        """Return a cached copy whose optimizer part of the step is `wrap(apply)`.
+
+        `wrap` is a module-level function; `state`, or its shapes, is this object's or `wrap`'s.
+        """
+        shapes = jax.eval_shape(lambda leaf: leaf, state)
+        key = (wrap, jax.tree.structure(shapes))
+        if key not in self._wrapped:
+            other = self._wrapped[key] = self.replace(wrap_apply=wrap)
+            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
+        return self._wrapped[key]
+
+    @property
+    def split(self) -> Split:
+        """The split of a batch over replicas and micro-batches."""
+        return self.configuration.split(self.mesh)
+
+    @of_one_thread
+    def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
+        """Return the step and the evaluation of a model, without compiling anything.
+
+        Args:
+            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
+            mesh: attached or described devices, or a number of replicas; default: `self.mesh`.
+        """
+        is_state = isinstance(model, TrainState)
+        described = model if is_state else self.configuration.split_model(model)
+        where = self.mesh if mesh is None else check_mesh(mesh)
+        return program_of(self.configuration, described, where, self._program)
+
+    @of_one_thread
+    def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """Lower the step for `mesh`, attached or described, without running or placing anything.
+
+        Args:
+            model: as for `init`, or a `TrainState`; arrays or their shapes.
+            batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
+            mesh: default: `self.mesh`. `step` reuses what is compiled here for its arguments.
+        """
+        lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
+        return lowered
+
+    @of_one_thread
+    def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
+        """Trace as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
+        program = self.program(model, mesh=mesh)
+        placed = program.holds(model, batch)
+        arguments = (model, batch) if placed else (program.shapes, program.described(batch))
+        traced: jax.stages.Traced = program.step.trace(*arguments)
+        return traced
+
     @cached_property
     def _checks(self) -> Ready:
         return Ready(self._known)
@@ -279,3 +346,24 @@ class DataParallel(Configured):
     @cached_property
     def _evaluation(self) -> ProgramEvaluation:
         return ProgramEvaluation(self._known, self._checks)
+
+    def _configure(self, configuration: Configuration) -> None:
+        self.configuration = chosen = configuration
+        self.loss, self.optimizer, self.mesh = chosen.loss, chosen.optimizer, chosen.mesh
+        self.mode, self.layout, self.precision = chosen.mode, chosen.layout, chosen.precision
+        self.accumulate, self.micro_shards = chosen.accumulate, chosen.micro_shards
+        self.reduction, self.donate, self.job = chosen.reduction, chosen.donate, chosen.job
+        self._program: Program | None = None
+        self._wrapped: dict[Any, Self] = {}
+
+    def _adopt(self, parts: Parts) -> Program:
+        """Return the program of a model, and keep it as this object's if it is the first."""
+        program = program_of(self.configuration, parts, self.mesh, self._program)
+        self._program = self._program or program
+        return program
+
+    @property
+    def _known(self) -> Program:
+        if self._program is None:
+            raise StateError("this DataParallel has no model yet; call init(model) first")
+        return self._program

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.batch import Batch
-from replicax.core.leaves import by_path, changes
-from replicax.core.loss import Totals
-from replicax.core.mesh import Axis, by_rows, replicated
-from replicax.core.models.definition import PyTree, View
-from replicax.core.modes import batch_shardings, lift
-from replicax.core.objective import LossFunction, Objective
+from replicax.core.data.batch import Batch
+from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state
+from replicax.core.first_step_checks import EVALUATION, Ready
+from replicax.core.ground.leaves import PyTree, by_path, changes
+from replicax.core.ground.train_state import TrainState
+from replicax.core.models.definition import View
+from replicax.core.modes import lift
+from replicax.core.placement.mesh import Axis, batch_shardings, by_rows, replicated
 from replicax.core.program import Program
-from replicax.core.ready import EVALUATION, Ready
-from replicax.core.refused import check_kind, check_loss, check_state
-from replicax.core.update import TrainState
+from replicax.core.step.loss import Totals
+from replicax.core.step.objective import LossFunction, Objective
 from replicax.errors import ConfigError, LossError
 
 _IN_FLIGHT = 2

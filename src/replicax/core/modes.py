@@ -11,29 +11,28 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from replicax.core.accumulate import Accumulator, Sequential
-from replicax.core.batch import Batch
-from replicax.core.exact import FixedTree, OfMicroShard, check_threads
-from replicax.core.layout import Layout
-from replicax.core.mesh import (
+from replicax.core.data.batch import Batch
+from replicax.core.exact.fixed_tree import FixedTree, OfMicroShard, check_threads
+from replicax.core.exact.sharded_update import Piece
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.layout import Layout
+from replicax.core.placement.mesh import (
     DATA,
     STAGE,
     AnyMesh,
     Axis,
+    Own,
     by_rows,
     is_data_only,
     replica_count,
-    replicated,
     row_axis,
 )
-from replicax.core.objective import StepSums
-from replicax.core.pieces import Piece
-from replicax.core.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire, as_they_are
-from replicax.core.same_program import Own
-from replicax.core.update import TrainState
+from replicax.core.step.accumulate import Accumulator, Sequential
+from replicax.core.step.objective import StepSums
+from replicax.core.step.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire, as_they_are
 from replicax.errors import ConfigError, choose
 
-PyTree = Any
 ReplicaFunction = Callable[[TrainState, Batch, Axis | None], Any]
 Mapped = Callable[[TrainState, Batch], Any]
 Wrap = Callable[[ReplicaFunction, Any, tuple[PyTree, PyTree], PyTree], Mapped]
@@ -256,12 +255,6 @@ def lift(
         in_shardings=(state, batch),
         out_shardings=out,
     )
-
-
-def batch_shardings(mesh: AnyMesh) -> Batch:
-    """Return the shardings of a batch: rows split over the replicas, shared leaves replicated."""
-    rows = by_rows(mesh)
-    return Batch(rows, rows, rows, shared=replicated(mesh))  # type: ignore[arg-type]
 
 
 def as_mode(mode: str | Mode) -> Mode:

@@ -9,25 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
-from replicax.core.configuration import Configuration
-from replicax.core.feed import Split
-from replicax.core.host_arrays import opened
-from replicax.core.layout import on_devices_of
-from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
-from replicax.core.micro_sharded import MicroSharded, OnMicroShard, on_micro_shard
-from replicax.core.models.definition import Parts, PyTree
+from replicax.core.built_in_step import ModelOnMesh, written_step, written_step_of_micro_shard
+from replicax.core.config import Configuration
+from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
+from replicax.core.data.feed import Split
+from replicax.core.data.host_arrays import opened
+from replicax.core.exact.micro_shard_step import MicroSharded, OnMicroShard, on_micro_shard
+from replicax.core.first_step.argument_checks import check_kind, check_loss
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState, check_outside_jit
+from replicax.core.models.definition import Parts
 from replicax.core.models.pytree import OwnState
-from replicax.core.modes import batch_shardings, lift
-from replicax.core.objective import LossFunction, only_read
-from replicax.core.optimizer import Updater, average_of
-from replicax.core.optimizer import updater as updater_of
-from replicax.core.own import keep, own_update
-from replicax.core.reduction import REDUCTIONS
-from replicax.core.refused import check_kind, check_loss, check_outside_jit
-from replicax.core.scaling import first_scale
-from replicax.core.update import TrainState, score
-from replicax.core.written import ModelOnMesh, written_step, written_step_of_micro_shard
+from replicax.core.modes import lift
+from replicax.core.placement.layout import on_devices_of
+from replicax.core.placement.mesh import (
+    AnyMesh,
+    batch_shardings,
+    by_rows,
+    replica_count,
+    replicated,
+)
+from replicax.core.step.custom_step import keep, own_update
+from replicax.core.step.loss_scale import first_scale
+from replicax.core.step.objective import LossFunction, only_read
+from replicax.core.step.optimizer import Updater, average_of
+from replicax.core.step.optimizer import updater as updater_of
+from replicax.core.step.reduction import REDUCTIONS
+from replicax.core.step.update import score
 from replicax.errors import ConfigError, StateError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.cluster.differences import differences, processes_text
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 from replicax.doctor.installation import installed
 from replicax.wording import counted
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.accelerators import VISIBLE, list_gpus
-from replicax.core import capacity
-from replicax.core.job import Job
-from replicax.core.mesh import make_mesh
+from replicax.core.first_step import memory_check
+from replicax.core.ground.job import Job
+from replicax.core.placement.mesh import make_mesh
 from replicax.errors import ConfigError
 from replicax.wording import counted, size_text
 
@@ -267,7 +267,7 @@ def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float)
     # The contribution, the sum, and the backend's temporary buffers.
     needed = 4 * size * jax.local_device_count()
     on_host = jax.devices()[0].platform == "cpu"
-    free = capacity.free_host_bytes() if on_host else None
+    free = memory_check.free_host_bytes() if on_host else None
     if free is not None and needed > free / 2:
         reason = f"{size_text(size)} and above skipped: they need {size_text(needed)} of memory"
     said = job.gather("the doctor's size", reason)

@@ -12,7 +12,7 @@ from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
 from replicax.cluster import verdict as cluster_verdict
 from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
-from replicax.core.job import Alone, Job
+from replicax.core.ground.job import Alone, Job
 from replicax.doctor import device_checks, joined
 from replicax.doctor.between import CLOCKS, DIFFERENCES, check_clocks, check_surroundings
 from replicax.doctor.combined import STYLE, combined, failed, guarded, summary, worst

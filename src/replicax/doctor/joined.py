@@ -13,7 +13,7 @@ from replicax.cluster.join import initialize
 from replicax.cluster.patience import find_patience
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.rendezvous import bind, is_loopback, reach
-from replicax.core.job import Alone, Job
+from replicax.core.ground.job import Alone, Job
 from replicax.doctor.combined import failed, guarded, parted
 from replicax.errors import AgreementError, ClusterError, ConfigError
 

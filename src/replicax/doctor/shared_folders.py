@@ -13,7 +13,7 @@ from typing import Any
 
 from replicax.checks import FAIL, NOTE, PASS, Check, Verdict
 from replicax.cluster.differences import processes_text
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 
 FOLDER = "folder"
 LEAST_FREE_BYTES = 10**9

@@ -11,12 +11,12 @@ import jax
 from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
-from replicax.core.layout import LAYOUTS, Layout, layout
-from replicax.core.mesh import FSDP, MODEL, STAGE, abstract_like, replica_count
 from replicax.core.modes import MODES
-from replicax.core.objective import LossFunction
-from replicax.core.partition import Rules
-from replicax.core.reduction import REDUCTIONS
+from replicax.core.placement.layout import LAYOUTS, Layout, layout
+from replicax.core.placement.mesh import FSDP, MODEL, STAGE, abstract_like, replica_count
+from replicax.core.placement.sharding_rules import Rules
+from replicax.core.step.objective import LossFunction
+from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.plan.cells import time_text
 from replicax.plan.exported import WITHOUT_CUDNN

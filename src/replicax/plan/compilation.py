@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from replicax.analysis.compiled import Memory, read_memory
-from replicax.core.mesh import mesh_of
+from replicax.core.placement.mesh import mesh_of
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
 from replicax.plan.exported import ExportedStep
 from replicax.wording import first_line

@@ -8,11 +8,11 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import AnyMesh, mesh_of
+from replicax.core.ground.traced_for import traced_for
 from replicax.core.modes import MODES
-from replicax.core.objective import LossFunction
-from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
-from replicax.core.traced_for import traced_for
+from replicax.core.placement.mesh import AnyMesh, mesh_of
+from replicax.core.step.loss_scale import LOSS_SCALE, OVERFLOWS
+from replicax.core.step.objective import LossFunction
 from replicax.errors import ConfigError, require
 from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from replicax.core.mesh import DATA, FSDP, AnyMesh, abstract_like, abstract_mesh, replica_count
+from replicax.core.placement.mesh import (
+    DATA,
+    FSDP,
+    AnyMesh,
+    abstract_like,
+    abstract_mesh,
+    replica_count,
+)
 from replicax.plan.network import REDUCE_SCATTER, Networks, networks
 from replicax.plan.target import Target
 

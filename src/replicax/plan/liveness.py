@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from replicax.core.equations import scan_counts
+from replicax.core.jaxprs.jaxpr import scan_counts
 from replicax.plan.operations import IN_PLACE, Operation, TracedOperations
 
 ELEMENTWISE = ("cheap", "expensive", "fill")

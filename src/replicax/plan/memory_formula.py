@@ -15,17 +15,18 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.accumulate import Sequential
-from replicax.core.batch import Batch, described, row_count
+from replicax.core.data.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.loss import LOSS
-from replicax.core.mesh import STAGE, by_rows
-from replicax.core.models.definition import PyTree, View
-from replicax.core.objective import Objective
-from replicax.core.partition import axes_of
-from replicax.core.pipeline import SCHEDULES
-from replicax.core.precision import to_sum
-from replicax.core.update import TrainState
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.precision import to_sum
+from replicax.core.ground.train_state import TrainState
+from replicax.core.models.definition import View
+from replicax.core.placement.mesh import STAGE, by_rows
+from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.placement.sharding_rules import axes_of
+from replicax.core.step.accumulate import Sequential
+from replicax.core.step.loss import LOSS
+from replicax.core.step.objective import Objective
 from replicax.plan.liveness import Liveness
 from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from replicax.analysis.hardware import Interconnect
-from replicax.core.mesh import AnyMesh, in_order
+from replicax.core.placement.mesh import AnyMesh, in_order
 from replicax.errors import ConfigError
 from replicax.plan.target import Target, host_bounds
 

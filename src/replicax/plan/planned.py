@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.core.mesh import DATA, FSDP
+from replicax.core.placement.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
 from replicax.plan.memory_formula import MemoryFormula, OnPaper
 from replicax.plan.step_traffic import Traffic

@@ -12,10 +12,10 @@ import jax
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
 from replicax.arguments import Count, Positive, typed
-from replicax.core.batch import row_count
+from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import DATA, is_data_only, replica_count, shard_axis
-from replicax.core.partition import Rules
+from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shard_axis
+from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
 from replicax.plan.compiler import compiler_for

@@ -8,9 +8,9 @@ from replicax.analysis.roofline import kernel_roofline, limits, roofline_seconds
 from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait
 from replicax.analysis.schedule import Step as ScheduleStep
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
-from replicax.core.partition import axes_of
-from replicax.core.pipeline import bubble
+from replicax.core.placement.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
+from replicax.core.placement.pipeline_schedules import bubble
+from replicax.core.placement.sharding_rules import axes_of
 from replicax.plan.forecast import Transfer, devices_that_pay, scaling_curve, step_time
 from replicax.plan.memory_formula import MemoryFormula
 from replicax.plan.network import ALL_REDUCE, networks

@@ -8,8 +8,8 @@ from typing import Any
 from replicax.analysis import hlo
 from replicax.analysis.collectives import SLIGHTLY, wire_bytes, wire_bytes_of_all_reduce
 from replicax.analysis.schedule import Collective, Kernel, Schedule
-from replicax.core.layout import LAYOUTS, Layout
 from replicax.core.modes import MODES, Mode
+from replicax.core.placement.layout import LAYOUTS, Layout
 from replicax.wording import size_text
 
 _SMALL_BYTES = 4096

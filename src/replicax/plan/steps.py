@@ -12,9 +12,10 @@ from jax.extend.core import Jaxpr
 from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.flops import count_flops
 from replicax.analysis.schedule import Schedule, read_schedule
-from replicax.core.batch import row_count
+from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import (
+from replicax.core.ground.traced_for import cuda_capability, traced_for
+from replicax.core.placement.mesh import (
     STAGE,
     AnyMesh,
     abstract_like,
@@ -22,10 +23,9 @@ from replicax.core.mesh import (
     is_data_only,
     replica_count,
 )
-from replicax.core.objective import only_read
-from replicax.core.pipeline import SCHEDULES
-from replicax.core.reduction import Wire
-from replicax.core.traced_for import cuda_capability, traced_for
+from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.step.objective import only_read
+from replicax.core.step.reduction import Wire
 from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from replicax.arguments import Count, Rows
-from replicax.core.precision import to_sum
+from replicax.core.ground.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST

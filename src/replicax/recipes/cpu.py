@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from replicax.core.precision import to_sum
+from replicax.core.ground.precision import to_sum
 from replicax.remat import ATTENTION
 
 LEAST_BLOCK = 32

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.arguments import Count, Natural, NotNegative, Rows, check_ranges
-from replicax.core.partition import Rules
+from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from replicax.arguments import Count, Rows
-from replicax.core.precision import to_sum
+from replicax.core.ground.precision import to_sum
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST
 

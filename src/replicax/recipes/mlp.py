@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from replicax.arguments import Count, Rows
-from replicax.core.partition import Rules
-from replicax.core.precision import to_sum
+from replicax.core.ground.precision import to_sum
+from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import require
 
 nn = require("flax.linen", "flax")

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type
 import jax
 import optax
 
-from replicax.core.models.definition import Definition, PyTree
+from replicax.core.ground.leaves import PyTree
+from replicax.core.models.definition import Definition
 from replicax.core.models.split import split_model
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax.arguments import Count, typed
-from replicax.core.precision import to_sum
-from replicax.core.traced_for import cuda_capability
+from replicax.core.ground.precision import to_sum
+from replicax.core.ground.traced_for import cuda_capability
 from replicax.errors import ConfigError
 from replicax.recipes import cpu
 from replicax.remat import in_turn, products_and_attention

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from replicax.arguments import Count, typed
-from replicax.core.batch import Batch
-from replicax.core.leaves import numbers
-from replicax.core.mesh import replica_count
-from replicax.core.update import TrainState
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import numbers
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.mesh import replica_count
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
 from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from replicax.core.batch import Batch
-from replicax.core.job import Job
-from replicax.core.loss import LOSS
-from replicax.core.update import Metrics
+from replicax.core.data.batch import Batch
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import Metrics
+from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from replicax.arguments import Count, Rows, typed
-from replicax.core.batch import Batch, described
+from replicax.core.data.batch import Batch, described
+from replicax.core.data.feed import Feed, GaveUpError
 from replicax.core.data_parallel import DataParallel
-from replicax.core.feed import Feed, GaveUpError
-from replicax.core.loss import values_by_name
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import View
-from replicax.core.objective import LossFunction
-from replicax.core.optimizer import average_of
-from replicax.core.update import TrainState
+from replicax.core.step.loss import values_by_name
+from replicax.core.step.objective import LossFunction
+from replicax.core.step.optimizer import average_of
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
 from replicax.train.program_fingerprint import some_rows

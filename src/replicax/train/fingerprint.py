@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.leaves import numbers
-from replicax.core.models.definition import PyTree
+from replicax.core.ground.leaves import PyTree, numbers
 
 _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes from xxHash
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self
 import jax
 
 from replicax.arguments import Count, Rows, Seed, typed
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
+from replicax.core.data.host_arrays import opened
+from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
-from replicax.core.host_arrays import opened
-from replicax.core.refused import check_unused, was_donated
-from replicax.core.sources import as_source, can_shuffle
-from replicax.core.update import Metrics, TrainState
+from replicax.core.ground.train_state import Metrics, TrainState, check_unused, was_donated
 from replicax.errors import ConfigError, DivergedError, StateError, Terminated, interrupted
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.accumulate import Apply
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import by_path, shapes_by_path
-from replicax.core.loss import LOSS
-from replicax.core.models.definition import PyTree, is_trainable
-from replicax.core.objective import StepSums, only_read
-from replicax.core.scaling import unless
-from replicax.core.update import Metrics, TrainState
+from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.models.definition import is_trainable
+from replicax.core.step.accumulate import Apply
+from replicax.core.step.loss import LOSS
+from replicax.core.step.loss_scale import unless
+from replicax.core.step.objective import StepSums, only_read
 from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"

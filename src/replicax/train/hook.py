@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from replicax.core.accumulate import Apply
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
+from replicax.core.data.sources import Source
 from replicax.core.data_parallel import DataParallel
-from replicax.core.sources import Source
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
+from replicax.core.step.accumulate import Apply
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record, as_floats

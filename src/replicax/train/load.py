@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import another_run, read_config
 from replicax.train.checkpoints.arrays import array_entries, read

@@ -9,11 +9,12 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from replicax.core.batch import Batch, PyTree
-from replicax.core.feed import GaveUpError
-from replicax.core.in_flight import STEPS_IN_FLIGHT
-from replicax.core.loss import LOSS
-from replicax.core.update import Metrics, TrainState
+from replicax.core.data.batch import Batch
+from replicax.core.data.feed import GaveUpError
+from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import BadSteps, Meter, RunPosition, dispatched

@@ -20,17 +20,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.arguments import Count, typed
-from replicax.core.accumulate import Sequential, cut, folded, zeros_like
-from replicax.core.batch import Batch
-from replicax.core.capacity import check_fits
+from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import replicated, row_axis
-from replicax.core.models.definition import PyTree
-from replicax.core.modes import MODES, batch_shardings, lift
-from replicax.core.objective import Objective, only_read
-from replicax.core.ready import agree_on_program
-from replicax.core.scaling import unscaled
-from replicax.core.update import TrainState, step_key
+from replicax.core.first_step.memory_check import check_fits
+from replicax.core.first_step_checks import agree_on_program
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState
+from replicax.core.modes import MODES, lift
+from replicax.core.placement.mesh import batch_shardings, replicated, row_axis
+from replicax.core.step.accumulate import Sequential, cut, folded, zeros_like
+from replicax.core.step.loss_scale import unscaled
+from replicax.core.step.objective import Objective, only_read
+from replicax.core.step.update import step_key
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running

@@ -13,15 +13,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from replicax.core.accumulate import Sequential
-from replicax.core.batch import Batch, described, row_count
+from replicax.core.data.batch import Batch, described, row_count
+from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import kind, numbers, shapes_by_path
-from replicax.core.models.definition import PyTree, View
-from replicax.core.own import keep
+from replicax.core.ground.leaves import PyTree, kind, numbers, shapes_by_path
+from replicax.core.ground.train_state import TrainState
+from replicax.core.models.definition import View
 from replicax.core.program import Program
-from replicax.core.sources import PerProcessSource, Source
-from replicax.core.update import TrainState
+from replicax.core.step.accumulate import Sequential
+from replicax.core.step.custom_step import keep
 
 ROWS = 64
 """Rows of the traced batch, independent of batch size, number of devices and padding."""

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record

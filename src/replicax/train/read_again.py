@@ -8,9 +8,8 @@ import dataclasses
 import zlib
 from typing import Any
 
-from replicax.core.batch import PyTree
-from replicax.core.job import Job
-from replicax.core.leaves import describe_leaves
+from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import PyTree, describe_leaves
 
 _Sums = list[str | None]
 """A checksum for each process; None for one whose rows need not be read to be skipped."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from replicax.core.job import Job
+from replicax.core.ground.job import Job
 
 _BETWEEN_VOTES_SECONDS = 0.5
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from replicax.arguments import Count, Positive, typed
-from replicax.core.job import Job
-from replicax.core.sources import PerProcessSource, Source
-from replicax.core.update import TrainState
+from replicax.core.data.sources import PerProcessSource, Source
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
 from replicax.train.changes import another_run, changes, check_changes, read_config, run_id
 from replicax.train.checkpoints.arrays import array_entries, read

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 import optax
 
+from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
-from replicax.core.feed import Feed
-from replicax.core.mesh import FSDP, MODEL, STAGE, replica_count
-from replicax.core.pipeline import bubble
-from replicax.core.update import TrainState
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.mesh import FSDP, MODEL, STAGE, replica_count
+from replicax.core.placement.pipeline_schedules import bubble
 from replicax.train.goodput import Goodput
 from replicax.train.records import Record
 from replicax.wording import counted, duration

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
 
-PyTree = Any
 _WEIGHT_NAMES = ("mask", "masks", "weight", "weights", "sample_weight", "loss_mask")
 
 

@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.leaves import is_random_key
+from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.verify.difference import Leaves, leaves
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-PyTree = Any
+from replicax.core.ground.leaves import PyTree
+
 Leaves = dict[str, np.ndarray]
 """Path -> values: float64 for leaves of floats, others unchanged."""
 

@@ -7,15 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.accumulate import Part, Sequential, add_in_turn, scale_of
-from replicax.core.batch import Batch
-from replicax.core.loss import LOSS
-from replicax.core.mesh import DATA, AnyMesh, Axis
-from replicax.core.models.definition import PyTree, View
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.precision import to_sum
+from replicax.core.models.definition import View
 from replicax.core.modes import Mode, by_compiler, global_view
-from replicax.core.objective import Objective, StepSums
-from replicax.core.precision import to_sum
-from replicax.core.reduction import Reduction, Wire
+from replicax.core.placement.mesh import DATA, AnyMesh, Axis
+from replicax.core.step.accumulate import Part, Sequential, add_in_turn, scale_of
+from replicax.core.step.loss import LOSS
+from replicax.core.step.objective import Objective, StepSums
+from replicax.core.step.reduction import Reduction, Wire
 
 
 def emulated(replicas: int, objective: Objective) -> Mode:

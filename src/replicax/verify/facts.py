@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.batch import Batch
-from replicax.core.examiner import of_loss
-from replicax.core.look import Look
-from replicax.core.loss import LOSS
+from replicax.core.data.batch import Batch
+from replicax.core.first_step.examiner import of_loss
+from replicax.core.first_step.loss_check import Look
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import View
-from replicax.core.objective import Objective
-from replicax.core.update import TrainState, step_key
+from replicax.core.step.loss import LOSS
+from replicax.core.step.objective import Objective
+from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import UNKNOWN, Independence, examine_rows

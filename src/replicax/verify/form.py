@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.leaves import is_random_key
+from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
 from replicax.wording import shortened
 
-PyTree = Any
 Step = Callable[..., Any]
 
 

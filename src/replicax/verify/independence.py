@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
-from replicax.core.batch import Batch
-from replicax.core.look import UNSHOWN, Look, Tested
-from replicax.core.loss import LOSS
-from replicax.core.row_evaluation import Undecided
-from replicax.core.row_trials import Division
-from replicax.core.update import TrainState
+from replicax.core.data.batch import Batch
+from replicax.core.first_step.loss_check import UNSHOWN, Look, Tested
+from replicax.core.first_step.row_trials import Division
+from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.row_evaluation import Undecided
+from replicax.core.step.loss import LOSS
 
 INDEPENDENT = "independent"
 SUMMED = "summed"

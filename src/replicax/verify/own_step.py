@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, SKIP, Check
-from replicax.core.batch import Batch, host_rows, pad
+from replicax.core.data.batch import Batch, host_rows, pad
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import make_mesh
+from replicax.core.ground.train_state import TrainState
 from replicax.core.modes import Mode
-from replicax.core.update import TrainState
+from replicax.core.placement.mesh import make_mesh
 from replicax.errors import ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.devices_asked import check_devices_asked, devices_asked

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
-from replicax.core.loss import LOSS
+from replicax.core.step.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.batch import Batch
-from replicax.core.update import Metrics, TrainState
+from replicax.core.data.batch import Batch
+from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
 from replicax.verify.form import Form

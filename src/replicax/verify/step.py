@@ -12,6 +12,7 @@ import numpy as np
 
 from replicax.arguments import Count, typed
 from replicax.checks import FAIL, PASS, SKIP, Check
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
 from replicax.verify.batch_rows import find_weights, row_count, shuffled, with_weights
 from replicax.verify.difference import changes, coarsest_eps, is_float
@@ -35,7 +36,6 @@ from replicax.verify.trial import (
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
-PyTree = Any
 Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""

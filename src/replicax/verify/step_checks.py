@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
+from replicax.core.ground.leaves import PyTree
 from replicax.verify.batch_rows import row_count
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
@@ -16,7 +17,6 @@ from replicax.verify.form import parted
 from replicax.verify.trial import Trial
 from replicax.wording import named
 
-PyTree = Any
 _STEPS = 3
 """The first rate of a warm-up is 0, and layers behind a layer of zeros move one step later."""
 # Lowering rather than compiling: a program found in the persistent cache was still rebuilt.

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
 from replicax.verify.batch_rows import row_count, take, weights_of, with_weights
 from replicax.verify.causes import likely_cause
@@ -23,7 +24,6 @@ from replicax.verify.evidence import Hypothesis
 from replicax.verify.trial import Trial
 from replicax.wording import first_line, named
 
-PyTree = Any
 INDIVISIBLE = "indivisible batch"
 UNEQUAL = ("unequal weights", "padded batch")
 _SHARED_DRAWS = (

@@ -7,11 +7,11 @@ import numpy as np
 
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.core.ground.leaves import PyTree
 from replicax.verify.batch_rows import row_count, take
 from replicax.verify.trial import Trial, arguments_of
 from replicax.wording import first_line
 
-PyTree = Any
 REDUNDANT = 1.1
 """A device that computes more than this many times its share repeats work of others."""
 ALL = 0.9

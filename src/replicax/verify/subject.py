@@ -14,15 +14,16 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from replicax.core.batch import Batch, Share, host_rows, pad, row_count
+from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.loss import LOSS
-from replicax.core.mesh import by_rows, make_mesh, replica_count
-from replicax.core.models.definition import PyTree, View
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.models.definition import View
 from replicax.core.modes import MODES, Mode
-from replicax.core.objective import Objective
-from replicax.core.scaling import SMALLEST, overflows, settled
-from replicax.core.update import Metrics, TrainState
+from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
+from replicax.core.step.loss import LOSS
+from replicax.core.step.loss_scale import SMALLEST, overflows, settled
+from replicax.core.step.objective import Objective
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, changes, coarsest_eps

@@ -17,8 +17,8 @@ from replicax.analysis.low_precision_sums import (
 )
 from replicax.checks import NOTE, PASS, SKIP, Check
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import DATA, FSDP
 from replicax.core.modes import MODES
+from replicax.core.placement.mesh import DATA, FSDP
 from replicax.errors import ReplicaxError
 from replicax.train.guarded import guarded
 from replicax.verify.causes import NO_CAUSE

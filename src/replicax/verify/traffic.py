@@ -28,11 +28,11 @@ from replicax.analysis.compiled import (
 )
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
 from replicax.core.models.definition import View
 from replicax.core.modes import MODES
-from replicax.core.partition import axes_of
-from replicax.core.pipeline import SCHEDULES
+from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
+from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.placement.sharding_rules import axes_of
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.leaves import is_random_key
+from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
 from replicax.verify.batch_rows import last_name, row_count, take
 from replicax.verify.copies import Copies, read_copies
@@ -25,7 +25,6 @@ from replicax.verify.evidence import Evidence
 from replicax.verify.form import Form, Step, host, is_pmap, parted
 from replicax.wording import first_line
 
-PyTree = Any
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
 _KEY_NAMES = ("rng", "key")
 """Parts of the names of leaves that are raw keys, arrays of two uint32."""

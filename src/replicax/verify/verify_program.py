@@ -10,10 +10,10 @@ import jax
 
 from replicax.analysis.compiled import inspect
 from replicax.checks import NOTE, SKIP, Check
-from replicax.core.batch import row_count
+from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.placement.mesh import replica_count
 from replicax.errors import ConfigError
 from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts

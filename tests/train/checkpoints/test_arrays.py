@@ -18,8 +18,8 @@ from support.saved_checkpoint import sealed
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.leaves import is_random_key
-from replicax.core.update import TrainState
+from replicax.core.ground.leaves import is_random_key
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.arrays import (
     abstract,

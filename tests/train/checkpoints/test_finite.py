@@ -12,7 +12,7 @@ import pytest
 from support.figures import assert_mentions
 
 import replicax as rx
-from replicax.core.job import Alone
+from replicax.core.ground.job import Alone
 from replicax.train.checkpoints.arrays import params_not_finite
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver

@@ -14,8 +14,8 @@ from support.processes import SUPPORT, run_job
 from support.resumable import bits
 from support.saved_checkpoint import POSITION
 
-from replicax.core.job import Alone
-from replicax.core.update import TrainState
+from replicax.core.ground.job import Alone
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import store as module
 from replicax.train.checkpoints.arrays import abstract, array_entries, read

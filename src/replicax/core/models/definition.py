@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.mesh import Axis
+from replicax.core.ground.leaves import PyTree
+from replicax.core.placement.mesh import Axis
 from replicax.errors import ConfigError
 
-PyTree = Any
 Parts = tuple["Definition", PyTree, PyTree]
 """`(definition, params, extras)`: a split model."""
 

@@ -6,7 +6,8 @@ import jax
 from equinox import Module
 from equinox.nn import State, StateIndex, inference_mode
 
-from replicax.core.models.definition import Parts, PyTree, View
+from replicax.core.ground.leaves import PyTree
+from replicax.core.models.definition import Parts, View
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
 from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError

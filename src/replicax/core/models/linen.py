@@ -7,7 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from replicax.core.models.definition import Parts, PyTree, View, changed_alone
+from replicax.core.ground.leaves import PyTree
+from replicax.core.models.definition import Parts, View, changed_alone
 from replicax.errors import ConfigError
 
 PARAMS = "params"

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from replicax.core.leaves import by_path
-from replicax.core.mesh import Axis
-from replicax.core.models.definition import Parts, PyTree, View, changed_alone, is_trainable
+from replicax.core.ground.leaves import PyTree, by_path
+from replicax.core.models.definition import Parts, View, changed_alone, is_trainable
+from replicax.core.placement.mesh import Axis
 
 
 def _is_param(_path: Any, node: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.leaves import changes, is_random_key, kind, takes
-from replicax.core.models.definition import Parts, PyTree, View, is_array, is_trainable
+from replicax.core.ground.leaves import PyTree, changes, is_random_key, kind, takes
+from replicax.core.models.definition import Parts, View, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from replicax.core.leaves import by_path
-from replicax.core.models.definition import Parts, PyTree, is_array, is_trainable
+from replicax.core.ground.leaves import PyTree, by_path
+from replicax.core.ground.train_state import check_unused
+from replicax.core.models.definition import Parts, is_array, is_trainable
 from replicax.core.models.pytree import split_pytree
 from replicax.core.models.stateful import Stateful
-from replicax.core.refused import check_unused
 from replicax.errors import ConfigError
 
 # By public name, to avoid importing libraries for this check.

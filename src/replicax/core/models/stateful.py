@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.leaves import changes
-from replicax.core.models.definition import PyTree, View, is_array
+from replicax.core.ground.leaves import PyTree, changes
+from replicax.core.models.definition import View, is_array
 from replicax.errors import LossError
 
 

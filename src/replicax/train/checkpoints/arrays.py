@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.leaves import is_random_key, numbers
-from replicax.core.refused import check_unused
-from replicax.core.update import TrainState
+from replicax.core.ground.leaves import is_random_key, numbers
+from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 from replicax.train.checkpoints.small import read_small, small, write_small

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replicax.core.job import Job
-from replicax.core.update import TrainState
+from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints.arrays import array_entries, begin_writing, params_not_finite
 from replicax.train.checkpoints.manifest import (

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
 from replicax.arguments import NotNegative, typed
-from replicax.core.accumulate import Apply
-from replicax.core.batch import Batch
-from replicax.core.models.definition import PyTree
-from replicax.core.objective import StepSums
-from replicax.core.update import Metrics, TrainState
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.step.accumulate import Apply
+from replicax.core.step.objective import StepSums
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running

@@ -7,7 +7,7 @@ from typing import Self
 import jax
 
 from replicax.arguments import Count, typed
-from replicax.core.batch import Batch
+from replicax.core.data.batch import Batch
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running

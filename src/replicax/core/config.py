@@ -1,0 +1,200 @@
+"""The configuration of a `DataParallel`: its arguments as values."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from replicax.core.data.feed import Split
+from replicax.core.first_step.argument_checks import check_loss, check_optimizer, check_own_step
+from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.precision import Precision, as_precision
+from replicax.core.ground.traced_for import cuda_capability
+from replicax.core.models.definition import Parts
+from replicax.core.models.pytree import OwnState, split_pytree
+from replicax.core.models.split import split_model
+from replicax.core.modes import Mode, as_mode
+from replicax.core.placement.layout import Layout, as_layout, check_axes
+from replicax.core.placement.mesh import (
+    STAGE,
+    AnyMesh,
+    check_mesh,
+    check_processes,
+    make_mesh,
+    replica_count,
+)
+from replicax.core.placement.sharding_rules import Rules
+from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
+from replicax.core.step.accumulate import Accumulator, Apply
+from replicax.core.step.custom_step import StepFunction
+from replicax.core.step.objective import LossFunction
+from replicax.core.step.optimizer import Trainable, check_decay
+from replicax.core.step.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """The arguments of a `DataParallel`, documented there."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    step: StepFunction | None
+    mesh: Mesh
+    mode: Mode
+    layout: Layout
+    accumulate: int
+    micro_shards: int
+    precision: Precision
+    reduction: Reduction
+    trainable: Trainable
+    ema: float | None
+    donate: bool
+    job: Job
+    compiler_options: Mapping[str, Any] | None = None
+    wrap_apply: Callable[[Apply], Apply] | None = None
+    """Wraps the optimizer part of the step, for example to skip bad steps."""
+
+    def in_own_mesh(self) -> Context:
+        """Return a context without any mesh of the caller's."""
+        return in_own_mesh(self.mesh, named=self.mode.partitions)
+
+    def undisturbed(self) -> Context:
+        """Return a context in which to trace and dispatch the programs."""
+        named, compiled = self.mode.partitions, self.mode.bitwise
+        return undisturbed(self.mesh, self.job.in_flight, named=named, compiled=compiled)
+
+    def options(self, mesh: AnyMesh) -> dict[str, Any]:
+        """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""
+        if self.compiler_options is not None:
+            return dict(self.compiler_options)
+        return dict(_OVERLAP) if mesh.size > 1 and cuda_capability() is not None else {}
+
+    def names(self) -> dict[str, Any]:
+        """Return the chosen options by name, as JSON values."""
+        chosen = {
+            "mode": self.mode.name,
+            "layout": self.layout.name,
+            "accumulate": self.accumulate,
+            "micro_shards": self.micro_shards if self.mode.bitwise else None,
+            "precision": self.precision.name,
+            "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
+        }
+        if self.trainable is not None:
+            chosen["trainable"] = str(self.trainable)
+        if self.step is not None:
+            chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
+        if options := self.options(self.mesh):
+            chosen["compiler_options"] = options
+        return chosen if self.ema is None else {**chosen, "ema": self.ema}
+
+    def split_model(self, model: Any) -> Parts:
+        """Return the definition, params and extras of a model, or of a custom step's state."""
+        if self.step is None:
+            return split_model(model)
+        definition, params, _ = split_pytree(model, OwnState)
+        return definition, params, {}
+
+    def accumulator(self, mesh: AnyMesh) -> Accumulator:
+        """Return the accumulator of a replica's micro-batches on `mesh`."""
+        return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
+
+    @property
+    def placing(self) -> Layout:
+        """The layout used to place the arrays of a state."""
+        pieces = self.micro_shards if self.mode.bitwise else None
+        return dataclasses.replace(self.layout, pieces=pieces)
+
+    def wrapped(self, apply: Apply) -> Apply:
+        """Return the optimizer part of the step, wrapped if configured."""
+        return apply if self.wrap_apply is None else self.wrap_apply(apply)
+
+    def split(self, mesh: AnyMesh) -> Split:
+        """Return how a batch is split on `mesh`: over replicas, then over micro-batches."""
+        replicas = replica_count(mesh)
+        return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
+
+
+_OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+"""By default XLA runs one reduction at a time, and most are delayed to the end of the step."""
+_NO_OPTIMIZER = optax.identity()
+
+
+def _no_loss(*_: Any) -> Any:
+    raise ConfigError(
+        "step= is given without a loss to evaluate: use evaluate(state, batches, loss=loss), "
+        "or DataParallel(loss, step=step)"
+    )
+
+
+def configure(
+    *,
+    mesh: Mesh | None,
+    mode: str | Mode,
+    layout: str | Rules | Layout,
+    precision: str | Precision,
+    reduction: str | Reduction,
+    job: Job | None,
+    **rest: Any,
+) -> Configuration:
+    """Build the configuration from a `DataParallel`'s arguments, replacing names by values."""
+    mode, layout = as_mode(mode), as_layout(layout)
+    if rest["step"] is None:
+        check_loss(rest["loss"])
+        check_optimizer(rest["optimizer"])
+    else:
+        if rest["optimizer"] is _NO_OPTIMIZER:  # from `Configured.replace`
+            rest["optimizer"] = None
+        check_own_step(layout=layout, precision=precision, **rest)
+        rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
+    check_decay(rest["ema"])
+    job = Alone() if job is None else job
+    if mesh is None:
+        most = mode.most_devices
+        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
+    mesh = check_mesh(mesh)
+    check_processes(mesh, job)
+    mode.check(mesh, layout)
+    check_axes(layout, mesh)
+    stages = mesh.shape.get(STAGE, 1)
+    if stages > 1 and rest["step"] is not None:
+        raise ConfigError(
+            f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a custom "
+            "step: pass the loss instead, or use a mesh without stages"
+        )
+    if rest["accumulate"] < 1:
+        raise ConfigError(
+            f"accumulate={rest['accumulate']}; a step needs at least 1 micro-batch: raise it"
+        )
+    configuration = Configuration(
+        mesh=mesh,
+        mode=mode,
+        layout=layout,
+        precision=as_precision(precision),
+        reduction=as_reduction(reduction),
+        job=job,
+        **rest,
+    )
+    _check_split(configuration)
+    configuration.accumulator(mesh)
+    mode.reduce(configuration.reduction, None)
+    return configuration
+
+
+def _check_split(configuration: Configuration) -> None:
+    """Raise `ConfigError` if the layout shards a state that the step needs whole."""
+    mode, layout, reduction = (getattr(configuration, n) for n in ("mode", "layout", "reduction"))
+    if configuration.step is not None and mode.per_replica and not layout.is_whole:
+        raise ConfigError(
+            f"step= with layout={layout.name!r} in mode={mode.name!r}, where a custom step "
+            "would see only one replica's shard of its state: use mode='jit' or layout='replicated'"
+        )
+    if layout.splits_params and reduction != REDUCTIONS["float32"]:
+        raise ConfigError(
+            f"layout={layout.name!r} with reduction={configuration.names()['reduction']!r}; this "
+            "layout reduces each layer's gradient in float32 as soon as it is computed: use "
+            "'float32', or layout='zero1'"
+        )

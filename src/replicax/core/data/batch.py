@@ -1,0 +1,258 @@
+"""A batch of fixed size: the user's rows, their mask, and their placement on devices."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, register_dataclass, register_pytree_node
+
+from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.ground.leaves import PyTree, is_here
+from replicax.errors import DataError
+
+
+class Shared:
+    """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
+
+    Every replica and micro-batch sees the whole value, and changing it does not recompile. A loss
+    receives the value itself; a custom step reads it as `batch["clip"].value`. In a job of several
+    processes, all must pass the same value.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     errors = batch["x"] @ model["w"] - batch["y"]
+        ...     return jnp.clip(errors, -batch["clip"], batch["clip"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), {**source, "clip": rx.Shared(0.2)})
+
+    Args:
+        value: a number, an array of any shape, or a pytree of these.
+    """
+
+    def __init__(self, value: PyTree) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Shared({self.value!r})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """The value of a `Shared`, kept out of its leaves so that maps over rows skip it."""
+
+    value: PyTree
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+register_pytree_node(
+    Shared, lambda shared: ((), _Held(shared.value)), lambda held, _: Shared(held.value)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Input of `DataParallel.step`: every array has the same leading row dim.
+
+    Padding repeats real rows, so a model sees ordinary inputs, and has mask 0, so padded rows have
+    zero weight in the loss, the gradient, and the metrics.
+
+    Examples:
+        >>> batch = next(iter(dp.feed(source, batch_size=32)))
+        >>> batch.data["x"].shape, float(batch.mask.sum())
+        ((32, 3), 32.0)
+    """
+
+    data: PyTree
+    """The user's batch: a pytree of arrays `[rows, ...]`."""
+    mask: Any
+    """float32 `[rows]`: 1 for a real row, 0 for padding."""
+    index: Any
+    """int32 `[rows]`: the row's index in its source. Padding has the index of the repeated row."""
+    rows: int | None = None
+    """Number of real rows, known on the host without a device sync; None if unknown."""
+    feed_padding: int | None = None
+    """Maximum number of padding rows in any batch of the same feed, if known in advance."""
+    shared: tuple[PyTree, ...] = ()
+    """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
+    host: PyTree = None
+    """This process's rows on the host, if the feed has to read them in order."""
+
+    def apart(self) -> "Batch":
+        """Return the batch with the value of each `Shared` moved, unchanged, to `shared`."""
+        nodes = jax.tree.leaves(self.data, is_leaf=_is_shared)
+        values = tuple(node.value for node in nodes if _is_shared(node))
+        return self._with_values([None] * len(values), values)
+
+    def whole(self) -> "Batch":
+        """Return the batch with `shared` moved back into `data`, undoing `apart`."""
+        return self._with_values(self.shared, ())
+
+    def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
+        """Return the batch with `function` applied to each array of rows, but not to `shared`."""
+        rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=()))
+        return dataclasses.replace(rows, shared=self.shared)
+
+    def _with_values(self, values: Sequence[PyTree], shared: tuple[PyTree, ...]) -> "Batch":
+        if not values:
+            return self
+        each = iter(values)
+        data = _map_shared(lambda _: Shared(next(each)), self.data)
+        return dataclasses.replace(self, data=data, shared=shared)
+
+    @property
+    def size(self) -> int:
+        """Number of rows including padding: the fixed size the step is compiled for."""
+        return int(self.mask.shape[0])
+
+
+register_dataclass(
+    Batch, ["data", "mask", "index", "shared"], [], drop_fields=["rows", "feed_padding", "host"]
+)
+
+
+def unshared(data: PyTree) -> PyTree:
+    """Return `data` with each `Shared` replaced by its value."""
+    return _map_shared(lambda shared: shared.value, data)
+
+
+def _map_shared(function: Callable[[Shared], Any], data: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda node: function(node) if _is_shared(node) else node, data, is_leaf=_is_shared
+    )
+
+
+def _is_shared(node: Any) -> bool:
+    return isinstance(node, Shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows on this process's devices, for global batches of one size."""
+
+    sharding: NamedSharding
+    """Shards rows over the devices of all processes."""
+    size: int
+    """Rows in a global batch, including padding."""
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Int `[held rows]`: indices of the rows held, ascending."""
+        parts = self.sharding.addressable_devices_indices_map((self.size,)).values()
+        return np.unique(np.concatenate([np.arange(self.size)[part] for part in parts if part]))
+
+    def place(self, batch: Batch) -> Batch:
+        """Put a host batch (all of it, or the held rows) on the devices, without waiting."""
+        batch = batch.apart()
+        arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
+        everywhere = NamedSharding(self.sharding.mesh, PartitionSpec())
+        if self.sharding.is_fully_addressable:
+            data, mask, index = jax.device_put(arrays, self.sharding)
+            shared = jax.device_put(shared, everywhere) if shared else shared
+        else:
+            data, mask, index = jax.tree.map(self._global, arrays)
+            shared = jax.tree.map(
+                lambda leaf: jax.make_array_from_callback(
+                    leaf.shape, everywhere, lambda part: leaf[part]
+                ),
+                shared,
+            )
+        return dataclasses.replace(batch, data=data, mask=mask, index=index, shared=shared)
+
+    def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
+        if not is_here(leaf):
+            whole: jax.Array = jax.device_put(leaf, self.sharding)
+            return whole
+
+        def part(index: Any) -> Any:
+            start, stop, _ = index[0].indices(self.size)
+            first = start if len(leaf) == self.size else int(np.searchsorted(self.held, start))
+            return leaf[first : first + stop - start]
+
+        shape = (self.size, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, self.sharding, part)
+
+
+def row_count(data: PyTree) -> int:
+    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf."""
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
+        refuse_keys(path, leaf)
+        if not np.shape(leaf):
+            raise DataError(
+                f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
+                "convert a list with np.asarray, stack single rows into batches, or repeat a "
+                "constant for every row"
+            )
+        counts[keystr(path)] = np.shape(leaf)[0]
+    if not counts:
+        raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
+    (first, rows), *others = counts.items()
+    for name, count in others:
+        if count != rows:
+            raise DataError(
+                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must share "
+                "one leading row dim: give both the same number"
+            )
+    return rows
+
+
+def host_rows(data: PyTree, *, copy: bool) -> PyTree:
+    """Return `data` as NumPy arrays in the dtypes used on the device, each mapping as a dict.
+
+    A device may read an array long after it was passed, or use its memory directly: arrays that
+    may be written to again must be copied. 64-bit leaves become 32-bit ones unless
+    `jax_enable_x64` is set, as everywhere in JAX; a value out of range raises `DataError`.
+    """
+    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), opened(data))
+
+
+def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
+    """Return a host batch of `size` rows: the rows of `data`, repeated from the first as padding.
+
+    `data` has host arrays `[rows, ...]` with 0 < rows <= size; `index` has each row's source index.
+    """
+    rows = row_count(data)
+    if rows < size:
+        repeat = np.arange(size) % rows
+        data, index = jax.tree.map(lambda leaf: leaf[repeat], (data, index))
+    return Batch(data, (np.arange(size) < rows).astype(np.float32), index.astype(np.int32), rows)
+
+
+def described(data: PyTree, size: int) -> Batch:
+    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
+
+    batch = (
+        Batch(opened(data), np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    )
+    shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
+    return dataclasses.replace(batch, shared=shared)
+
+
+def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
+    given = host_array(path, leaf)
+    array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iuf":
+        limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
+        outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
+        if outside.any():
+            raise DataError(
+                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} ranges "
+                f"from {limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
+            )
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)

@@ -1,0 +1,267 @@
+"""Feed one epoch of batches to the devices: padded to one size, sharded, and prefetched."""
+
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from replicax.core.data.batch import Batch, Share, pad
+from replicax.core.data.sources import PerProcessSource, Source
+from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.leaves import PyTree
+from replicax.errors import ConfigError, DataError
+
+_POLL_SECONDS = 0.5
+
+
+class GaveUpError(Exception):
+    """Raised in place of a batch that the source did not deliver before the run had to stop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The split of a batch's rows over replicas, then over micro-batches."""
+
+    replicas: int
+    micro_batches: int
+
+    def padded(self, batch_size: int) -> int:
+        """Return `batch_size` rounded up to equal micro-batches of at least one row."""
+        parts = self.replicas * self.micro_batches
+        if batch_size < parts:
+            micro = f" x {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+            raise ConfigError(
+                f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs at "
+                f"least one row: raise the batch size to at least {parts}, or use fewer devices"
+            )
+        return -(-batch_size // parts) * parts
+
+
+class Feed:
+    """Iterate over one epoch of `source` as `Batch`es placed on the devices.
+
+    Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
+    and transfers run in a background thread, at most `prefetch` batches ahead; with 0, each batch
+    is read from the source when the loop asks for it, and Python handles signals only once the
+    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of
+    several processes, all must iterate in the same way; each reads the rows for its own devices.
+
+    Examples:
+        >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
+        >>> len(feed), sum(int(batch.mask.sum()) for batch in feed)
+        (3, 256)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        split: Split,
+        sharding: NamedSharding,
+        job: Job,
+        *,
+        epoch: int = 0,
+        first: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        self.source, self.split, self.epoch, self.first = source, split, epoch, first
+        self._sharding, self._job, self._prefetch = sharding, job, prefetch
+        self.wait_seconds = 0.0
+        """Time the loop spent waiting for batches in the latest pass."""
+        self.stops: Callable[[], bool] = lambda: False
+        """Polled while the source has no batch ready; once true, the pass raises `GaveUpError`."""
+        self.skipped: PyTree = None
+        """This process's rows of the batch before `first`, if the latest pass had to read them."""
+        if source.batch_size:
+            split.padded(source.batch_size)
+        if not 0 <= first <= (first if source.batches is None else source.batches):
+            raise ConfigError(
+                f"first={first} in an epoch of {source.batches} batches; it must be from 0 to "
+                f"{source.batches}: change it"
+            )
+
+    def __repr__(self) -> str:
+        source, first = self.source, f", first={self.first}" if self.first else ""
+        rows = "? rows" if source.rows is None else f"{source.rows:,} rows"
+        batches = "?" if source.batches is None else f"{source.batches:,}"
+        of = f" of {source.batch_size:,}" if source.batch_size else ""
+        return f"Feed({rows} in {batches} batches{of}, epoch={self.epoch}{first})"
+
+    def __len__(self) -> int:
+        """Return the number of batches from `first` on; `TypeError` if the source has no length."""
+        if self.source.batches is None:
+            raise TypeError("this source does not know its length")
+        return self.source.batches - self.first
+
+    @property
+    def padding(self) -> int | None:
+        """Maximum number of padding rows in any batch of the epoch; None if unknown."""
+        last = self.source.last_rows
+        return None if last is None else self.split.padded(self.source.batch_size) - last
+
+    def __iter__(self) -> Generator[Batch]:
+        if self._job.processes > 1:
+            place = {"epoch": self.epoch, "first": self.first}
+            self._job.agree("the data", {**self.source.fingerprint(), **place})
+        topic = self._job.unique("a pass over the data")
+        if self._prefetch:
+            # Several processes give up together, in `_own`, or not at all.
+            stops = self.stops if self._job.processes == 1 else lambda: False
+            items = prefetched(partial(self._batches, topic), self._prefetch, stops)
+        else:
+            items = self._batches(topic, threading.Event())
+        self.wait_seconds = 0.0
+        self._job.move()
+        close = weakref.finalize(self, items.close)  # at the latest when the interpreter exits
+        try:
+            while True:
+                asked = time.perf_counter()
+                try:
+                    batch = next(items, None)
+                finally:
+                    self.wait_seconds += time.perf_counter() - asked
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            close()
+            self._job.rest()
+
+    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
+        own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
+        for batch, share in self._own(topic, closing) if own else self._common():
+            yield share.place(dataclasses.replace(batch, feed_padding=self.padding))
+
+    def _common(self) -> Iterator[tuple[Batch, Share]]:
+        """Yield this process's rows of batches from a source that every process can read."""
+        source = self.source
+        if source.rows is None:
+            kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
+            raise ConfigError(
+                f"{kind} in a job of several processes; each would read all of it: wrap this "
+                "process's own data in rx.PerProcess(...), or pass arrays or a Grain MapDataset"
+            )
+        share = Share(self._sharding, self.split.padded(source.batch_size))
+        epoch = source.epoch(self.epoch, share.held, self.first)
+        for number, (data, index) in enumerate(epoch, self.first):
+            rows = min(source.batch_size, source.rows - number * source.batch_size)
+            mask = (share.held < rows).astype(np.float32)
+            yield Batch(data, mask, index.astype(np.int32), rows), share
+
+    def _own(self, topic: str, closing: threading.Event) -> Iterator[tuple[Batch, Share]]:
+        """Yield batches from this process's own data until all processes have run out."""
+        source, job, size = self.source, self._job, self.source.batch_size
+        if isinstance(source, PerProcessSource):
+            source = source.own
+        else:
+            job = Alone()
+        # If this process's rows end before `first`, its last batch provides the shapes.
+        skipped = min(self.first, source.batches - 1) if source.batches else 0
+        read = partial(source.epoch, self.epoch, first=skipped)
+        parts = itertools.chain(self._read_apart(read, closing), itertools.repeat(None))
+        data, index, share = None, np.empty(0, int), None
+        for number in itertools.count(skipped):
+            rows: int | None = 0
+            try:
+                part = next(parts)
+            except GaveUpError:
+                if closing.is_set():
+                    return
+                rows = None
+            else:
+                if part is not None:
+                    data, index = part
+                    rows = len(index)
+                    size = size or rows * job.processes
+                    if rows > size // job.processes:
+                        raise DataError(
+                            f"a batch has {rows} rows and the batch size is "
+                            f"{size // job.processes}; no batch may be larger: raise batch_size or "
+                            "use smaller loader batches"
+                        )
+                if number < self.first:
+                    self.skipped = data
+                    continue
+                if data is None:
+                    raise DataError("this process's source has no batches; it must have at least 1")
+            counts = job.gather(topic, rows, cancelled=closing.is_set)
+            if None in counts:
+                raise GaveUpError
+            if not any(counts):
+                return
+            if share is None:
+                share = Share(self._sharding, self.split.padded(size))
+                if len(share.held) * job.processes != share.size:
+                    raise ConfigError(
+                        f"this process holds {len(share.held)} of {share.size} rows in a job of "
+                        f"{job.processes} processes; rx.PerProcess needs the same number of whole "
+                        "replicas on each: change the mesh, or pass all the data to every process"
+                    )
+            host = data if source.batches is None or source is not self.source else None
+            batch = pad(data, share.size // job.processes, index * job.processes + job.process)
+            mask = batch.mask if rows else np.zeros_like(batch.mask)
+            yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
+
+    def _read_apart(
+        self, read: Callable[[], Iterator[Any]], closing: threading.Event
+    ) -> Iterator[Any]:
+        """Yield from `read()`; in a thread of its own if other processes wait for its counts."""
+        if self._job.processes == 1 or not self._prefetch:
+            return read()
+        return prefetched(lambda _: read(), 1, lambda: closing.is_set() or self.stops())
+
+
+def prefetched(
+    items: Callable[[threading.Event], Iterator[Any]],
+    depth: int,
+    stops: Callable[[], bool] = lambda: False,
+) -> Generator[Any]:
+    """Yield from `items(closing)`, run in a thread at most `depth` items ahead.
+
+    An error in the thread is raised in place of the item. When the iteration is exhausted, closed
+    or garbage-collected, `closing` is set and the thread ends. `stops` is polled while no item is
+    ready; once it is true, `GaveUpError` is raised and the thread is left behind.
+    """
+    made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+    room, closing = threading.Semaphore(depth), threading.Event()
+
+    def produce() -> None:
+        try:
+            for item in items(closing):
+                made.put((item, None))
+                room.acquire()
+                if closing.is_set():
+                    return
+            made.put((None, StopIteration()))
+        except BaseException as error:  # any error is raised in the consumer
+            made.put((None, error))
+
+    thread = threading.Thread(target=produce, name="replicax-prefetch", daemon=True)
+    thread.start()
+    patience_seconds = 5.0  # a hanging loader must not block its consumer
+    try:
+        while True:
+            try:
+                item, error = made.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if stops():
+                    patience_seconds = 0.0
+                    raise GaveUpError from None
+                continue
+            room.release()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        closing.set()
+        room.release()
+        thread.join(timeout=patience_seconds)

@@ -1,0 +1,246 @@
+"""Data sources: arrays in memory, a Grain dataset, or an iterable of host batches."""
+
+import abc
+import dataclasses
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.data.batch import host_rows, row_count
+from replicax.core.data.host_arrays import host_array, is_array_like, opened
+from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import PyTree, describe_leaves
+from replicax.errors import ConfigError, DataError
+
+_OF_LOADER = ("sampler", "batch_sampler", "dataset")
+"""Attributes of a PyTorch loader that may have `set_epoch`."""
+Rows = tuple[PyTree, np.ndarray]
+"""New host arrays of at most `batch_size` rows, and the index of each row in the source."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerProcess:
+    """Marks data that only this process reads, for `dp.feed` and `rx.fit`.
+
+    Without it, arrays and Grain MapDatasets are the complete data, the same in every process, and
+    each process takes its part of every batch. Processes may have different numbers of batches;
+    those that run out feed batches of zero weight until the last one is done, so that all results
+    stay exact.
+
+    Examples:
+        >>> mine = {"x": source["x"][:100], "y": source["y"][:100]}
+        >>> for batch in dp.feed(rx.PerProcess(mine), batch_size=32):
+        ...     state, metrics = dp.step(state, batch)
+    """
+
+    data: Any
+    """Arrays, a Grain dataset, or an iterable of batches: any source that `dp.feed` accepts."""
+
+
+class Source(abc.ABC):
+    """Reads the data one epoch at a time, in batches of `batch_size` rows except the last.
+
+    `batch_size` is 0 if determined by the first batch; `parts` are the rows in an epoch, one number
+    per process if each has its own data, and empty if unknown.
+    """
+
+    any_size = True
+    """Whether it can be split into batches of any size."""
+    can_repeat = True
+    """Whether an epoch can be read again; an iterator can be read only once."""
+    rows: int | None = None
+    batches: int | None = None
+    last_rows: int | None = None
+    """Rows and batches in an epoch, and rows in the last, smallest batch; None if unknown."""
+
+    def __init__(self, batch_size: int, parts: Sequence[int] = ()) -> None:
+        self.batch_size = batch_size
+        if parts:
+            own = batch_size // len(parts)
+            self.rows, self.batches = sum(parts), -(-max(parts) // own)
+            before = (self.batches - 1) * own
+            self.last_rows = sum(max(rows - before, 0) for rows in parts)
+
+    @abc.abstractmethod
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        """Return the batches of epoch `number`, counted from 0.
+
+        If `rows` is known, start from batch `first` and return the rows at the positions `held` of
+        each batch; positions wrap around in a shorter batch.
+        """
+
+    def set_epoch(self, number: int) -> None:  # noqa: B027  (others need no telling)
+        """Tell a loader which epoch is read next, as far as it asks for it."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return fields that are equal in processes that read the same data."""
+        return {"batch_size": self.batch_size}
+
+
+def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, seed: int) -> Source:
+    """Return the `Source` for `data`: anything `DataParallel.feed` accepts, or a `Source`.
+
+    Only an iterable may omit `batch_size`, which is then taken from its first batch. If shuffled,
+    each epoch has a different order, drawn from `seed` and the epoch number.
+    """
+    if isinstance(data, Source):
+        return data
+    size, grain = batch_size or 0, _is_grain(data, "MapDataset", "IterDataset")
+    if isinstance(data, PerProcess):
+        part, remainder = divmod(size, job.processes)
+        if remainder:
+            raise ConfigError(
+                f"batch_size={size} of rx.PerProcess data on {job.processes} processes leaves a "
+                f"remainder; each must contribute equally: use a multiple of {job.processes}"
+            )
+        own = as_source(data.data, part or None, job, shuffle=shuffle, seed=seed)
+        return PerProcessSource(own, job)
+    if not (grain or isinstance(data, Iterable)):
+        raise ConfigError(
+            f"the source is a {type(data).__name__}; pass a dict of arrays, a Grain dataset, or an "
+            "iterable of host batches"
+        )
+    if not size and (grain or can_shuffle(data)):
+        raise ConfigError(
+            "batch_size is missing; arrays and Grain datasets must be split: pass batch_size=..."
+        )
+    if not can_shuffle(data):
+        if shuffle:
+            raise ConfigError(
+                f"shuffle=True with {'a Grain IterDataset' if grain else 'an iterable of batches'},"
+                " which has a fixed order; shuffle inside it, or pass arrays or a Grain "
+                "MapDataset"
+            )
+        batches = data.batch(size, drop_remainder=False) if grain else data
+        return IterableSource(batches, size, any_size=grain)
+    if grain:
+        return GrainSource(data, len(data), size, shuffle, seed)
+    data = opened(data)
+    rows = row_count(data)  # first: it rejects leaves that are not arrays
+    arrays = jax.tree_util.tree_map_with_path(host_array, data)
+    return ArraySource(arrays, rows, size, shuffle, seed)
+
+
+def can_shuffle(data: Any) -> bool:
+    """Whether the rows of `data` can be read in any order."""
+    rows = data.data if isinstance(data, PerProcess) else data
+    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows)
+    return arrays or _is_grain(rows, "MapDataset")
+
+
+def _is_grain(data: Any, *kinds: str) -> bool:
+    grain = sys.modules.get("grain")  # a Grain dataset implies that grain is imported
+    return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
+
+
+class _Ordered(Source):
+    """Rows that can be read in any order, drawn from a seed if they are shuffled."""
+
+    rows: int
+
+    def __init__(self, data: Any, rows: int, batch_size: int, shuffle: bool, seed: int) -> None:
+        super().__init__(batch_size, [rows])
+        self._data, self._shuffle, self._seed = data, shuffle, seed
+        if not rows:
+            raise DataError("the source has 0 rows; pass at least 1")
+
+    def _about(self, some: PyTree) -> dict[str, Any]:
+        """Return the fingerprint, with a checksum of some rows."""
+        order = {"rows": self.rows, "shuffle": self._shuffle, "seed": self._seed}
+        return {**super().fingerprint(), **order, "leaves": describe_leaves(some)}
+
+
+class ArraySource(_Ordered):
+    """Arrays in memory (or memory-mapped)."""
+
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        order = np.arange(self.rows)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, number]).permutation(self.rows)
+        for start in range(first * self.batch_size, self.rows, self.batch_size):
+            index = order[start : start + self.batch_size]
+            if held is not None:
+                index = index[held % len(index)]
+            taken = jax.tree.map(lambda leaf, index=index: leaf[index], self._data)  # fresh arrays
+            yield host_rows(taken, copy=False), index
+
+    def fingerprint(self) -> dict[str, Any]:
+        some = np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64))
+        return self._about(jax.tree.map(lambda leaf: leaf[some], self._data))
+
+
+class GrainSource(_Ordered):
+    """A Grain MapDataset whose elements are rows; Grain shuffles, prefetches and batches them."""
+
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        rows, size = self._data.map_with_index(lambda index, row: (row, index)), self.batch_size
+        if self._shuffle:
+            seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
+            rows = rows.shuffle(seed=int(seed))
+        rows = rows[first * size :]
+        if held is not None and len(rows):
+            all_rows, starts = rows, range(0, len(rows), size)
+            places = [start + held % min(size, len(rows) - start) for start in starts]
+            picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
+            rows, size = picked.map(lambda place: all_rows[int(place)]), len(held)
+        for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
+            yield host_rows(data, copy=True), np.asarray(index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._about(self._data[0])
+
+
+class IterableSource(Source):
+    """Host batches in the order of an iterable, copied so that it may reuse its buffers."""
+
+    def __init__(self, batches: Iterable[Any], batch_size: int, *, any_size: bool) -> None:
+        super().__init__(batch_size)
+        self.any_size, self.can_repeat = any_size, not isinstance(batches, Iterator)
+        self._batches, self._was_read = batches, False
+
+    def set_epoch(self, number: int) -> None:
+        parts = (getattr(self._batches, name, None) for name in _OF_LOADER)
+        for part in (self._batches, *parts):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(number)
+
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        start = 0
+        for batch in self._batches:
+            data = host_rows(batch, copy=True)
+            rows = row_count(data)
+            if not rows:
+                raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
+            yield data, np.arange(start, start + rows)
+            start += rows
+        if not start and self._was_read:
+            raise DataError(
+                f"the source yielded no batch when read again in epoch {number}; a generator can "
+                "be read only once: pass a list, or a loader that can be iterated again"
+            )
+        self._was_read = True
+
+
+class PerProcessSource(Source):
+    """Rows of this process only, part of each global batch, as long as any process has rows."""
+
+    def __init__(self, own: Source, job: Job) -> None:
+        mine = zlib.crc32(json.dumps(own.fingerprint()).encode())
+        told = job.gather("rows of each process", [own.rows, f"{mine:08x}"])
+        parts, self._digests = ([each[part] for each in told] for part in (0, 1))
+        super().__init__(own.batch_size * job.processes, [] if None in parts else parts)
+        self.own, self.can_repeat = own, own.can_repeat
+
+    def set_epoch(self, number: int) -> None:
+        self.own.set_epoch(number)
+
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        return self.own.epoch(number, first=first)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "per_process": True, "parts": self._digests}

@@ -1,0 +1,273 @@
+"""Run a jaxpr of one micro-shard on all micro-shards, cut into programs.
+
+Loops and branches around sums run on the host; every iteration uses the same programs.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from replicax.core.exact.combining_programs import Meetings, Parts, Sums
+from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
+from replicax.core.exact.replica_program import SameProgram
+from replicax.core.exact.split_trace import Item, Segment, cut
+from replicax.core.ground.leaves import from_host
+from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
+from replicax.core.placement.mesh import Own, sharding_of
+
+Known = dict[Var, Any]
+"""Values by variable: an array that is equal on all devices, or `Parts`."""
+Operation = Callable[[list[Any]], list[Any]]
+"""A function from the operands of an equation to its results."""
+
+
+class Parted:
+    """A jaxpr cut where micro-shards are combined, each part compiled once for all devices.
+
+    Arguments are laid out as in `into`, and results that differ by micro-shard as in `out`; the
+    memory of `donated` arguments may be reused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        closed: ClosedJaxpr,
+        into: Sequence[Own],
+        out: Sequence[Own],
+        meetings: Meetings,
+        donated: Sequence[bool] = (),
+    ) -> None:
+        self.name, self.meetings = name, meetings
+        self.programs: list[SameProgram] = []
+        """The parts that perform arithmetic, in execution order."""
+        self._cut = cut(closed, into, out)
+        self._consts = [self.placed(const) for const in self._cut.consts]
+        given = self._cut.jaxpr.invars[len(self._consts) :]
+        self._free = {var for var, free in zip(given, donated, strict=False) if free}
+        pairs = zip(self._cut.items, self._cut.unneeded, strict=True)
+        self._runs = [(self._made(item, after), after) for item, after in pairs]
+
+    @property
+    def out(self) -> list[Own]:
+        """Return the layout of each result."""
+        return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """Return the results for the arguments: arrays equal on all devices, and `Parts`."""
+        values = [*self._consts, *values]
+        known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
+        del values
+        for run, after in self._runs:
+            run(known)
+            for var in after:
+                del known[var]
+        return [self._read(atom, known) for atom in self._cut.jaxpr.outvars]
+
+    def program(self, jaxpr: Any, into: Sequence[Own], out: Sequence[Own], **more: Any) -> Any:
+        """Compile and return one of its programs."""
+        name = f"{self.name}.{len(self.programs)}"
+        self.programs.append(SameProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
+        return self.programs[-1]
+
+    def inner(
+        self,
+        function: Callable[..., Sequence[Any]],
+        shapes: Sequence[Any],
+        into: Sequence[Own],
+        out: Sequence[Own],
+    ) -> "Parted":
+        """Return `function`, written for arrays of one micro-shard, on values of all of them."""
+        closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
+        found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
+        self.programs += found.programs
+        return found
+
+    def placed(self, value: Any) -> jax.Array:
+        """Return a constant as an array replicated on all devices."""
+        return from_host(value, sharding_of(self.meetings.mesh, None))
+
+    def _lies(self, atom: Any) -> Own:
+        return None if isinstance(atom, Literal) else self._cut.lie.get(atom)
+
+    def _read(self, atom: Any, known: Known) -> Any:
+        return self.placed(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    def _made(self, item: Item, unneeded: Sequence[Var]) -> Callable[[Known], None]:
+        """Return a function that computes the results of an item and adds them to `known`."""
+        if isinstance(item, Segment):
+            return self._own(item) if item.own else self._alike(item, unneeded)
+        primitive, eqns = item.eqns[0].primitive, item.eqns
+        if primitive is gather_p:
+            operate = self.meetings.gathered(eqns)
+        else:
+            [eqn] = eqns
+            lies = ([self._lies(atom) for atom in each] for each in (eqn.invars, eqn.outvars))
+            operate = _HOST_LOOPS[primitive.name](self, eqn, *lies)
+        operands = [atom for eqn in eqns for atom in eqn.invars]
+        results = [var for eqn in eqns for var in eqn.outvars]
+
+        def meet(known: Known) -> None:
+            found = operate([self._read(atom, known) for atom in operands])
+            known.update(zip(results, found, strict=True))
+
+        return meet
+
+    def _alike(self, item: Segment, unneeded: Sequence[Var]) -> Callable[[Known], None]:
+        into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
+        taken = _reusable(into, out, self._free & set(unneeded))
+        program = self.program(item.jaxpr, [None] * len(into), [None] * len(out), donated=taken)
+
+        def run(known: Known) -> None:
+            known.update(zip(out, program(*(known[var] for var in into)), strict=True))
+
+        return run
+
+    def _own(self, item: Segment) -> Callable[[Known], None]:
+        into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
+        program = self.program(
+            item.jaxpr, *([self._lies(var) for var in each] for each in (into, out))
+        )
+        place: dict[Any, int] = {var: number for number, var in enumerate(out)}
+        summed = [place[var] for eqn in item.sums for var in eqn.invars]
+        kept = [number for number in range(len(out)) if number not in summed]
+        totals = [var for eqn in item.sums for var in eqn.outvars]
+        sums = Sums(self.meetings, item.sums) if totals else None
+
+        def run(known: Known) -> None:
+            shards: list[Parts] = [[] for _ in kept]
+
+            def compute(number: int) -> list[jax.Array]:
+                values = (known[var] for var in into)
+                own = (each[number] if isinstance(each, list) else each for each in values)
+                found = program(*own)
+                for parts, n in zip(shards, kept, strict=True):
+                    parts.append(found[n])
+                return [found[n] for n in summed]
+
+            if sums is None:
+                for number in range(self.meetings.shares):
+                    compute(number)
+            else:
+                known.update(zip(totals, sums(compute), strict=True))
+            known.update(zip((out[n] for n in kept), shards, strict=True))
+
+        return run
+
+
+def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[int]:
+    """Return the indices of `free` arguments whose memory a result can reuse."""
+    kinds = collections.Counter((var.aval.shape, var.aval.dtype) for var in out)
+    taken = []
+    for number, var in enumerate(into):
+        kind = (var.aval.shape, var.aval.dtype)
+        if var in free and kinds[kind]:
+            kinds[kind] -= 1
+            taken.append(number)
+    return taken
+
+
+# Loops and branches around sums.
+
+
+def _scan(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
+    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    avals = shapes_of(eqn.invars)
+    owned, _ = scanned(eqn, [lie is not None for lie in into])
+    split = consts + carried
+    carry_owned, carry_avals = owned[consts:split], avals[consts:split]
+
+    def turn(*values: Any) -> list[Any]:
+        *held, number = values
+        rows = [lax.dynamic_index_in_dim(each, number, 0, keepdims=False) for each in held[split:]]
+        found = body(*held[:split], *rows)
+        return [*_as_own(found[:carried], carry_owned), *found[carried:]]
+
+    begin = parted.inner(
+        lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split], out[:carried]
+    )
+    of_turn = [*into[:consts], *out[:carried], *into[split:], None]
+    number_aval = jax.ShapeDtypeStruct((), np.int32)
+    rows = [0] * (len(out) - carried)
+    turns = parted.inner(turn, [*avals, number_aval], of_turn, [*out[:carried], *rows])
+    gathered = shapes_of(eqn.outvars[carried:])
+    stack = [
+        parted.inner(
+            lambda *each: [jnp.stack(each)],
+            [jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)] * length,
+            [how] * length,
+            [lie],
+        )
+        for aval, how, lie in zip(gathered, turns.out[carried:], out[carried:], strict=True)
+    ]
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[consts:split])
+        found: list[list[Any]] = [[] for _ in range(length)]
+        for number in order:
+            given = [*values[:consts], *carry, *values[split:], parted.placed(np.int32(number))]
+            after = turns(given)
+            carry, found[number] = after[:carried], after[carried:]
+        each = zip(*found, strict=True)
+        return [*carry, *(join(list(row))[0] for join, row in zip(stack, each, strict=True))]
+
+    return run
+
+
+def _while_loop(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    split, avals = tested + consts, shapes_of(eqn.invars)
+    owned = turned(eqn, [lie is not None for lie in into])
+    body = jaxpr_as_fun(eqn.params["body_jaxpr"])
+    begin = parted.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:], out)
+    goes_on = parted.inner(
+        jaxpr_as_fun(eqn.params["cond_jaxpr"]),
+        [*avals[:tested], *avals[split:]],
+        [*into[:tested], *out],
+        [None],
+    )
+    turn = parted.inner(
+        lambda *values: _as_own(body(*values), owned),
+        avals[tested:],
+        [*into[tested:split], *out],
+        out,
+    )
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[split:])
+        while bool(np.asarray(goes_on([*values[:tested], *carry])[0])):
+            carry = turn([*values[tested:split], *carry])
+        return list(carry)
+
+    return run
+
+
+def _cond(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    owned = own_of(eqn, [lie is not None for lie in into])
+    avals = shapes_of(eqn.invars[1:])
+
+    def compiled(branch: ClosedJaxpr) -> Any:
+        function = jaxpr_as_fun(branch)
+        return parted.inner(lambda *values: _as_own(function(*values), owned), avals, into[1:], out)
+
+    branches = [compiled(branch) for branch in eqn.params["branches"]]
+    return lambda values: list(branches[int(np.asarray(values[0]))](values[1:]))
+
+
+def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
+    """Return `values`, with those that are `owned` marked as differing by micro-shard."""
+    return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]
+
+
+_HOST_LOOPS: dict[str, Callable[[Parted, JaxprEqn, list[Own], list[Own]], Operation]] = {
+    "scan": _scan,
+    "while": _while_loop,
+    "cond": _cond,
+}

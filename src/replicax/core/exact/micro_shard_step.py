@@ -1,0 +1,178 @@
+"""Functions of a state and a batch that run the same programs on any number of devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
+
+from replicax.core.config import Configuration
+from replicax.core.data.batch import Batch
+from replicax.core.exact.combining_programs import Meetings
+from replicax.core.exact.host_executor import Parted
+from replicax.core.exact.replica_program import SameProgram
+from replicax.core.exact.sharded_update import Piece
+from replicax.core.ground.leaves import PyTree, by_path, from_host
+from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.jaxpr import shapes_of
+from replicax.core.modes import Mode
+from replicax.core.placement.mesh import Own, batch_shardings, sharding_of, split_dim
+from replicax.core.step.reduction import Reduction, as_they_are
+from replicax.errors import LossError
+
+OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
+"""A function of the state, the rows of one micro-shard, and which micro-shard it is."""
+
+
+def on_micro_shard(
+    function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
+) -> OnMicroShard | None:
+    """Return `function(state, batch, axis)` of a replica, with its parts by keyword, as a
+    function of a micro-shard; None if the mode is not bitwise reproducible.
+    """
+    of_micro_shard = mode.of_micro_shard
+    if of_micro_shard is None:
+        return None
+
+    def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
+        accumulator = of_micro_shard(piece, reduction, None)
+        more = {"gather": accumulator.gather} if gathers else {}
+        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are, **more)
+
+    return traced
+
+
+class MicroSharded:
+    """Runs a function of one micro-shard on all micro-shards of a batch.
+
+    `whole` is the same computation as one `jax.jit` function of the state and the whole batch; it
+    is only analyzed (computation, communication, memory), not run. `where` holds the shardings of
+    the state, and `out` those of the results. With `donate` the state's memory is reused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: OnMicroShard,
+        whole: Any,
+        config: Configuration,
+        mesh: Mesh,
+        where: TrainState,
+        out: PyTree,
+        donate: bool,
+    ) -> None:
+        self.trace, self.lower = whole.trace, whole.lower
+        self._name, self._function, self._count = name, function, config.micro_shards
+        self._mesh, self._donate, self._where, self._out = mesh, donate, where, out
+        self._meetings = Meetings(mesh, config.micro_shards // mesh.size, config.job.in_flight)
+        self._compiled: dict[Any, _Compiled] = {}
+
+    def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
+        """Return the compiled programs that compute it, in execution order."""
+        return self._of(state, batch).parted.programs
+
+    def _cache_size(self) -> int:
+        """Return the number of batch sizes it is compiled for, as a `jax.jit` function does."""
+        return len(self._compiled)
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        return self._of(state, batch)(state, batch)
+
+    def _of(self, state: TrainState, batch: Batch) -> "_Compiled":
+        leaves, structure = jax.tree.flatten((state, batch))  # an optimizer may widen its state
+        key = structure, *((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
+        if key not in self._compiled:
+            shapes = [jax.ShapeDtypeStruct(*each) for each in key[1:]]
+            self._compiled[key] = self._compile(*jax.tree.unflatten(structure, shapes))
+        return self._compiled[key]
+
+    def _compile(self, state: TrainState, batch: Batch) -> "_Compiled":
+        """Trace the function on one micro-shard, and compile the segments of the trace."""
+        count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
+        shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
+        into = [split_dim(each) for each in jax.tree.leaves(shardings)]
+        shapes, structure = jax.tree.flatten(Piece(None, count).shapes((state, batch), into))
+
+        def traced(number: jax.Array, *arrays: jax.Array) -> Any:
+            state, batch = jax.tree.unflatten(structure, arrays)
+            return self._function(state, batch, Piece(number, count))
+
+        closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
+        out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
+        of_state = len(jax.tree.leaves(state))
+        donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
+        each_once = _each_once(closed)
+        parted = Parted(self._name, each_once, [0, *into], out, self._meetings, donated)
+        for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
+            if wanted is None and own is not None:
+                raise LossError(
+                    f"{path} depends on rows in the step itself, which differ between the {count} "
+                    "micro-shards: take rx.mean of them, rx.value_and_grad of a loss of "
+                    "them, or rx.gather them"
+                )
+        return _Compiled(parted, into, out, jax.tree.structure(found))
+
+
+def program_text(function: Any, state: TrainState, batch: Batch) -> str:
+    """Return the program that computes `function`, a `jax.jit` function or `MicroSharded`."""
+    if isinstance(function, MicroSharded):
+        return "\n".join(each.text for each in function.programs(state, batch))
+    text: str = function.lower(state, batch).as_text()
+    return text
+
+
+def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Copy results that are returned twice, since a later step may reuse their memory."""
+    out = closed.jaxpr.outvars
+    again = [isinstance(atom, Var) and atom in out[:n] for n, atom in enumerate(out)]
+    if not any(again):
+        return closed
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        found = zip(jaxpr_as_fun(closed)(*arrays), again, strict=True)
+        return [jnp.copy(array) if each else array for array, each in found]
+
+    return jax.make_jaxpr(run)(*shapes_of(closed.jaxpr.invars))
+
+
+class _Compiled:
+    """The programs for batches of one size, on arrays placed as in the layout."""
+
+    def __init__(
+        self, parted: Parted, into: Sequence[Own], out: Sequence[Own], structure: Any
+    ) -> None:
+        self.parted, self._structure, meetings = parted, structure, parted.meetings
+        self._where = [sharding_of(meetings.mesh, own) for own in into]
+        self._cut = meetings.cut(into)
+        self._pieces = [n for n, own in enumerate(out) if own is not None]
+        self._paste = meetings.pasted([own for own in out if own is not None])
+        firsts = np.arange(meetings.mesh.size, dtype=np.int32) * meetings.shares
+        where = sharding_of(meetings.mesh, 0)
+        self._numbers = [from_host(firsts + n, where) for n in range(meetings.shares)]
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        leaves = zip(jax.tree.leaves((state, batch)), self._where, strict=True)
+        values = self._cut([_placed(leaf, where) for leaf, where in leaves])
+        found = self.parted([self._numbers, *values])
+        if self._pieces:
+            whole = self._paste([found[n] for n in self._pieces])
+            for n, array in zip(self._pieces, whole, strict=True):
+                found[n] = array
+        return jax.tree.unflatten(self._structure, found)
+
+
+def _dtype(leaf: Any) -> Any:
+    """Return the dtype of a leaf on a device; a state may contain Python numbers."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+
+
+def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        lies = leaf.sharding
+        if lies is where or lies.is_equivalent_to(where, leaf.ndim):
+            return leaf
+    placed: jax.Array = jax.device_put(leaf, where)
+    return placed

@@ -1,0 +1,182 @@
+"""One compiled program for every device: the same instructions for any number of devices.
+
+XLA compiles programs for several partitions with other passes than those for one, and rounds fused
+operations differently. Programs with arithmetic are therefore compiled for a single partition, with
+the shapes of one device, and every device of a mesh runs the program as a replica.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.sharding import Mesh
+
+from replicax.core.ground import jax_internals  # JAX has no public way to run a program as replicas
+from replicax.core.placement.mesh import Own, sharding_of
+
+_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
+"""Compiler options by platform: no sums whose order depends on thread timing."""
+
+_NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
+
+
+def as_global(array: jax.Array) -> jax.Array:
+    """Return a split result of `SameProgram` as an array that can be read as a whole.
+
+    Since jax 0.12 the host reads all devices at once, by the shape of the program's result, which
+    is that of one device.
+    """
+    parts = [part.data for part in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def with_deterministic_attention(module: ir.Module) -> ir.Module:
+    """Make every backward pass of cuDNN's attention in `module` deterministic, and return it.
+
+    `xla_gpu_deterministic_ops` does this to the first of several equal calls only, whose kernel the
+    others then do not find: XLA ends with an IndexError (jaxlib 0.11.2).
+    """
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        attributes = operation.attributes
+        called = str(attributes["call_target_name"]) if "call_target_name" in attributes else ""
+        if re.search(r"__cudnn\$fmha\w*Backward", called):
+            config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+            attributes["backend_config"] = ir.StringAttr.get(json.dumps(config), module.context)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return module
+
+
+class SameProgram:
+    """A jaxpr for one device's arrays, compiled for one device and run on all as replicas.
+
+    It has no constants; arguments are laid out as in `into`, and results as in `out`. Results reuse
+    the memory of `donated` arguments. The `name` appears in profiles and bitwise comparisons.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        jaxpr: Jaxpr,
+        mesh: Mesh,
+        into: Sequence[Own],
+        out: Sequence[Own],
+        donated: Sequence[int] = (),
+    ) -> None:
+        self.name, self._mesh = name, mesh
+        run = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        avals: list[Any] = [var.aval for var in jaxpr.invars]
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape or (1,) * (own is not None), aval.dtype)
+            for aval, own in zip(avals, into, strict=True)
+        ]
+
+        def local(*arrays: jax.Array) -> list[jax.Array]:
+            inside = [a.reshape(aval.shape) for a, aval in zip(arrays, avals, strict=True)]
+            found = zip(run(*inside), out, strict=True)
+            return [leaf if own is None or leaf.ndim else leaf.reshape(1) for leaf, own in found]
+
+        local.__name__ = re.sub(r"\W", "_", name)
+        lowered = jax.jit(local, donate_argnums=tuple(donated), keep_unused=True).lower(*shapes)
+        self._lowered = lowered
+        self._executable = self._compiled(lowered, shapes, into, out)
+        self._call: Callable[..., list[jax.Array]] = jax_internals.Compiled(
+            self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
+        )
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Run it on global arrays laid out as in `into`; `as_global` reads a split result."""
+        return self._call(*arrays)
+
+    @property
+    def text(self) -> str:
+        """The program before optimization."""
+        text: str = self._lowered.as_text()
+        return text
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the optimized program, excluding names and the number of devices."""
+        [module] = self._executable.xla_executable.hlo_modules()
+        options = jax_internals.hlo.HloPrintOptions.short_parsable()
+        options.print_metadata = False
+        # XLA's numbers in names differ between compilations.
+        options.canonicalize_instruction_names = options.canonicalize_computations = True
+        text = _NOT_THE_PROGRAM.sub("", module.to_string(options))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def memory_analysis(self) -> Any:
+        """Return XLA's memory statistics for one device."""
+        return self._executable.xla_executable.get_compiled_memory_stats()
+
+    def _compiled(
+        self,
+        lowered: Any,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        into: Sequence[Own],
+        out: Sequence[Own],
+    ) -> Any:
+        mesh, computation = self._mesh, lowered._lowering
+        chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)
+        options = jax_internals.get_compile_options(
+            num_replicas=devices.size,
+            num_partitions=1,
+            device_assignment=devices.reshape(-1, 1),
+            env_options_overrides=_OPTIONS.get(devices[0].platform),
+            backend=chosen["backend"],
+        )
+        device_list = jax_internals.xla_client.DeviceList(tuple(devices))
+        executable = jax_internals.compile_or_get_cached(
+            chosen["backend"],
+            with_deterministic_attention(computation.stablehlo()),
+            devices,
+            options,
+            chosen["host_callbacks"],
+            device_list,
+        )
+        count = devices.size
+        results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in lowered.out_info]
+        avals = [
+            [
+                jax.core.ShapedArray(
+                    tuple(n * count if dim == own else n for dim, n in enumerate(leaf.shape)),
+                    leaf.dtype,
+                )
+                for leaf, own in zip(leaves, lie, strict=True)
+            ]
+            for leaves, lie in ((shapes, into), (results, out))
+        ]
+        places = [[sharding_of(mesh, own) for own in lie] for lie in (into, out)]
+        loaded = jax_internals.UnloadedMeshExecutable(
+            xla_executable=executable,
+            device_list=device_list,
+            backend=chosen["backend"],
+            input_avals=avals[0],
+            input_shardings=places[0],
+            output_avals=avals[1],
+            output_shardings=places[1],
+            committed=True,
+            name=self.name,
+            unordered_effects=chosen["unordered_effects"],
+            ordered_effects=chosen["ordered_effects"],
+            keepalive=chosen["keepalive"],
+            host_callbacks=chosen["host_callbacks"],
+            kept_var_idx=chosen["kept_var_idx"],
+            mut=None,
+            xla_in_layouts=[None] * len(into),
+            dispatch_in_layouts=[None] * len(into),
+            xla_out_layouts=[None] * len(out),
+            all_args_info=None,
+            pgle_profiler=None,
+        )
+        return loaded.load()

@@ -1,0 +1,198 @@
+"""Update a state in equal pieces; their number is the same on any number of devices.
+
+Elementwise operations are computed on one piece. A reduction, such as the norm of a gradient, is
+computed per piece and then over all pieces. Any other use of a whole array is rejected.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from replicax.core.exact.micro_shard_primitives import gather
+from replicax.core.jaxprs.jaxpr import CALLS, bind, called, evaluate
+from replicax.core.jaxprs.row_rules import BY_ENTRY
+from replicax.core.placement.mesh import Own
+from replicax.core.step.accumulate import Apply
+
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "reduce_sum": jnp.sum,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
+
+
+class LooksAtWhole(Exception):  # noqa: N818
+    """Raised if an operation needs the whole of an array that is split into pieces."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The piece being computed."""
+
+    number: Any
+    """int32 scalar, counted from 0."""
+    count: int
+    """Number of pieces."""
+
+    def shape(self, shape: Sequence[int], dim: Own) -> tuple[int, ...]:
+        """Return the shape of a piece of an array with this `shape`."""
+        return tuple(n // self.count if at == dim else n for at, n in enumerate(shape))
+
+    def shapes(self, tree: Any, dims: Sequence[Own]) -> Any:
+        """Return the shapes of a piece of each array in `tree`."""
+        leaves, structure = jax.tree.flatten(tree)
+        pairs = zip(leaves, dims, strict=True)
+        each = [jax.ShapeDtypeStruct(self.shape(x.shape, dim), x.dtype) for x, dim in pairs]
+        return jax.tree.unflatten(structure, each)
+
+
+def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
+    """Transform `apply`, a function of whole arrays, to run on one piece of split arrays.
+
+    For the first leaves of the arguments and results, `into` and `out` give the split dim, if any.
+    Tracing it raises `LooksAtWhole` if `apply` uses more than one piece of an array.
+    """
+
+    def own(*parts: Any) -> Any:
+        leaves, structure = jax.tree.flatten(parts)
+        pairs = itertools.zip_longest(leaves, into)
+        inputs = [_Value(leaf, dim) for leaf, dim in pairs]
+        wholes = jax.tree.unflatten(structure, [_whole_shape(each, piece) for each in inputs])
+        closed, shapes = jax.make_jaxpr(apply, return_shape=True)(*wholes)
+        wanted = itertools.zip_longest(_evaluate(closed, inputs, piece), out)
+        values = [value.placed(dim, piece) for value, dim in wanted]
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+    return own
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """An array, or the piece of it being computed."""
+
+    array: Any
+    dim: int | None = None
+    """The dim that this is a part of; None for a whole array."""
+    compute: Callable[[int], Any] | None = None
+    """Computes the part along a dim from parts of the arrays that the whole array depends on."""
+
+    def part(self, dim: int, piece: Piece) -> Any:
+        """Return this piece along `dim`, or a scalar unchanged."""
+        if self.dim == dim or not jnp.ndim(self.array):
+            return self.array
+        if self.compute is not None:
+            return self.compute(dim)
+        size = self.array.shape[dim] // piece.count
+        return lax.dynamic_slice_in_dim(self.array, piece.number * size, size, dim)
+
+    def placed(self, dim: int | None, piece: Piece) -> Any:
+        """Return the part along `dim`, or the whole array if it is None."""
+        if dim is not None:
+            return self.part(dim, piece)
+        if self.dim is None:
+            return self.array
+        return gather(self.array, dim=self.dim, count=piece.count)
+
+
+def _whole_shape(value: _Value, piece: Piece) -> jax.ShapeDtypeStruct:
+    sizes = list(value.array.shape)
+    if value.dim is not None:
+        sizes[value.dim] *= piece.count
+    return jax.ShapeDtypeStruct(tuple(sizes), value.array.dtype)
+
+
+def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: Piece) -> list[_Value]:
+    return evaluate(closed, inputs, partial(_apply, piece=piece), _Value)
+
+
+def _apply(eqn: JaxprEqn, values: list[_Value], piece: Piece) -> list[_Value]:
+    dims = {value.dim for value in values if value.dim is not None}
+    if not dims:
+        found = bind(eqn, [value.array for value in values])
+        again = _in_parts(eqn, values, found, piece)
+        return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
+    if eqn.primitive.name in CALLS:
+        return _evaluate(called(eqn), values, piece)
+    if eqn.primitive.name == "cond":
+        return _cond(eqn.params["branches"], values, piece)
+    if len(dims) > 1:
+        raise LooksAtWhole(eqn.primitive.name)
+    [dim] = dims
+    if eqn.primitive.name in _REDUCTIONS:
+        return [_reduced(eqn, values[0].array, dim, piece)]
+    if not _is_elementwise(eqn):
+        raise LooksAtWhole(eqn.primitive.name)
+    return [_Value(x, dim) for x in bind(eqn, [value.part(dim, piece) for value in values])]
+
+
+def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
+    """Return a reduction of an array split along `dim`, combining all pieces over that dim."""
+    axes = eqn.params["axes"]
+    [found] = bind(eqn, [array])
+    if dim not in axes:
+        return _Value(found, dim - sum(axis < dim for axis in axes))
+    each = gather(found[None], dim=0, count=piece.count)
+    return _Value(_REDUCTIONS[eqn.primitive.name](each, axis=0).astype(found.dtype))
+
+
+def _in_parts(
+    eqn: JaxprEqn, values: list[_Value], found: list[Any], piece: Piece
+) -> Callable[[int, int], Any] | None:
+    """Return `(n, dim)` -> part of `found[n]` from parts of `values`; None if it needs more.
+
+    Slicing the result instead would round between two operations that XLA fuses.
+    """
+    if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
+        shape = found[0].shape
+        return lambda _, dim: jnp.broadcast_to(values[0].array, piece.shape(shape, dim))
+    if not _is_elementwise(eqn):
+        return None
+    return cache(lambda n, dim: bind(eqn, [value.part(dim, piece) for value in values])[n])
+
+
+def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -> list[_Value]:
+    """Evaluate a cond on parts; results that are split in one branch are split in all."""
+    index, *operands = values
+
+    def of_values(branch: ClosedJaxpr, arrays: list[Any]) -> list[_Value]:
+        pairs = zip(arrays, operands, strict=True)
+        return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], piece)
+
+    found: list[list[int | None]] = []
+
+    def dims_of(branch: ClosedJaxpr, arrays: list[Any]) -> None:
+        found.append([value.dim for value in of_values(branch, arrays)])
+
+    arrays = [each.array for each in operands]
+    for branch in branches:
+        jax.eval_shape(partial(dims_of, branch), arrays)
+    split = [
+        next((dim for dim in dims if dim is not None), None) for dims in zip(*found, strict=True)
+    ]
+
+    def run(is_split: bool, branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+        pairs = zip(of_values(branch, arrays), split, strict=True)
+        return [value.placed(dim, piece) for value, dim in pairs if (dim is not None) == is_split]
+
+    # Separately, since whole results do not depend on a piece.
+    taken = [
+        iter(lax.switch(index.array, [partial(run, each, branch) for branch in branches], arrays))
+        for each in (False, True)
+    ]
+    return [_Value(next(taken[dim is not None]), dim) for dim in split]
+
+
+def _is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an equation is elementwise, apart from scalar operands."""
+    sides: Any = (eqn.invars, eqn.outvars)
+    read, given = ({atom.aval.shape for atom in side} for side in sides)
+    return eqn.primitive.name in BY_ENTRY and read - {()} == given

@@ -1,0 +1,147 @@
+"""Validate a loss, an optimizer or a state; each mistake raises a one-line error."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from replicax.core.ground.leaves import by_path
+from replicax.core.ground.precision import Precision, as_precision
+from replicax.core.ground.train_state import TrainState, check_outside_jit, check_unused
+from replicax.core.placement.layout import Layout
+from replicax.errors import ConfigError, StateError
+
+
+def check_loss(loss: Any, name: str = "loss") -> None:
+    """Raise `ConfigError` if `loss`, `name` in errors, does not take `(model, batch, key)`."""
+    _check_function(name, loss, ("model", "batch", "key"))
+
+
+def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
+    call = f"{name}({', '.join(wanted)})"
+    if not callable(function):
+        instead = {
+            "loss": "DataParallel(loss, optimizer)",
+            "step": "DataParallel(step=step)",
+            "function": "predict(function, state, batches)",
+        }
+        raise ConfigError(
+            f"the {name} is a {type(function).__name__}; it must be a function {call}: use "
+            f"{instead[name]}"
+        )
+    try:
+        # Check a decorator's own arguments, not those of the wrapped function.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # written in C, or hidden by a library
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the {name} takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
+            f"{call}: accept these, used or not ({error})"
+        ) from error
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise `ConfigError` if `optimizer` lacks the `init` and `update` of optax."""
+    what = f"of type {type(optimizer).__name__}"
+    if isinstance(optimizer, type) or inspect.isroutine(optimizer):
+        what = f"{optimizer.__name__}, not called"
+    elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        return
+    raise ConfigError(
+        f"the optimizer is {what}; it must be an optax gradient transformation: use, for example, "
+        "optax.adam(1e-3)"
+    )
+
+
+def check_own_step(
+    *,
+    step: Any,
+    loss: Any,
+    optimizer: Any,
+    trainable: Any,
+    ema: Any,
+    layout: Layout,
+    precision: str | Precision,
+    **_others: Any,
+) -> None:
+    """Raise `ConfigError` if `step` is not callable, or given with options it must implement."""
+    _check_function("step", step, ("state", "batch", "key"))
+    if loss is not None:
+        check_loss(loss)
+    itself = {"optimizer": optimizer, "trainable": trainable, "ema": ema}
+    given = [name for name, value in itself.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"step= and {' and '.join(given)} were given; a custom step updates its state "
+            "itself, including optimizers, averages and frozen parameters: do so in the step"
+        )
+    if as_precision(precision).scales:
+        raise ConfigError(
+            "step= with precision='float16', which has a single loss scale; a custom step may "
+            "need several: use 'bfloat16' or 'float32'"
+        )
+    if layout.splits_optimizer and not layout.splits_params:
+        raise ConfigError(
+            f"step= with layout={layout.name!r}, which splits the optimizer state; a custom "
+            "step has no separate optimizer state: use layout='fsdp', or rules"
+        )
+
+
+def check_kind(state: Any) -> None:
+    """Raise `StateError` if `state` is not a state, is a tracer, or was donated."""
+    if not isinstance(state, TrainState):
+        raise StateError(
+            f"the state is a {type(state).__name__}; it must be an rx.TrainState: pass the "
+            "one from state = dp.init(model)"
+        )
+    check_outside_jit(state.step)
+    check_unused(state)
+
+
+def check_state(state: TrainState, abstract: TrainState) -> None:
+    """Raise `StateError` if the shapes or shardings of `state` are not those of `abstract`.
+
+    Dtypes may differ, as `jax.jit` accepts any.
+    """
+    check_outside_jit(state)
+    leaves, structure = jax.tree.flatten(state)
+    wanted, expected = jax.tree.flatten(abstract)
+    if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
+        raise StateError(
+            f"{_difference(state, abstract)}; it belongs to another model, optimizer, reduction "
+            "or precision: use a state from init of this DataParallel"
+        )
+    elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
+    if elsewhere:
+        raise StateError(
+            f"{elsewhere} arrays of the state are sharded over these devices in another way than "
+            "in this DataParallel's layout; start with init(other.model(state))"
+        )
+
+
+def _difference(state: TrainState, abstract: TrainState) -> str:
+    found, wanted = (
+        {path: getattr(leaf, "shape", ()) for path, leaf in by_path(tree).items()}
+        for tree in (state, abstract)
+    )
+    paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+    if not paths:  # for example, two optimizers without arrays
+        return "state has a different structure"
+    path = max(paths)  # params before opt_state
+    return f"state{path} has shape {found.get(path)}, expected {wanted.get(path)}"
+
+
+def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [getattr(leaf, "shape", ()) for leaf in leaves]  # np.shape takes ten times as long
+
+
+def _lies_elsewhere(leaf: Any, like: Any) -> bool:
+    """Whether `jax.jit` would reject `leaf`; it moves arrays from other devices, or uncommitted."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding == like.sharding or not leaf.committed:
+        return False
+    here, wanted = leaf.sharding, like.sharding
+    return here.device_set == wanted.device_set and not here.is_equivalent_to(wanted, leaf.ndim)

@@ -1,0 +1,211 @@
+"""Trace a loss or a custom step so that its rows can be followed.
+
+The trace is that of one device, without gradients. Functions of the names in
+`replicax.core.jaxprs.row_dependence` mark the values whose mean is taken, the rows that are
+gathered, and sums over all replicas.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.precision import to_sum
+from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
+from replicax.core.models.definition import View
+from replicax.core.step.loss import LOSS, Weighted, has_weights, sums, values_by_name
+from replicax.core.step.loss_context import Inside, weighs
+from replicax.core.step.objective import Objective, StepSums, only_read, restored
+from replicax.errors import LossError
+
+Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
+"""Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
+
+GATHER = "rx.gather"
+"""Name, for errors, of rows that are gathered."""
+AXIS = "replicax_examined"
+"""An axis of size 1 over which BatchNorm averages its statistics, so that they are recognised."""
+
+
+@dataclasses.dataclass
+class RowExaminer:
+    """Records what a loss or a step computes while it is traced."""
+
+    gathered: int
+    """Number of rows that `rx.gather` returns."""
+    entered: int | None = None
+    """Number of rows of a loss in a custom step; None for those that it is given."""
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Names, for errors, of the values whose mean is taken, by label."""
+    scalars: set[str] = dataclasses.field(default_factory=set)
+    """Labels of values that are one number for the whole batch."""
+    gathers: bool = False
+    weighs: bool = False
+    """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
+    learns: bool = False
+    """Whether the losses are differentiated, so that their weights must be constants."""
+
+    def step_sums(
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """Return what `objective.step_sums` does, with zeros for the gradient."""
+        rows = rows.map_rows(self._enter)
+
+        def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
+            found = objective.loss(model, data, key)
+            self.weighs |= weighs()
+            return found
+
+        watched = dataclasses.replace(objective, loss=observed)
+        view = dataclasses.replace(view, axis=AXIS, gather=self.gather, only_read=True)
+        returned, after = watched.returned(params, extras, rows, view)
+        weighted = sums(returned, rows.mask)
+        if self.learns and has_weights(returned):
+            self._check_weights(
+                objective, params, lambda own: watched.returned(own, extras, rows, view)
+            )
+        for name, value in values_by_name(returned).items():
+            self.see(name, value)
+        return StepSums(
+            jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted
+        ), after
+
+    @staticmethod
+    def _check_weights(
+        objective: Objective, params: PyTree, of: Callable[[PyTree], tuple[Any, PyTree]]
+    ) -> None:
+        """Raise `LossError` if weights have a derivative by parameters that train."""
+
+        def total(wanted: PyTree) -> jax.Array:
+            returned, _ = of(restored(wanted, params, objective.read))
+            return jnp.sum(values_by_name(returned)[LOSS].weights)
+
+        traced = jax.make_jaxpr(total, axis_env=[(AXIS, 1)])(only_read(params, objective.read))
+        if moves(traced, len(traced.in_avals)):
+            raise LossError(
+                "the weights of the loss depend on the parameters, and rx.Weighted takes weights "
+                "as constants, with no gradient: pass jax.lax.stop_gradient(weights), or return "
+                "values * weights / rx.gather(weights).mean() to differentiate them"
+            )
+
+    def see(self, name: str, value: Any) -> None:
+        """Mark the values, and weights, of a mean."""
+        for each in (value.values, value.weights) if isinstance(value, Weighted) else (value,):
+            array = jax.lax.stop_gradient(to_sum(jnp.asarray(each)))
+            label = f"{SEEN}{len(self.names)}"
+            self.names[label] = name
+            if not array.ndim:
+                self.scalars.add(label)
+            _call(label, _itself if not array.ndim else _with_sum, array)
+
+    def gather(self, rows: jax.Array) -> jax.Array:
+        """Return as many rows as the global batch has, whatever the number of `rows`."""
+        self.gathers = True
+        self.see(GATHER, rows)
+        found: jax.Array = _call(GATHERED, partial(_resized, count=self.gathered), rows)
+        return found
+
+    def step(self, here: Inside) -> None:
+        """Record which functions a custom step itself called."""
+        self.weighs |= here.weighs
+
+    def _enter(self, leaf: jax.Array) -> Any:
+        return _call(ENTERED, partial(_resized, count=self.entered or len(leaf)), leaf)
+
+
+def _call(label: str, function: Callable[[jax.Array], Any], array: jax.Array) -> Any:
+    def named_function(array: jax.Array) -> Any:
+        return function(array)
+
+    named_function.__name__ = label
+    return jax.jit(named_function)(array)
+
+
+def _resized(array: jax.Array, count: int) -> jax.Array:
+    """Return `count` rows; not `array` itself, which a derivative would use without this call."""
+    if len(array) != count:
+        array = jnp.resize(array, (count, *array.shape[1:]))
+    found: jax.Array = jax.lax.optimization_barrier(array)
+    return found
+
+
+def _itself(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _with_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `array` and its sum over rows; see `replicax.core.jaxprs.row_dependence.row_dim`."""
+    return array, jnp.sum(array, axis=0)
+
+
+def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | None]) -> Run:
+    """Return a loss, in training or in evaluation, to be examined."""
+
+    def run(state: TrainState, batch: Batch, examiner: RowExaminer) -> tuple[PyTree, jax.Array]:
+        view = View(key_of(state), step=state.step)
+        total, after = examiner.step_sums(objective, state.params, state.extras, batch, view)
+        writes = getattr(objective.definition, "writes", False)
+        return {"state": after if writes else ()}, total.weighted[LOSS].total
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A loss or a step, traced with some number of rows."""
+
+    jaxpr: ClosedJaxpr
+    examiner: RowExaminer
+    outputs: tuple[str, ...]
+    """Paths of the results that must not depend on rows; the loss may follow them."""
+    numbers: tuple[str, ...]
+    """Paths of those that are one number."""
+
+
+def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: RowExaminer) -> Trace:
+    """Trace `run` as for one device with a batch of so many `rows`."""
+    state, batch = jax.eval_shape(lambda *given: given, state, batch)
+    sized = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype))
+    with jax.default_matmul_precision("highest"):
+        make = jax.make_jaxpr(
+            lambda state, batch: run(state, batch, examiner),
+            axis_env=[(AXIS, 1)],
+            return_shape=True,
+        )
+        jaxpr, (shapes, _) = make(state, sized)
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    numbers = [name for name, leaf in found.items() if not leaf.shape and _is_number(leaf.dtype)]
+    return Trace(jaxpr, examiner, tuple(found), tuple(numbers))
+
+
+def _is_number(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def moves(traced: ClosedJaxpr, count: int) -> bool:
+    """Whether the last output has a nonzero derivative by any of the first `count` inputs."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
+
+    def derivative(values: list[Any], tangents: list[Any]) -> Any:
+        def last(*own: Any) -> Any:
+            known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
+            return jaxpr_as_fun(traced)(*known.values())[-1]
+
+        return jax.jvp(last, tuple(values[i] for i in moved), tuple(tangents))[1]
+
+    make = jax.make_jaxpr(derivative, axis_env=[(AXIS, 1)])
+    jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True])
+    return any(used[len(shapes) :])

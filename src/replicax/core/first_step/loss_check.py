@@ -1,0 +1,292 @@
+"""Examine a loss, or a custom step, before it first runs.
+
+Determine whether its mean over all rows can be computed from parts of them, and with padding.
+"""
+
+import contextlib
+import dataclasses
+from functools import cached_property
+
+import jax
+import numpy as np
+
+from replicax.core.data.batch import Batch
+from replicax.core.first_step.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
+from replicax.core.first_step.row_errors import Broken
+from replicax.core.first_step.row_trials import Division, Found, Pair, compared
+from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
+from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, SUMMED, Follow
+from replicax.core.jaxprs.row_evaluation import Undecided
+from replicax.core.jaxprs.row_inner import Unlike
+from replicax.core.jaxprs.row_rules import MIXED, Rows
+from replicax.core.jaxprs.row_symbols import MOVING, shown
+
+UNSHOWN = "no difference was found, but the trace does not exclude one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The results of trials of a value."""
+
+    found: Found
+    weighted: bool
+    """Whether it is a mean over rows with weights."""
+    shown: bool
+    """Whether the traces show that it is the same on parts."""
+
+
+class Look:
+    """Examine a loss or a step, `run`, on the first state and batch.
+
+    Rows are followed through two traces, with different numbers of rows. Values that may depend on
+    other rows are computed, see `replicax.core.first_step.row_trials`. Raises `LossError` or
+    `StateError` if a loss, or the step, violates its contract.
+    """
+
+    def __init__(self, run: Run, state: TrainState, batch: Batch, learns: bool = False) -> None:
+        self._run, self._rows = run, batch.size
+        self._given = jax.eval_shape(lambda *given: given, state, batch)
+        self._one = self._traced(self._rows, RowExaminer(self._rows, learns=learns))
+        examiner = self._one.examiner
+        self.gathers, self.weighs = examiner.gathers, examiner.weighs
+        self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
+        """Names of outputs that a loss returns as one number for the whole batch."""
+        followed = Follow((1, 1), ruled=False)
+        followed(self._one.jaxpr, self._one.jaxpr, self._places(Division(np.zeros((1, 1)))))
+        self.draws, self.draws_alone = followed.draws, followed.draws_alone
+        """Whether random numbers are drawn by the step's key, and by another one."""
+        self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
+        self._seen: dict[str, list[Place]] = {}
+        self._declares = False
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether the loss has a gradient that is not identically 0."""
+        before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
+        return moves(self._one.jaxpr, before)
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Whether the traces show that padding changes nothing."""
+        some = Division(np.zeros((1, self._rows // 2), int), padded=True)
+        return not any(self._doubted(some, shows=False))
+
+    @cached_property
+    def gathers_draws(self) -> bool:
+        """Whether gathered rows depend on random numbers that no row has for itself."""
+        if not (self.gathers and self.draws):
+            return False
+        gathers = [label for label, name in self._one.examiner.names.items() if name == GATHER]
+        twice = 2 * self._rows
+        follow = Follow((self._rows, twice), {SUMMED: GIVEN, GATHERED: GIVEN}, drawn_for_all=MIXED)
+        places = self._places(Division(np.zeros((1, twice))))
+        with contextlib.suppress(Unlike):
+            follow(self._one.jaxpr, self._twin(twice).jaxpr, places)
+        return any(MIXED in follow.seen.get(label, []) for label in gathers)
+
+    @cached_property
+    def from_key(self) -> list[str]:
+        """Names of outputs that depend on the step's key, which differs between replicas."""
+        state, batch = self._given
+        seeds = [leaf is state.seed for leaf in jax.tree.leaves(state)]
+        inputs = [MIXED if each else None for each in seeds] + [None] * len(jax.tree.leaves(batch))
+        jaxpr = self._one.jaxpr
+        places = Follow((1, 1), {SUMMED: GIVEN})(jaxpr, jaxpr, inputs)
+        return [name for name, place in zip(self._one.outputs, places, strict=False) if place]
+
+    def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
+        """Return what differs on parts of `division`, and names or labels of what may."""
+        outputs, labels = self._doubted(division)
+        examiner = self._one.examiner
+        if division.padded and self.weighs:
+            return [], [*labels, *outputs]
+        found = [
+            Broken(name, output=True, by_row=isinstance(place, Rows) and place != MIXED)
+            for name, place in outputs.items()
+        ]
+        if division.padded:
+            scalars = [label for label in labels if label in examiner.scalars]
+            needed = labels if self.gathers else scalars
+            found += [Broken(examiner.names[each], scalar=each in scalars) for each in needed]
+        return found, labels
+
+    def broken(
+        self, division: Division, state: TrainState, batch: Batch, *, hands_on: bool = False
+    ) -> list[Broken]:
+        """Return what would differ if the parts of `division` were computed by themselves.
+
+        `hands_on`: whether each part hands the state that a loss writes on to the next.
+        """
+        found, labels = self.doubts(division)
+        if hands_on:
+            found = [each for each in found if each.by_row or not each.output]
+        if found or not labels:
+            return found
+        trials, why, raised, examiner = {}, "", "", self._one.examiner
+        try:
+            trials = self.compared(division, labels, state, batch)
+        except Undecided as reason:
+            why, raised = str(reason), str(reason.__cause__ or "") and str(reason)
+        masks = division.padded and self.weighs
+        for label in labels:
+            trial = trials.get(label)
+            differs, mixes = (trial.differs, trial.mixes) if trial else (False, False)
+            if masks and trial and trial.decided and not differs:
+                continue
+            said = why or ("" if differs else UNSHOWN)
+            name, is_output = examiner.names.get(label, label), label not in examiner.names
+            scalar, by_place = label in examiner.scalars, differs and not mixes
+            of_pairs = trial and trial.alone.shape[1:] != trial.together.shape[1:]
+            pairs = trial.together.shape if trial and of_pairs else ()
+            found.append(Broken(name, scalar, is_output, False, by_place, said, raised, pairs))
+        return found
+
+    def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
+        """Return what numbers tell of each value, by name, and of rows declared independent.
+
+        May raise `Undecided`.
+        """
+        _, doubted = self._doubted(division)
+        names = self._one.examiner.names
+        declared = [DECLARED] if self._declares else []
+        found = self.compared(division, [*names, *declared], state, batch)
+        tested: dict[str, Tested] = {}
+        for label, each in found.items():
+            name = names.get(label, "rows declared independent")
+            places = tuple(self._seen.get(label, ()))
+            if name not in tested or each.differs:
+                tested[name] = Tested(each, Ratio() in places, label not in doubted)
+        return tested
+
+    def compared(
+        self, division: Division, labels: list[str], state: TrainState, batch: Batch
+    ) -> dict[str, Found]:
+        """Compute values on parts and on the whole; may raise `Undecided`."""
+        try:
+            part = self._twin(division.size, division.within, division.padded)
+        except Unlike as unlike:
+            error = unlike.__cause__
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            where = f"{division.size} of {self._rows} rows"
+            raise Undecided(f"on {where}: {said}") from error
+        try:
+            return compared(self._pair(part, division), division, labels, state, batch)
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory
+            raise Undecided(
+                f"it cannot be computed on all rows: {error}".partition("\n")[0]
+            ) from None
+
+    def _doubted(
+        self, division: Division, shows: bool = True
+    ) -> tuple[dict[str, Place], list[str]]:
+        """Return outputs, and labels of values, that the traces do not show to be the same.
+
+        `shows`: whether rows that were moved are looked for, by `replicax.core.jaxprs.row_symbols`.
+        """
+        one = self._one
+        known: dict[str, Place] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
+        if division.within:
+            known[ENTERED] = Rows(0)
+        inputs, names = self._places(division), one.examiner.names
+        outputs: dict[str, Place] = {}
+        labels: set[str] = set()
+        # With one row, dims of size 1 may make another program: such a trace cannot decide alone.
+        sizes = [division.size] if 1 < division.size < self._rows else [2 * self._rows]
+        for rows in sizes + [1] * (division.size == 1):
+            try:
+                follow, places = self._followed(division, rows, known, inputs, shows)
+                labels.update(label for label in names if self._doubts(label, follow, division))
+            except Unlike:
+                if rows == 1:
+                    continue
+                # Only what is declared independent is known to be.
+                mixed: dict[str, Place] = {name: place and MIXED for name, place in known.items()}
+                follow = Follow((1, 1), {**mixed, GATHERED: MIXED})
+                places = follow(one.jaxpr, one.jaxpr, [each and MIXED for each in inputs])
+                labels.update(() if division.within else (*one.numbers, *one.outputs))
+                labels.update(label for label in names if self._doubts(label, follow, division))
+            if not division.within:
+                pairs = zip(one.outputs, places, strict=False)
+                outputs |= {name: place for name, place in pairs if place}
+            self._seen |= follow.seen
+            self._declares |= follow.declares
+        doubted = [label for label in (*names, *one.numbers) if label in labels]
+        return outputs, [label for label in doubted if label not in outputs]
+
+    def _followed(
+        self,
+        division: Division,
+        rows: int,
+        known: dict[str, Place],
+        inputs: list[Place],
+        shows: bool,
+    ) -> tuple[Follow, list[Place]]:
+        """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
+        one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
+        follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
+        places = follow(one, twin, inputs)
+        doubts = any(self._doubts(label, follow, division) for label in self._one.examiner.names)
+        doubts |= not division.within and any(places[: len(self._one.outputs)])
+        if not (doubts and shows and follow.mixing & MOVING and rows == division.size):
+            return follow, places
+        back(twin, one, inputs)
+        try:
+            apart = shown(division.parts, self._rows, (one, twin), (follow, back))
+        except Exception:  # a primitive that does not move symbols, or too little memory
+            return follow, places
+        follow = Follow((self._rows, rows), known, shown=apart)
+        return follow, follow(one, twin, inputs)
+
+    def _doubts(self, label: str, follow: Follow, division: Division) -> bool:
+        """Whether what was followed does not show that a value is that of all rows."""
+        if label not in self._one.examiner.scalars:
+            return any(place and place != Total(0) for place in follow.seen[label])
+        mean = None if division.padded else Total(-1)
+        return any(place and place != mean for place in follow.seen[label])
+
+    def _places(self, division: Division) -> list[Place]:
+        state, batch = self._given
+        shared = len(jax.tree.leaves(batch.shared))
+        rows: Place = GIVEN if division.within else Rows(0)
+        by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
+        origins = {id(state.seed): KEY, id(state.step): NUMBER}
+        of_state: list[Place] = [origins.get(id(leaf), GIVEN) for leaf in jax.tree.leaves(state)]
+        return of_state + by_row + [GIVEN] * shared
+
+    def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
+        state, batch = self._given
+        return trace(self._run, state, batch, rows, examiner)
+
+    def _twin(self, rows: int, within: bool = False, alone: bool = False) -> Trace:
+        """Return the trace with so many rows; `Unlike` if the user's code does not take them.
+
+        `within`: in the losses of a custom step only. `alone`: also in what is gathered.
+        """
+        key = rows, within, alone and self.gathers
+        if key not in self._twins:
+            count = self._rows if within else rows
+            examiner = RowExaminer(rows if key[-1] else self._rows, rows if within else None)
+            try:
+                self._twins[key] = self._traced(count, examiner)
+            except Exception as error:  # the user's code, on other rows
+                self._twins[key] = error
+        twin = self._twins[key]
+        if isinstance(twin, Exception):
+            raise Unlike from twin
+        return twin
+
+    def _pair(self, part: Trace, division: Division) -> Pair:
+        one, counts, inputs = self._one, (self._rows, division.size), self._places(division)
+        known: dict[str, Place] = {SUMMED: GIVEN}
+        if division.within:
+            known[ENTERED] = Rows(0)
+        of_whole, of_part = Follow(counts, known), Follow(counts[::-1], known)
+        try:
+            of_whole(one.jaxpr, part.jaxpr, inputs)
+            of_part(part.jaxpr, one.jaxpr, inputs)
+        except Unlike:
+            alone = Follow((1, 1), known)
+            alone(one.jaxpr, one.jaxpr, inputs)
+            return Pair(one, part, alone, Follow(counts), alike=False)
+        return Pair(one, part, of_whole, of_part, alike=True)

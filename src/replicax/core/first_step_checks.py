@@ -1,0 +1,298 @@
+"""The checks before a program first runs: the loss, the other processes, the memory."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.config import Configuration
+from replicax.core.data.batch import Batch, host_rows
+from replicax.core.data.feed import Feed
+from replicax.core.data.host_arrays import opened
+from replicax.core.exact.micro_shard_step import program_text
+from replicax.core.first_step import row_errors
+from replicax.core.first_step.argument_checks import check_kind, check_state
+from replicax.core.first_step.examiner import RowExaminer, of_loss
+from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.memory_check import check_fits
+from replicax.core.first_step.row_trials import Division
+from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import PyTree, by_path, describe_leaves, is_here, shapes_by_path
+from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit, check_unused
+from replicax.core.placement.mesh import by_rows
+from replicax.core.program import Program
+from replicax.core.step.accumulate import Sequential
+from replicax.core.step.custom_step import keep
+from replicax.core.step.loss import LOSS
+from replicax.core.step.reduction import as_they_are
+from replicax.core.step.update import step_key
+from replicax.errors import LossError
+
+STEP, EVALUATION = "the step", "the evaluation"
+_ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
+_traced = jax.disable_jit(False)  # a look knows functions by the names that jax.jit keeps
+_log = logging.getLogger("replicax")
+
+
+class Ready:
+    """Runs the checks of one program, each only once."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._abstract = program.abstract_state()
+        self._looks: dict[Any, Look] = {}
+        """By what is run, and the shapes of the batch."""
+        self._padding: dict[Any, row_errors.Broken | None] = {}
+        self._shapes: Batch | None = None
+        self._agreed: set[Any] = set()
+        self._fits = False
+        self._latest: Callable[[], TrainState | None] = lambda: None
+        self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
+
+    def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> Batch:
+        """Check the state and the loss, and that all processes agree on `function`.
+
+        Returns the batch to compute: without its padding, if the loss depends on padded rows and
+        the others can be split evenly.
+        """
+        check_outside_jit(batch.mask)
+        if state is self._latest():
+            check_unused(state.step)
+        else:
+            check_kind(state)
+            check_state(state, self._abstract)
+            self._latest = weakref.ref(state)
+        look, given = self._look(what, state, batch), batch
+        batch = self._padded_or_not(what, look, state, batch)
+        if batch is not given:
+            self._look(what, state, batch)
+        configuration = self._program.configuration
+        if configuration.job.processes > 1:
+            shapes = _shapes(what, batch)
+            if shapes not in self._agreed:
+                text = partial(program_text, function, state, batch)
+                agree_on_program(configuration, what, (state, batch), text)
+                self._agreed.add(shapes)
+        return batch
+
+    def placed(self, data: PyTree) -> Batch:
+        """Return rows that all processes have as a batch; raise `AgreementError` if they differ."""
+        job = self._program.configuration.job
+        if job.processes > 1:
+            data = opened(data)
+            here = jax.tree.map(lambda leaf: leaf if is_here(leaf) else None, data)
+            shapes = _ROWS, *((path, np.shape(leaf)) for path, leaf in by_path(here).items())
+            if shapes not in self._agreed:
+                job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
+                self._agreed.add(shapes)
+        return self._program.placed(data)
+
+    def check_memory(self, state: TrainState, batch: Batch) -> None:
+        """Raise `ConfigError` if the first step needs more memory than available."""
+        if not self._fits and self._program.holds(state, batch):
+            compiled = self._program.compiled(state, batch)
+            check_fits(compiled, self._program.configuration.mesh, batch.size)
+            self._fits = True
+
+    def check_result(self, state: TrainState, metrics: Metrics) -> None:
+        """Raise `LossError` if the first step's loss is not finite, waiting for it.
+
+        `state`, returned by a step, need not be checked when it is passed in again.
+        """
+        self._latest = weakref.ref(state)
+        if self._finite:
+            return
+        loss = float(metrics[LOSS])
+        if not math.isfinite(loss):
+            raise LossError(
+                f"the loss is {loss} in the first step; a run cannot recover from it: look at the "
+                "batch and the initial parameters (jax_debug_nans finds the operation)"
+            )
+        self._finite = True
+
+    @_traced
+    def check_feed(self, feed: Feed) -> None:
+        """Raise `LossError` if the traces show that the loss cannot be evaluated on `feed`."""
+        padding = feed.padding
+        if not padding or self._shapes is None or self._program.configuration.step is not None:
+            return
+        size = feed.split.padded(feed.source.batch_size)
+        known = (look for (what, *_), look in self._looks.items() if what == EVALUATION)
+        look = next(known, None)
+        with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
+            look = look or self._trace(EVALUATION, self._abstract, self._shapes)
+        broken = look.doubts(_real(size - padding))[0] if look else []
+        if broken and (size - padding) % self._parts:
+            raise row_errors.padded(broken[0], padding, size)
+
+    def _look(self, what: str, state: TrainState, batch: Batch) -> Look:
+        """Return what is known of batches of these shapes, checking the first."""
+        shapes = _shapes(what, batch)
+        if shapes not in self._looks:
+            self._shapes = self._shapes or jax.eval_shape(lambda batch: batch, batch)
+            self._looks[shapes] = self._looked(what, state, batch)
+        return self._looks[shapes]
+
+    def _trace(self, what: str, state: TrainState, batch: Batch) -> Look:
+        """Trace the loss or the step."""
+        program = self._program
+        if what == STEP and program.configuration.step is not None:
+            return Look(partial(_run_step, program.own_step), state, batch, learns=True)
+        of = step_key if what == STEP else lambda _: None
+        return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
+
+    @_traced
+    def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
+        """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
+        program, look = self._program, self._trace(what, state, batch)
+        own = what == STEP and program.configuration.step is not None
+        if what == STEP and not own and not look.moves:
+            raise LossError(
+                "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
+                "it from them in floats: without argmax, round, == or stop_gradient"
+            )
+        apart = program.configuration.mode.per_replica or program.split_objective.per_replica
+        for division, sees in self._divisions(batch.size, own):
+            broken = look.broken(division, state, batch, hands_on=not (own or apart))
+            alike = own and not division.within and not program.configuration.mode.bitwise
+            if alike and look.from_key and not broken:
+                broken = [row_errors.Broken(look.from_key[0], output=True, why="key")]
+            if apart and not broken and look.gathers_draws:
+                raise row_errors.drawn(sees)
+            if broken and broken[0].output and not own:
+                raise row_errors.written(broken[0], sees)
+            if broken:
+                raise row_errors.divided(broken[0], sees, self._fix())
+        return look
+
+    def _padded_or_not(self, what: str, look: Look, state: TrainState, batch: Batch) -> Batch:
+        """Return `batch`, or its real rows if the loss depends on padded ones."""
+        real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
+        own, broken = batch.size - real, None
+        if not (own or batch.feed_padding):
+            return batch
+        for padding in sorted({own, batch.feed_padding or own} - {0}):
+            key = *_shapes(what, batch), padding
+            if key not in self._padding:
+                self._padding[key] = self._depends_on_padding(look, padding, state, batch)
+            broken = self._padding[key] if padding == own else broken
+        if broken is None:
+            return batch
+        where = by_rows(self._program.mesh)
+        short = batch.map_rows(lambda leaf: jax.device_put(leaf[:real], where))
+        return dataclasses.replace(short, rows=real, feed_padding=None)
+
+    @_traced
+    def _depends_on_padding(
+        self, look: Look, padding: int, state: TrainState, batch: Batch
+    ) -> row_errors.Broken | None:
+        """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
+        real = batch.size - padding
+        broken = look.broken(_real(real), state, batch)
+        if not broken:
+            return None
+        if broken[0].raised or real % self._parts or self._program.configuration.job.processes > 1:
+            raise row_errors.padded(broken[0], padding, batch.size)
+        _log.warning(
+            f"{broken[0].name} depends on padded rows: batches of {real} rows are computed without "
+            "padding, by another program"
+        )
+        return broken[0]
+
+    @property
+    def _parts(self) -> int:
+        return self._program.split.replicas * self._program.split.micro_batches
+
+    def _divisions(self, rows: int, own: bool) -> list[tuple[Division, str]]:
+        """Return which rows are computed without the others, and what computes them."""
+        configuration, split = self._program.configuration, self._program.split
+        mode, micro = configuration.mode, split.micro_batches
+        apart = mode.per_replica or self._program.split_objective.per_replica
+        replicas = split.replicas if apart else 1
+        blocks = np.arange(rows).reshape(replicas, -1)
+        named = [f"{replicas} replicas"] * (replicas > 1) + [f"{micro} micro-batches"] * (micro > 1)
+        found = []
+        if mode.bitwise:
+            found.append(Division(np.arange(rows).reshape(replicas * micro, -1)))
+        elif own:
+            found.append(Division(blocks))
+            if micro > 1:
+                found.append(Division(_strided(blocks, micro), within=True))
+        else:
+            found.append(Division(_strided(blocks, micro)))
+        return [(each, " and ".join(named)) for each in found if len(each.parts) > 1]
+
+    def _fix(self) -> str:
+        """Return how all rows are seen."""
+        mode, split = self._program.configuration.mode, self._program.split
+        if self._program.split_objective.per_replica:
+            return "use a mesh without stages"
+        if split.micro_batches > 1 and not mode.bitwise:
+            return "use accumulate=1"
+        return "gather the rows of all replicas with rx.gather(x)"
+
+
+def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:
+    return what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+
+
+def _real(rows: int) -> Division:
+    """Return the division of a batch into its first `rows` and the padding."""
+    return Division(np.arange(rows)[None], padded=True)
+
+
+def _run_step(
+    own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
+) -> tuple[PyTree, None]:
+    """Run a custom step for `Look`: the state and the metrics must not depend on rows."""
+    try:
+        after, metrics = own_step(
+            *(state, batch, None),
+            accumulator=Sequential(),
+            reduce=as_they_are,
+            apply=keep,
+            examiner=examiner,
+            gather=examiner.gather,
+        )
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise LossError(
+            "the step reduces over the replicas itself (psum or pmean over an axis), but must "
+            "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
+        ) from error
+    return {"state": after.params, "metrics": metrics}, None
+
+
+def _strided(blocks: np.ndarray, micro: int) -> np.ndarray:
+    """Return the rows of each micro-batch, those of a replica being a block."""
+    parts = blocks.reshape(len(blocks), -1, micro)
+    return np.swapaxes(parts, 1, 2).reshape(len(blocks) * micro, -1)
+
+
+def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
+    """Raise `AgreementError` if the processes start from different models or seeds."""
+    leaves = jax.tree.leaves(model)
+    shared = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
+    if job.processes > 1 and not shared:
+        job.agree("the initial model", {"seed": seed, **describe_leaves(model)})
+
+
+def agree_on_program(
+    configuration: Configuration, what: str, arguments: tuple[Any, Any], text: Callable[[], str]
+) -> None:
+    """Raise `AgreementError` if the processes are about to run different programs."""
+    job, mesh = configuration.job, configuration.mesh
+    if job.processes > 1:
+        state, batch = map(shapes_by_path, arguments)
+        devices = [device.id for device in mesh.devices.flat]
+        where = {"mesh": {**mesh.shape, "devices": devices}}
+        job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
+        job.agree_on_text(what, text())

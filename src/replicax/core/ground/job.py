@@ -1,0 +1,87 @@
+"""The job protocol that the core uses, and the job of a single process."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from replicax.core.ground.in_flight import InFlight
+
+
+class Job(Protocol):
+    """The processes that compute together. All must make the same method calls in the same order.
+
+    `topic` describes the purpose of a call. Values must be JSON-serializable.
+
+    Examples:
+        >>> job = rx.initialize()
+        >>> if job.process == 0:
+        ...     print(job.processes)
+        1
+    """
+
+    process: int
+    """Rank of this process, from 0."""
+    processes: int
+    in_flight: InFlight
+    """Tracker of all steps dispatched by this process."""
+
+    def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
+        """Return once all processes have called this with equal `fields`, nested or not.
+
+        Otherwise raise `AgreementError` in all, naming the field and the processes that differ.
+        """
+
+    def agree_on_text(self, topic: str, text: str) -> None:
+        """Do the same for a program text; the error shows the first line that differs."""
+
+    def gather(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        slow: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[Any]:
+        """All-gather: return the `value` of every process, in rank order.
+
+        The timeout is the job's stall timeout, or an hour if `slow`. `cancelled` is polled; once it
+        returns True, the result is empty.
+        """
+
+    def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
+        """Return, or raise, in all processes what `find` returns or raises in process 0."""
+
+    def barrier(self, topic: str) -> None:
+        """Wait for all processes: one that exits early breaks the computation of others."""
+
+    def unique(self, topic: str) -> str:
+        """Return `topic` with a number, unique per call and the same in all processes."""
+
+    def move(self) -> None:
+        """Report progress, for the heartbeat."""
+
+    def rest(self) -> None:
+        """Report that no progress is expected until the next `move`."""
+
+
+class Alone:
+    """The job of one process."""
+
+    process, processes = 0, 1
+
+    def __init__(self) -> None:
+        self.in_flight = InFlight()
+
+    def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
+    def agree_on_text(self, topic: str, text: str) -> None: ...
+    def barrier(self, topic: str) -> None: ...
+    def move(self) -> None: ...
+    def rest(self) -> None: ...
+
+    def gather(self, topic: str, value: Any, **options: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
+        return find()
+
+    def unique(self, topic: str) -> str:
+        return topic

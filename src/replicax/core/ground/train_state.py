@@ -1,0 +1,95 @@
+"""The state of training, and whether its arrays may be used."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+
+from replicax.core.ground.leaves import PyTree
+from replicax.errors import StateError
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        *("step", "params", "opt_state", "extras", "seed", "losses", "reduction", "scale")
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step updates, and the random seed, as a plain pytree.
+
+    The same tree with shapes or shardings as leaves describes a state.
+
+    Examples:
+        >>> state, metrics = dp.step(state, batch)
+        >>> int(state.step), state.params["w"].shape
+        (1, (3,))
+    """
+
+    step: Any
+    """int32 scalar: steps done, including those whose update was skipped."""
+    params: PyTree
+    """Trainable arrays."""
+    opt_state: PyTree
+    """The optimizer state."""
+    extras: PyTree
+    """The model's other arrays, such as BatchNorm statistics."""
+    seed: Any
+    """uint32 scalar: all random numbers of the run are derived from it and the step."""
+    losses: Any = ()
+    """float32 `[window]` if spikes are skipped: the latest losses, newest last, the largest float
+    before the first; otherwise empty. See `replicax.train.guarded`."""
+    reduction: PyTree = ()
+    """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
+    scale: PyTree = ()
+    """Loss scale, if the precision needs one; see `replicax.core.step.loss_scale`."""
+
+    def __repr__(self) -> str:
+        leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)
+        if not all(hasattr(leaf, "dtype") for leaf in leaves):  # such as shardings
+            kinds = dict.fromkeys(type(leaf).__name__ for leaf in leaves)
+            return f"TrainState({len(leaves)} leaves: {', '.join(kinds)})"
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        taken = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+        count = sum(math.prod(leaf.shape) for leaf in params)
+        return f"TrainState(step={_number(self.step)}, {count:,} parameters, {taken})"
+
+
+Metrics = dict[str, jax.Array]
+
+
+def _number(step: Any) -> str:
+    """Return `step` if it is available now, otherwise a question mark."""
+    try:
+        return str(int(step)) if step.is_ready() else "?"
+    except Exception:  # a shape, a tracer, or donated to a later step
+        return "?"
+
+
+def check_outside_jit(tree: Any) -> None:
+    """Raise `StateError` if `tree` contains tracers of `jax.jit` or `jax.grad`."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise StateError(
+            "step or evaluate was called inside jax.jit or another transformation; they are "
+            "already compiled: call them outside it"
+        )
+
+
+def check_unused(tree: Any) -> None:
+    """Raise `StateError` if an array in a state or model has been donated."""
+    # jax 0.10 does not raise for donated arrays on several devices: the process crashes.
+    if was_donated(tree):
+        raise StateError(
+            "this state or model has arrays that were donated to an earlier step; use the state "
+            "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
+        )
+
+
+def was_donated(tree: Any) -> bool:
+    """Whether an array in a state or model has been donated."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays)

@@ -1,0 +1,295 @@
+"""Determine from jaxprs whether each row of a result depends on only one row of a batch.
+
+Unknown primitives count as mixing rows, so independence is never assumed without proof.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, closed, described
+from replicax.core.jaxprs.row_counts import (
+    GIVEN,
+    KEY,
+    NUMBER,
+    Columns,
+    Count,
+    Index,
+    Place,
+    Total,
+    constant,
+    cotangent,
+    is_plain,
+    quantity,
+)
+from replicax.core.jaxprs.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moves
+from replicax.core.jaxprs.row_rules import MIXED, Rows
+from replicax.errors import LossError
+
+GATHERED = "rows_gathered_already"
+"""Name of the function that stands for `gather` if one device has the whole batch."""
+SUMMED = "sums_of_all_replicas"
+"""Name of the function that returns sums over the rows of all replicas."""
+ENTERED = "rows_enter_a_loss"
+"""Name of the function whose results are the rows that a loss in a custom step is given."""
+DECLARED = "rows_declared_independent"
+"""Name of the function that declares rows independent."""
+SEEN = "rows_seen_"
+"""Prefix of the names of functions whose last result is recorded, in the place it has."""
+STEPPED = CALLS | REMATS | RULED
+"""Primitives that only call a jaxpr."""
+
+
+class Follow:
+    """Follows rows through two traces of a function, made with different numbers of `rows`.
+
+    What differs between the traces depends on the number of rows. `known` holds the places of the
+    results of functions, by name, `drawn_for_all` that of random numbers that no row has for
+    itself, and `shown` those of variables that are known otherwise. `ruled`: whether derivatives
+    that code defines are followed, too.
+    """
+
+    def __init__(
+        self,
+        rows: tuple[int, int],
+        known: Mapping[str, Place] = MappingProxyType({}),
+        drawn_for_all: Place = GIVEN,
+        shown: Mapping[Any, Rows] = MappingProxyType({}),
+        ruled: bool = True,
+    ) -> None:
+        self._rows, self._drawn_for_all = rows, drawn_for_all
+        self.known = known
+        self._shown, self._ruled = shown, ruled
+        self.seen: dict[str, list[Place]] = {}
+        """Places of the arguments of each function in `SEEN`, by name."""
+        self.places: dict[Any, Place] = {}
+        """Places of the variables of the first trace."""
+        self.declares = False
+        """Whether rows are declared independent."""
+        self.draws = self.draws_alone = False
+        """Whether it draws random numbers by the step's key, and by another one."""
+        self.mixing: set[str] = set()
+        """Names of the primitives that may have mixed rows."""
+        self.mixed: dict[Any, int] = {}
+        """Dims that grow of variables of the first trace whose rows may have been mixed."""
+        self.drawn: dict[Any, int] = {}
+        """Dims along which random numbers of the first trace are drawn by row."""
+
+    def __call__(
+        self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]
+    ) -> list[Place]:
+        """Return the places of the results, given those of the `inputs`; may raise `Unlike`."""
+        first, second = closed(one), closed(two)
+        known: dict[Any, Place] = {}
+
+        def set_all(variables: Sequence[Any], places: Sequence[Place]) -> None:
+            for variable, place in zip(variables, places, strict=True):
+                place = self._shown.get(variable, place) if place == MIXED else place
+                known[variable] = place
+                before = self.places.get(variable, place)
+                self.places[variable] = place if before == place else MIXED
+
+        def place_of(atom: Any, twin: Any) -> Place:
+            if isinstance(atom, Literal) and isinstance(twin, Literal):
+                return self._constant(atom.val, twin.val)
+            if isinstance(atom, Literal) or isinstance(twin, Literal):
+                raise Unlike
+            return known[atom]
+
+        if len(first.jaxpr.eqns) != len(second.jaxpr.eqns):
+            raise Unlike
+        set_all(first.jaxpr.constvars, list(map(self._constant, first.consts, second.consts)))
+        set_all(first.jaxpr.invars, inputs)
+        for eqn, twin in zip(first.jaxpr.eqns, second.jaxpr.eqns, strict=True):
+            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+                raise Unlike
+            places = list(map(place_of, eqn.invars, twin.invars))
+            found = self._outputs(eqn, twin, places)
+            if MIXED in found and MIXED not in places:
+                self.mixing.add(eqn.primitive.name)
+            set_all(eqn.outvars, found)
+            for out, other in zip(eqn.outvars, twin.outvars, strict=True):
+                grown = _grown(out, other) if known[out] == MIXED else []
+                if len(grown) == 1 and out.aval.shape[grown[0]] % self._rows[0] == 0:
+                    self.mixed[out] = grown[0]
+        return list(map(place_of, first.jaxpr.outvars, second.jaxpr.outvars))
+
+    def _constant(self, one: Any, two: Any) -> Place:
+        if one is two:
+            return None
+        if _is_key(jnp.result_type(one)):
+            return MIXED
+        if np.array_equal(one, two, equal_nan=_is_float(one)):
+            return None
+        if np.shape(one) == np.shape(two) == ():
+            one, two = np.asarray(one), np.asarray(two)
+            return constant(one.item(), two.item(), self._rows)
+        arrays = np.asarray(one), np.asarray(two)
+        if all(map(np.array_equal, arrays, map(np.arange, self._rows))):
+            return Index(0)
+        for dim in range(arrays[0].ndim):  # the same for all rows
+            first = arrays[0].take([0], dim)
+            pairs = zip(arrays, self._rows, strict=True)
+            if all(np.array_equal(each, np.repeat(first, rows, dim)) for each, rows in pairs):
+                return Rows(dim)
+        return MIXED
+
+    def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        label = label_of(eqn)
+        if label in self.known or name in SUMS_OF_REPLICAS:
+            known = self.known.get(label, GIVEN)
+            pairs = zip(eqn.outvars, twin.outvars, strict=True)
+            return [
+                known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
+            ]
+        if label == DECLARED:
+            self.declares = True
+            return [Rows(row_dim(called(eqn))), Total()]
+        if name in ("device_put", "optimization_barrier"):
+            return places
+        if name in WITH_INNER:
+            return WITH_INNER[name](self, eqn.params, twin.params, places)
+        if name in STEPPED:
+            found = self(called(eqn), called(twin), places)
+            if name in RULED and self._ruled:
+                self._ruled = False
+                keeps = self._keeps(eqn, twin, places, found)
+                self._ruled = True
+                found = found if keeps else [MIXED] * count
+            if label.startswith(SEEN):
+                self.seen.setdefault(label, []).append(found[-1])
+            return found
+        if name in DRAWING:
+            by_key = KEY in places or any(place and place != MIXED for place in places)
+            self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
+        if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
+            return [places[1]]
+        if MIXED in places or described(eqn.params) != described(twin.params):
+            return [MIXED] * count
+        return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
+
+    def _keeps(self, eqn: Any, twin: Any, places: list[Place], found: list[Place]) -> bool:
+        """Whether a derivative that the user's code defines leaves rows where the values have them.
+
+        That of a parameter is a sum over rows.
+        """
+        try:
+            rules = derivative(eqn), derivative(twin)
+        except LossError:  # of what a custom step must not differentiate
+            return True
+        pairs = zip(eqn.invars, places, strict=True)
+        moved = [place for atom, place in pairs if moves(atom)]
+        if eqn.primitive.name == "custom_jvp_call":
+            same = self(*rules, [*places, *moved])
+            return all(not one or one == two for one, two in zip(same, found * 2, strict=False))
+        derived = self(*rules, [*places, *map(cotangent, found)])
+        values, derived = derived[: len(found)], derived[len(found) :]
+        matched = zip(derived, map(cotangent, moved), strict=True)
+        return values == found and all(
+            place == want or (not place and is_zero(rules[0], len(found) + n))
+            for n, (place, want) in enumerate(matched)
+        )
+
+    def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
+        name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
+        grown = _grown(out, twin)
+        keyed = KEY in places
+        if not grown and not any(places):
+            holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
+            if keyed and name in DRAWING:
+                return self._drawn_for_all
+            if keyed and holds_key:
+                return KEY
+            if NUMBER in places:
+                return NUMBER
+            return GIVEN if any(place is not None for place in places) else None
+        if len(grown) == 1 and name in RANDOM | DRAWING:
+            by_row = keyed or any(isinstance(each, Rows) for each in places)
+            if keyed or (by_row and name in DRAWING):
+                self.drawn[out] = grown[0]
+            each, left = divmod(shape[grown[0]], rows)
+            return Rows(grown[0], each) if by_row and not left else MIXED
+        if grown and not any(place and not isinstance(place, Count) for place in places):
+            dim, each = grown[0], shape[grown[0]] // rows
+            if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
+                return MIXED
+            if name == "iota" and eqn.params["dimension"] == dim:
+                return Index(dim) if each == 1 else MIXED
+            return Rows(dim, each, getattr(places[0], "power", 0) if places else 0)
+        found = _of(eqn, places, out.aval)
+        if isinstance(found, Rows) and found != MIXED and self._rows[0] != self._rows[1]:
+            sizes = (each.aval.shape[found.dim] for each in (out, twin))
+            if [found.each * count for count in self._rows] != list(sizes):
+                return MIXED
+        if out.aval.dtype != twin.aval.dtype:
+            return MIXED
+        return found if grown == _dims(found) or self._rows[0] == self._rows[1] else MIXED
+
+
+def _grown(out: Any, twin: Any) -> list[int]:
+    """Return the dims of different sizes, as of the cotangent of rows that are gathered."""
+    if len(out.aval.shape) != len(twin.aval.shape):
+        raise Unlike
+    pairs = enumerate(zip(out.aval.shape, twin.aval.shape, strict=True))
+    return [dim for dim, (size, other) in pairs if size != other]
+
+
+def label_of(eqn: Any) -> str:
+    """Return the name of the function that `eqn` calls, or nothing."""
+    return eqn.params.get("name", "") if eqn.primitive.name in CALLS else ""
+
+
+def row_dim(jaxpr: ClosedJaxpr) -> int:
+    """Return the dim of the rows in a function that sums over them."""
+    sums = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "reduce_sum")
+    return int(next(sums).params["axes"][0])
+
+
+def _dims(place: Place) -> list[int]:
+    """Return the dims that grow with the number of rows."""
+    return [place.dim] if isinstance(place, Rows | Index | Columns) else []
+
+
+def _of(eqn: Any, places: list[Place], out: Any) -> Place:
+    name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
+    rounds = name in ("div", "convert_element_type") and not _is_float_dtype(out.dtype)
+    if rounds and not all(map(is_plain, places)):
+        return MIXED
+    zero = len(places) > 1 and _is_zero(eqn.invars[1])
+    return quantity(name, eqn.params, places, [aval.shape for aval in avals], out.shape, zero)
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
+def _is_float_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _is_float(value: Any) -> bool:
+    return _is_float_dtype(jnp.result_type(value)) if hasattr(value, "dtype") else False
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val == 0)
+
+
+SUMS_OF_REPLICAS = {"psum", "psum2", "psum_invariant"}
+"""Primitives over the replicas: only of batch statistics, which replicas share."""
+RANDOM = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
+DRAWING = {"random_bits", "random_gamma"}
+
+
+def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+    """Return the places of the results of `jaxpr`, given those of its inputs, whatever depends on
+    the number of rows.
+    """
+    return Follow((1, 1))(jaxpr, jaxpr, inputs)

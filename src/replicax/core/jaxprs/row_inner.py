@@ -1,0 +1,138 @@
+"""Follow rows through loops, branches and solvers, and through derivatives that code defines."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.core.jaxprs.jaxpr import bind, closed, of_scan, settle, shapes_of
+from replicax.core.jaxprs.row_counts import Place, either, is_plain
+from replicax.core.jaxprs.row_rules import MIXED, Rows
+from replicax.errors import LossError
+
+
+class Unlike(Exception):  # noqa: N818
+    """Raised if two traces of a function, with different numbers of rows, do not correspond."""
+
+
+RULED = {"custom_jvp_call", "custom_vjp_call"}
+"""Primitives with a derivative of their own."""
+Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Place]], list[Place]]
+"""Follows rows through two traces, given the places of their inputs."""
+
+
+@functools.lru_cache(maxsize=256)
+def derivative(eqn: Any) -> ClosedJaxpr:
+    """Return the rule of an equation in `RULED`: of its inputs, and their or its own derivatives.
+
+    It returns the results, and derivatives: `custom_jvp_call` those of its results,
+    `custom_vjp_call` those of its inputs.
+    """
+    given = shapes_of(eqn.invars)
+    floats = [n for n, atom in enumerate(eqn.invars) if moves(atom)]
+    forward = eqn.primitive.name == "custom_jvp_call"
+
+    def run(values: list[Any], derivatives: list[Any]) -> Any:
+        def of(*own: Any) -> Any:
+            known = dict(enumerate(values)) | dict(zip(floats, own, strict=True))
+            return bind(eqn, list(known.values()))
+
+        own = tuple(values[n] for n in floats)
+        if forward:
+            return jax.jvp(of, own, tuple(derivatives))
+        found, back = jax.vjp(of, *own)
+        return found, back(derivatives)
+
+    outs = shapes_of(eqn.outvars)
+    jaxpr: ClosedJaxpr = jax.make_jaxpr(run)(given, [given[n] for n in floats] if forward else outs)
+    return jaxpr
+
+
+def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
+    """Return the jaxprs in an equation's parameters; if `ruled`, and its rule."""
+    values = [each for value in eqn.params.values() for each in _each(value)]
+    found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
+    if ruled and eqn.primitive.name in RULED:
+        with contextlib.suppress(LossError):
+            found.append(derivative(eqn))
+    return [closed(each).jaxpr for each in found]
+
+
+def _each(value: Any) -> Any:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def is_zero(whole: ClosedJaxpr, number: int) -> bool:
+    """Whether the output of this number is 0 whatever the inputs are."""
+    wanted = [n == number for n in range(len(whole.jaxpr.outvars))]
+    jaxpr, used = dce_jaxpr(whole.jaxpr, wanted)
+    if any(used):
+        return False
+    with jax.ensure_compile_time_eval():
+        [found] = jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.consts))()
+        return not np.asarray(found).any()
+
+
+def moves(atom: Any) -> bool:
+    """Whether a value has a derivative."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _scan(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+    fixed, carry, over = of_scan(params, places)
+    steps: list[Place] = []
+    for each in over:
+        rows = isinstance(each, Rows) and each.dim > 0
+        steps.append(Rows(each.dim - 1, each.each, each.power) if rows else each and MIXED)
+    body = lambda carry: follow(params["jaxpr"], twin["jaxpr"], [*fixed, *carry, *steps])  # noqa: E731
+    carry, ys = settle(body, carry, either)
+    stacked = [_stacked(each) for each in ys]
+    found = [*carry, *stacked]
+    return [MIXED] * len(found) if params["length"] != twin["length"] else found
+
+
+def _stacked(place: Place) -> Place:
+    if isinstance(place, Rows) and place != MIXED:
+        return Rows(place.dim + 1, place.each, place.power)
+    return place if is_plain(place) else MIXED
+
+
+def _while(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
+    run = lambda carry: follow(params["body_jaxpr"], twin["body_jaxpr"], [*body, *carry])  # noqa: E731
+    carry, _ = settle(run, carry, either)
+    cond = params["cond_jaxpr"], twin["cond_jaxpr"]
+    [goes_on] = follow(*cond, [*places[:of_cond], *carry])
+    if isinstance(goes_on, Rows) and goes_on != MIXED:  # under vmap, each row has its own
+        return [each if each == goes_on else MIXED for each in carry]
+    return [MIXED] * len(carry) if goes_on else carry
+
+
+def _cond(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+    which, *operands = places
+    if len(params["branches"]) != len(twin["branches"]):
+        raise Unlike
+    pairs = zip(params["branches"], twin["branches"], strict=True)
+    branches = [follow(*pair, operands) for pair in pairs]
+    return [MIXED if which else either(each) for each in zip(*branches, strict=True)]
+
+
+def _solve(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+    """Follow rows through a solver, and through products and solvers that its derivative needs."""
+    lengths, found, right = params["const_lengths"], [], places[sum(params["const_lengths"]) :]
+    for name, count in lengths._asdict().items():
+        consts, places = places[:count], places[count:]
+        one, two = (getattr(each["jaxprs"], name) for each in (params, twin))
+        if one is not None:
+            found.append(follow(one, two, [*consts, *right]))
+    return [each[0] if len(set(each)) == 1 else MIXED for each in zip(*found, strict=True)]
+
+
+WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _solve}

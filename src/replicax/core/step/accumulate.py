@@ -1,0 +1,120 @@
+"""Gradient accumulation: sum over a replica's rows, one micro-batch at a time."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import PyTree
+from replicax.core.models.definition import View
+from replicax.core.placement.mesh import Axis
+
+Part = Callable[..., tuple[PyTree, PyTree]]
+"""`part(params, extras, batch, view) -> (sums, extras)`, like `Objective.step_sums`."""
+Apply = Callable[..., tuple[PyTree, PyTree]]
+"""`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.step.update`."""
+
+
+class Accumulator(Protocol):
+    """Sums the micro-batches of a replica."""
+
+    def micro_batches(self, replicas: int, /) -> int:
+        """Return the number of micro-batches each of `replicas` computes in sequence."""
+
+    def __call__(
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None, /
+    ) -> tuple[PyTree, PyTree]:
+        """Return the sums of `part` over this replica's rows, and the extras after the step.
+
+        `key` is the step's key, None in evaluation. Without an `axis`, `batch` is the global batch.
+        """
+
+    def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
+        """Return a replica's key, derived from the step's key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequential:
+    """Compute micro-batches in sequence, passing the extras of each to the next.
+
+    The micro-batch's number is folded into the key, and the replica's index if each replica has
+    its own rows.
+    """
+
+    parts: int = 1
+    within: int = dataclasses.field(default=1, kw_only=True)
+    """Micro-batches that the objective makes of each, as a pipelined one does."""
+
+    def micro_batches(self, _replicas: int) -> int:
+        return self.parts * self.within
+
+    def replica_key(self, key: jax.Array, axis: Axis) -> jax.Array:
+        return jax.random.fold_in(key, lax.axis_index(axis))
+
+    def __call__(
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
+    ) -> tuple[PyTree, PyTree]:
+        if key is not None and axis is not None:
+            key = self.replica_key(key, axis)
+        some, scale = self.parts > 1, scale_of(state)
+
+        def one(extras: PyTree, number: Any, rows: Batch) -> tuple[PyTree, PyTree]:
+            view = View(folded(key, number), axis, part=some, step=state.step, scale=scale)
+            return part(state.params, extras, rows, view)
+
+        if not some:
+            return one(state.extras, 0, batch)
+        parts = jax.tree.map(partial(cut, parts=self.parts), batch)
+        return add_in_turn(one, state.extras, parts, self.parts)
+
+
+def add_in_turn(
+    part: Callable[[PyTree, jax.Array, PyTree], tuple[PyTree, PyTree]],
+    extras: PyTree,
+    parts: PyTree,
+    count: int,
+) -> tuple[PyTree, PyTree]:
+    """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
+
+    `parts` holds the rows of all parts, `[count, ...]`; the extras of each are passed to the next.
+    """
+
+    def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
+        total, extras = carry
+        sums, extras = part(extras, *numbered)
+        return (jax.tree.map(jnp.add, total, sums), extras), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    shapes, _ = jax.eval_shape(part, extras, jnp.int32(0), first)
+    carry, _ = lax.scan(add, (zeros_like(shapes), extras), (jnp.arange(count), parts))
+    return carry
+
+
+def zeros_like(shapes: PyTree) -> PyTree:
+    """Return zeros with these shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def scale_of(state: Any) -> jax.Array | None:
+    """Return the loss scale of `state`, or None if it has none."""
+    return state.scale.value if state.scale else None
+
+
+def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
+    """Return `key` with `number` folded in; None in evaluation."""
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def cut(array: jax.Array, parts: int) -> jax.Array:
+    """Reshape `[rows, ...]` to `[parts, rows / parts, ...]`; part k gets rows k, k + parts, ...
+
+    Adjacent rows go to different parts, so a dim sharded over devices stays sharded without moving
+    rows, and a micro-batch holds the same rows for any number of replicas.
+    """
+    rows = array.reshape(array.shape[0] // parts, parts, *array.shape[1:])
+    return jnp.moveaxis(rows, 1, 0)

@@ -1,0 +1,268 @@
+"""Custom steps over any pytree of state, and the primitives to write them with."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from replicax.core.data.batch import Batch, row_count
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.precision import Precision, to_sum
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.models.definition import View, is_trainable
+from replicax.core.models.pytree import OwnState, PytreeDefinition
+from replicax.core.models.split import split_model
+from replicax.core.placement.mesh import Axis
+from replicax.core.step.accumulate import Accumulator, Apply, Sequential
+from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
+from replicax.core.step.loss_context import Inside, current, inside
+from replicax.core.step.objective import LossFunction, Objective, StepSums
+from replicax.core.step.reduction import Reduce, as_they_are
+from replicax.core.step.update import Summing, mean_gradient, step_key
+from replicax.errors import ConfigError, LossError, StateError
+
+StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
+"""`step(state, batch, key) -> (state, metrics)`."""
+
+
+class Examiner(Protocol):
+    """Observes a step while it is traced."""
+
+    def step_sums(
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """Return what `objective.step_sums` does."""
+
+    def see(self, name: str, value: Any) -> None:
+        """Called with rows whose mean is taken."""
+
+    def step(self, here: Inside) -> None:
+        """Called when the step has returned; `here` records its requests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Primitives:
+    """How `value_and_grad` and `mean` compute sums in one call of a step."""
+
+    summing: Summing
+    precision: Precision
+    examiner: Examiner | None = None
+
+
+_ALONE = Primitives(Summing(Sequential(), as_they_are, None), Precision("float32"))
+
+
+def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
+    """Return a function that computes the means of `loss` over the global batch and the gradient.
+
+    For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
+    micro-batches, reduced once, and divided once, as in the built-in step. Outside a step, `batch`
+    is the global batch.
+
+    Examples:
+        >>> def step(state, batch, key):
+        ...     means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+        ...     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
+        ...     model = optax.apply_updates(state["model"], updates)
+        ...     return {"model": model, "moments": moments}, means
+
+    Args:
+        loss: `loss(model, batch, key) -> values`, as for `DataParallel`.
+
+    Returns:
+        `function(model, batch, key=None) -> (means, gradient)`. `model` is of any kind supported by
+        `DataParallel.init`, `batch` a pytree of arrays with one entry for each row of the step's
+        batch, and without a key the loss is called as in evaluation. `means` are float32 scalars,
+        `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
+        the model's structure, with None for leaves that are not trainable. An NNX model keeps its
+        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`.
+
+    Raises:
+        LossError: the loss violates its contract, or the result is differentiated.
+    """
+
+    def means_and_gradient(
+        model: Any, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[Metrics, PyTree]:
+        definition, params, extras = split_model(model)
+        if getattr(definition, "writes", False):
+            raise ConfigError(
+                "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
+                "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
+            )
+        primitives, state, rows = _seen("value_and_grad", batch, params, extras)
+        objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
+        part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
+        total, after, _ = primitives.summing(part, state, rows, key)
+        found = total.means(), mean_gradient(total, params)
+        (means, gradient), after = sums_of_all_replicas((found, after))
+        if hasattr(definition, "write"):
+            definition.write(model, after)
+        if isinstance(definition, PytreeDefinition):
+            gradient = definition.as_model(gradient)
+        return means, gradient
+
+    return means_and_gradient
+
+
+def mean(values: PyTree) -> PyTree:
+    """Return the mean of `values` over the rows of the global batch, excluding padding.
+
+    For a custom step; the result is equal on all replicas. Outside a step, the plain mean.
+
+    Examples:
+        >>> def step(state, batch, key):
+        ...     return state, {"loss": rx.mean(batch["x"][:, 0] ** 2)}
+        >>> dp = rx.DataParallel(step=step)
+        >>> state, metrics = dp.step(dp.init(model), batch)
+
+    Args:
+        values: a pytree of floats `[rows, ...]`, such as the gradients of each row, or of
+            `rx.Weighted` of floats.
+
+    Returns:
+        The same pytree with float32 arrays `[...]`; NaN where the total weight is 0.
+
+    Raises:
+        LossError: `values` has not the rows of the step's batch, or is differentiated.
+    """
+    primitives, state, rows = _seen("mean", values, (), ())
+
+    def part(_params: PyTree, extras: PyTree, rows: Batch, _view: View) -> Any:
+        sums = {}
+        for n, value in enumerate(jax.tree.leaves(rows.data, is_leaf=_is_weighted)):
+            if primitives.examiner:
+                primitives.examiner.see("rx.mean", value)
+            sums[str(n)] = weighted_sum("rx.mean", value, rows.mask, axis=0)
+        return StepSums((), sums), extras
+
+    total, _, _ = primitives.summing(part, state, rows, None)
+    found = sums_of_all_replicas(list(total.means().values()))
+    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_weighted), found)
+
+
+def _is_weighted(node: Any) -> bool:
+    return isinstance(node, Weighted)
+
+
+def own_update(
+    state: TrainState,
+    batch: Batch,
+    axis: Axis | None,
+    *,
+    step: StepFunction,
+    definition: OwnState,
+    accumulator: Accumulator,
+    reduce: Reduce,
+    precision: Precision,
+    apply: Apply,
+    examiner: Examiner | None = None,
+    gather: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Run one custom step; all arrays of its state are the `params`.
+
+    `apply` is `keep`, or a wrapper. `examiner` observes the step's parts while it is checked, and
+    `gather` gathers rows if there is no axis.
+    """
+    key = step_key(state)
+    if axis is not None:
+        key = accumulator.replica_key(key, axis)
+    primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
+    view = View(key, axis, step=state.step, gather=gather)
+    with inside(batch.mask, view, (primitives, batch.index)) as here:
+        returned = step(definition.merge(state.params, {}), batch.whole().data, key)
+    if examiner is not None:
+        examiner.step(here)
+    params, metrics = _returned(returned, definition, state.params)
+    one = jnp.ones((), jnp.float32)
+    named = {name: WeightedSum(value, one) for name, value in metrics.items()}
+    total = StepSums(_went_wrong(state.params, params), named)
+    with jax.named_scope("update"):
+        state, verdicts = apply(state, total, params, state.reduction)
+    return state, {**metrics, **verdicts}
+
+
+def keep(
+    state: TrainState, _total: StepSums, params: PyTree, _carried: PyTree
+) -> tuple[TrainState, Metrics]:
+    """Return the state after a custom step."""
+    return dataclasses.replace(state, step=state.step + 1, params=params), {}
+
+
+def _seen(
+    name: str, rows: PyTree, params: PyTree, extras: PyTree
+) -> tuple[Primitives, TrainState, Batch]:
+    """Return the active primitives, and the parameters and rows that they sum over."""
+    count, here, step = row_count(rows), current(), None
+    if here is None:
+        primitives = _ALONE
+        batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
+    elif here.own is None:
+        raise LossError(
+            f"rx.{name} was called in a loss, which sees only some rows of a batch; it sums over "
+            "all rows in a step: use jax.grad inside a loss, and return one value per row"
+        )
+    else:
+        (primitives, index), seen = here.own, here.mask.shape[0]
+        step = here.view.step
+        if count != seen:
+            raise LossError(
+                f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
+                "one entry for each row of the batch, or [rows, k, ...] for k entries per row"
+            )
+        batch = Batch(rows, here.mask, index)
+    state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
+    return primitives, state, batch
+
+
+@jax.jit
+def sums_of_all_replicas(found: PyTree) -> PyTree:
+    """Return `found`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
+    return _constant(found)
+
+
+@jax.custom_jvp
+def _constant(found: PyTree) -> PyTree:
+    """Return `found`, not differentiable: a replica's derivative is not the total derivative."""
+    return found
+
+
+@_constant.defjvp
+def _refuse(_primals: Any, _tangents: Any) -> Any:
+    raise LossError(
+        "rx.value_and_grad or rx.mean was differentiated; in a step each sums over all replicas, "
+        "which jax.grad does not: pass rx.value_and_grad a loss that returns one value per row"
+    )
+
+
+def _returned(returned: Any, definition: OwnState, before: PyTree) -> tuple[PyTree, Metrics]:
+    """Return the arrays of the state, and the metrics, that a step returned."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise StateError(
+            f"the step returned a {type(returned).__name__}; it must return the next state "
+            "and a dict of metrics: return state, metrics"
+        )
+    after, metrics = returned
+    for name, value in metrics.items():
+        dtype, shape = jnp.result_type(value), jnp.shape(value)
+        if shape or not jnp.issubdtype(dtype, jnp.floating):
+            raise StateError(
+                f"the step returned the metric {name!r} as {dtype}{list(shape)}; a metric must be "
+                "a scalar float: use rx.mean for rows, and jnp.float32 for a count"
+            )
+    if LOSS not in metrics:
+        raise StateError(
+            f"the step returned the metrics {', '.join(metrics) or 'none'}; 'loss' is required "
+            "to detect NaN and spikes: name one 'loss'"
+        )
+    params = definition.arrays(after, before)
+    return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}
+
+
+def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:
+    """Return the next state's floats for a guard, 0 where the previous ones were not finite."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return [jnp.where(jnp.isfinite(b), a, 0) for b, a in pairs if is_trainable(a)]

@@ -1,0 +1,201 @@
+"""The loss contract: the values a loss function may return, and the sums behind them."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.core.ground.precision import to_sum
+from replicax.errors import ConfigError, LossError, ReplicaxError
+
+LOSS = "loss"
+RESERVED = (LOSS, "rows")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """Weighted values; their mean is sum(values * weights) / sum(weights).
+
+    Weights are constants: no gradient flows through them, and those that depend on parameters must
+    be passed through `jax.lax.stop_gradient`.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     losses = (batch["x"] @ model["w"] - batch["y"]) ** 2
+        ...     return rx.Weighted(losses, batch["y"] > 0)  # the mean over rows with y > 0
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), batch)
+    """
+
+    values: Any
+    """Float array `[rows, ...]`."""
+    weights: Any
+    """Array shaped like the values or their leading dims, at least `[rows]`; 0 omits an entry."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class WeightedSum:
+    """Numerator and denominator of a mean, which can be added to others; both float32."""
+
+    total: jax.Array
+    weight: jax.Array
+
+    def mean(self) -> jax.Array:
+        """Return the weighted mean; NaN if the total weight is 0."""
+        return self.total / self.weight
+
+
+def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
+    """Return `loss(model, data, key)`.
+
+    `LossError` if it needs a key, which evaluation does not have, or names a mesh axis itself.
+    """
+    try:
+        return loss(model, data, key)
+    except Exception as error:
+        if isinstance(error, NameError) and "axis name" in str(error):
+            raise LossError(
+                f"the loss reduces over the replicas itself ({error}".partition(". ")[0] + "); "
+                "Replicax already does that once: remove the reduction, or use rx.gather(x)"
+            ) from error
+        if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise LossError(
+                f"key is None in evaluation, and the loss, which works with a key, raised {said}; "
+                "draw random numbers only in training: if key is not None"
+            ) from error
+        raise
+
+
+def _works(loss: Callable[..., Any], model: Any, data: Any) -> bool:
+    try:
+        loss(model, data, jax.random.key(0))
+    except Exception:
+        return False
+    return True
+
+
+def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
+    """Return the sums behind the return value of a loss, `"loss"` first, then the metrics.
+
+    A loss returns float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or
+    any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
+    `mask` is 0 on padding.
+    """
+    named = values_by_name(returned)
+    dtype = jnp.result_type(_values(named[LOSS]))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise LossError(
+            f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
+            "floats, and report counts as metrics"
+        )
+    return {name: weighted_sum(name, value, mask) for name, value in named.items()}
+
+
+def values_by_name(returned: Any) -> dict[str, Any]:
+    """Return the loss and the metrics by name."""
+    if not isinstance(returned, tuple):
+        return {LOSS: returned}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        kinds = ", ".join(map(_kind, returned))
+        raise LossError(
+            f"the loss returned a tuple of ({kinds}); it must return values, or a pair of values "
+            "and a dict of metrics: return only values, or put the rest in a dict by name"
+        )
+    taken = sorted(set(RESERVED) & set(returned[1]))
+    if taken:
+        raise LossError(f"the loss returned a metric {taken[0]!r}, a reserved name: rename it")
+    return {LOSS: returned[0], **returned[1]}
+
+
+def has_weights(returned: Any) -> bool:
+    """Whether a loss returned weights that could have a derivative."""
+    value = values_by_name(returned)[LOSS]
+    return isinstance(value, Weighted) and jnp.issubdtype(
+        jnp.result_type(value.weights), jnp.inexact
+    )
+
+
+def _kind(value: Any) -> str:
+    """Return `float32[8,10]`, or the type name if `value` is not an array."""
+    return str(jax.typeof(value)) if isinstance(value, jax.Array) else type(value).__name__
+
+
+def _values(value: Any) -> Any:
+    values = value.values if isinstance(value, Weighted) else value
+    if not isinstance(values, (jax.Array, float, int)) and not hasattr(values, "dtype"):
+        raise LossError(
+            f"the loss returned a {type(values).__name__}; it must return an array [rows, ...], an "
+            "rx.Weighted, or a pair of either and a dict of metrics"
+        )
+    return values
+
+
+def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None) -> WeightedSum:
+    """Return the sum behind one value of a loss's result; errors refer to it as `name`.
+
+    It is the sum over all dims, or over the rows alone if `axis` is 0.
+    """
+    values = to_sum(jnp.asarray(_values(value)))
+    if values.ndim == 0:
+        if isinstance(value, Weighted):
+            raise LossError(f"{name}: rx.Weighted contains a scalar; pass values [rows, ...]")
+        weight = jnp.sum(mask)
+        return WeightedSum(values * weight, weight)
+    if values.shape[0] != mask.shape[0]:
+        raise LossError(
+            f"{name} has shape {values.shape} and the batch has {mask.shape[0]} rows; its leading "
+            "dim must be the row dim: return one value per row, before any mean"
+        )
+    weights = _to_dims(mask, values.ndim)
+    if isinstance(value, Weighted):
+        weights = weights * _weights(name, value, values)
+    weights = jnp.broadcast_to(weights, values.shape)
+    # A value with zero weight may be anything, including NaN and infinity.
+    counted = jnp.where(weights != 0, values, 0)
+    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
+
+
+def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
+    weights = jax.lax.stop_gradient(to_sum(jnp.asarray(value.weights)))
+    if not weights.ndim or weights.shape != values.shape[: weights.ndim]:
+        raise LossError(
+            f"{name} has values of shape {values.shape} and weights of shape {weights.shape}; "
+            "weights must have the values' shape or its leading dims: reshape the weights"
+        )
+    return _to_dims(weights, values.ndim)
+
+
+def _to_dims(array: jax.Array, dims: int) -> jax.Array:
+    return array.reshape(array.shape + (1,) * (dims - array.ndim))
+
+
+class Totals:
+    """Sums over many batches, accumulated in float64 on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, sums: dict[str, WeightedSum]) -> None:
+        """Add the sums of a batch, waiting for them."""
+        for name, value in jax.device_get(sums).items():
+            pair = np.asarray([value.total, value.weight], np.float64)
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
+
+    def means(self) -> dict[str, float]:
+        """Return each mean, NaN if the total weight is 0, and the number of rows."""
+        if not self._sums:
+            raise ConfigError("evaluate was given 0 batches; pass at least 1")
+        rows = int(self._sums.pop("rows")[0])
+        means = {
+            name: float(total) / float(weight) if weight else math.nan
+            for name, (total, weight) in self._sums.items()
+        }
+        return {**means, "rows": rows}

@@ -1,0 +1,202 @@
+"""Functions for use in a loss: rows of other replicas, the padding mask, and the step number.
+
+Outside a step, each function behaves as on one device, so a loss can be tested by itself.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+from jax.flatten_util import ravel_pytree
+
+from replicax.core.data.batch import row_count
+from replicax.core.ground.leaves import PyTree, by_dtype
+from replicax.core.models.definition import View
+from replicax.errors import LossError
+
+
+@dataclasses.dataclass(eq=False)
+class Inside:
+    """The rows seen by a loss or a custom step."""
+
+    mask: jax.Array
+    """float32 `[rows]`, 0 for padding."""
+    view: View
+    trace: Any
+    """The JAX trace in which it is called."""
+    own: Any = None
+    """The means that a custom step sums; None in a loss. See `replicax.core.step.custom_step`."""
+    weighs: bool = False
+    """Whether `row_weights` was called."""
+
+
+_current: ContextVar[Inside | None] = ContextVar("replicax_inside", default=None)
+# Part of the key of JAX's caches: a `jax.jit` in a loss is retraced if `gather` differs.
+_gathers = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
+    """Enter a context in which the functions below refer to these rows."""
+    here = Inside(mask, view, get_opaque_trace_state(), own)
+    token = _current.set(here)
+    # The sums of a step belong to its trace, so no cache may pass them to another trace.
+    once = None if own is None else object()
+    try:
+        with _gathers((view.axis, view.part, once)):
+            yield here
+    finally:
+        _current.reset(token)
+
+
+def current() -> Inside | None:
+    """Return the rows of the current context, if any."""
+    return _current.get()
+
+
+def gather(rows: PyTree) -> PyTree:
+    """Return the rows of the global batch, in order, for a loss whose rows depend on each other.
+
+    It is differentiable, and costs one all-gather per dtype and one reduce-scatter in the backward
+    pass. If the loss already sees the global batch (one device, mode `jit`, outside a step), `rows`
+    is returned unchanged. It includes padding: gather `row_weights` too, to exclude it.
+
+    Examples:
+        >>> def contrastive(model, batch, key):
+        ...     image, text = model(batch["image"]), model(batch["text"])
+        ...     texts, weights = rx.gather((text, rx.row_weights(text)))
+        ...     of_all = jax.nn.logsumexp(image @ texts.T, axis=1, b=weights)
+        ...     return of_all - jnp.sum(image * text, axis=1)
+
+    Args:
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
+
+    Raises:
+        LossError: the loss sees a micro-batch, not all rows of its replica.
+    """
+    here = _seeing("gather", rows)
+    if here is None:
+        return rows
+    if here.view.part and here.view.gather is None:
+        raise LossError(
+            "rx.gather in a loss computed on micro-batches, which would only see rows of the same "
+            "micro-batch: use accumulate=1 or mode='exact', and no stages"
+        )
+    if here.view.axis is None and here.view.gather is None:
+        return rows_gathered_already(rows)
+    gather_rows = here.view.gather or partial(lax.all_gather, axis_name=here.view.axis, tiled=True)
+
+    def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
+        _, unpack = ravel_pytree([leaf[0] for leaf in leaves])
+        packed = jax.vmap(lambda row: ravel_pytree(row)[0])(leaves)
+        whole = gather_rows(packed)
+        return list(jax.vmap(unpack)(whole))
+
+    return by_dtype(gathered, rows)
+
+
+def independent(rows: PyTree) -> PyTree:
+    """Declare that each row of `rows` is computed from the same row of the batch alone.
+
+    For a computation that Replicax cannot follow, such as a kernel of one's own; `rows` is returned
+    unchanged. `replicax verify` tests the declaration.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     rows = batch["x"][::-1] @ model["w"]  # in another order, and back
+        ...     return rx.independent(rows[::-1] - batch["y"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map")
+        >>> state, metrics = dp.step(dp.init(model), batch)
+
+    Args:
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss or the step sees.
+    """
+    if _seeing("independent", rows) is None:
+        return rows
+    return jax.tree.map(lambda leaf: rows_declared_independent(leaf)[0], rows)
+
+
+def row_weights(rows: PyTree) -> jax.Array:
+    """Return the padding mask of the rows that a loss sees: 1 for real rows, 0 for padding.
+
+    Examples:
+        >>> print(rx.row_weights(jnp.zeros((3, 2))))
+        [1. 1. 1.]
+
+    Args:
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
+
+    Returns:
+        float32 `[rows]`; all 1 outside a step.
+    """
+    here = _seeing("row_weights", rows)
+    if here is None:
+        return jnp.ones(row_count(rows), jnp.float32)
+    _check_trace("row_weights", here)
+    here.weighs = True
+    return here.mask
+
+
+def step_number() -> jax.Array:
+    """Return the number of steps before this one, int32; 0 outside a step.
+
+    In evaluation it is the number of steps already applied to the state.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     warm_up = jnp.minimum(1.0, rx.step_number() / 1000)
+        ...     return warm_up * (batch["x"] @ model["w"] - batch["y"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), batch)
+    """
+    here = _current.get()
+    if here is None or here.view.step is None:
+        return jnp.zeros((), jnp.int32)
+    _check_trace("step_number", here)
+    return here.view.step
+
+
+def weighs() -> bool:
+    """Whether `row_weights` was called since `inside` was entered."""
+    here = _current.get()
+    return here is not None and here.weighs
+
+
+def _seeing(name: str, rows: PyTree) -> Inside | None:
+    here = _current.get()
+    if here is not None:
+        count, seen = row_count(rows), here.mask.shape[0]
+        if count != seen:
+            raise LossError(
+                f"rx.{name} got {count} rows, but the loss sees {seen}: pass arrays with "
+                "one entry per row of the batch"
+            )
+    return here
+
+
+def _check_trace(name: str, here: Inside) -> None:
+    """Raise `LossError` if a JAX cache might keep the returned value beyond the step."""
+    if get_opaque_trace_state() != here.trace:
+        raise LossError(
+            f"rx.{name} was called inside a function that the loss passes to jax.jit, jax.grad, "
+            "scan or similar: call it before, and pass in the result"
+        )
+
+
+@jax.jit
+def rows_gathered_already(rows: PyTree) -> PyTree:
+    """Return the global batch's rows unchanged; `jaxprs.row_dependence` finds this by name."""
+    return rows
+
+
+@jax.jit
+def rows_declared_independent(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `rows` and their sum; `jaxprs.row_dependence` finds this, and their dim, by name."""
+    return rows, jnp.sum(rows, axis=0)

@@ -1,0 +1,128 @@
+"""The loss of a model: its sums over rows, and their gradient."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from replicax.core.data.batch import Batch, unshared
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.precision import Precision, to_sum
+from replicax.core.models.definition import Definition, View
+from replicax.core.step.fsdp_gather import Gathering
+from replicax.core.step.loss import LOSS, WeightedSum, call, sums
+from replicax.core.step.loss_context import inside
+
+LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
+"""`loss(model, batch, key)`; see `replicax.core.step.loss.sums` for what it may return."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StepSums:
+    """The sums over rows that a step needs, combined in one reduction."""
+
+    gradient: PyTree
+    """Gradient of the total loss with respect to the params."""
+    weighted: dict[str, WeightedSum]
+    """The loss and the metrics, before the division."""
+
+    @property
+    def weight(self) -> jax.Array:
+        """Return the weight of the loss: the divisor of the gradient."""
+        return self.weighted[LOSS].weight
+
+    def means(self) -> dict[str, jax.Array]:
+        """Return the weighted means of loss and metrics; NaN if the total weight is 0."""
+        return {name: value.mean() for name, value in self.weighted.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The user's loss and model, computed in the dtype of the precision policy."""
+
+    definition: Definition
+    loss: LossFunction
+    precision: Precision
+    read: tuple[bool, ...] | None = None
+    """For each parameter, whether its gradient is used; None for all. Unused gradients are neither
+    computed nor reduced."""
+    gathering: Gathering | None = None
+    """How the loss gets whole parameters if the layout splits them."""
+    per_replica: ClassVar[bool] = False
+    """Whether it splits a batch over replicas itself."""
+
+    def loss_sums(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[dict[str, WeightedSum], PyTree]:
+        """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
+        return self._called(lambda found: sums(found, batch.mask), params, extras, batch, view)
+
+    def returned(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[Any, PyTree]:
+        """Return the result of the loss for the rows of `batch`, and the extras after it."""
+        return self._called(lambda found: found, params, extras, batch, view)
+
+    def _called(
+        self, then: Callable[[Any], Any], params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[Any, PyTree]:
+        """Return `then` of the loss's result, and the extras after it."""
+
+        def of_whole(params: PyTree) -> tuple[Any, PyTree]:
+            data = self.precision.to_compute(unshared(batch.whole().data))
+            with inside(batch.mask, view):
+                returned, after = self.definition.apply(
+                    lambda model: call(self.loss, model, data, view.key), params, extras, view
+                )
+            return then(returned), after
+
+        if self.gathering is None:
+            return of_whole(self.precision.to_compute(params))
+        return self.gathering(of_whole, params, self.precision)
+
+    def step_sums(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """Return `loss_sums` with the gradient, which is None where it is unused."""
+
+        def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
+            whole = restored(wanted, params, self.read)
+            weighted, after = self.loss_sums(whole, extras, batch, view)
+            return differentiated(weighted, view), (weighted, after)
+
+        gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
+        return StepSums(jax.tree.map(to_sum, gradient), weighted), after
+
+
+def differentiated(weighted: dict[str, WeightedSum], view: View) -> jax.Array:
+    """Return the scalar that a step differentiates."""
+    value = weighted[LOSS].total
+    return value if view.scale is None else value * view.scale
+
+
+def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `tree`, shaped like the parameters, with None for leaves that are not read."""
+    if read is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    kept = [leaf if each else None for leaf, each in zip(leaves, read, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def restored(wanted: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `params` with the leaves that are read replaced by `wanted`; see `only_read`."""
+    if read is None:
+        return wanted
+    leaves, structure = jax.tree.flatten(params)
+    found = iter(jax.tree.leaves(wanted))
+    pairs = zip(leaves, read, strict=True)
+    return jax.tree.unflatten(structure, [next(found) if each else leaf for leaf, each in pairs])
+
+
+def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `gradient`, a result of `only_read`, with zeros for leaves that are not read."""
+    return restored(gradient, jax.tree.map(jnp.zeros_like, params) if read else params, read)

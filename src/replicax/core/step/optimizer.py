@@ -1,0 +1,206 @@
+"""The optimizer of a model: trainable parameters, required gradients, and parameter averaging."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.core.ground.leaves import PyTree, by_path
+from replicax.core.ground.precision import to_sum
+from replicax.core.models.definition import Definition
+from replicax.errors import ConfigError
+
+Trainable = Any
+"""One or more regexes searched in parameter paths (`['dense']['kernel']`); a function of the path;
+or, for an NNX model, a filter such as `nnx.LoRAParam`."""
+
+_TRAINED, _FROZEN = "trained", "frozen"
+
+_INSTEAD = {
+    "value_fn": "use optax.lbfgs(0.1, linesearch=None)",
+    "grad_fn": "use opaque_mode=False, as examples/sam.py does",
+    "'fast'": "average the parameters with DataParallel(ema=0.99)",
+}
+"""Fixes, by a word in the error of an optimizer that needs more than a step provides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Updater:
+    """An optimizer and its requirements."""
+
+    optimizer: optax.GradientTransformation
+    takes_value: bool
+    """Whether its `update` takes the loss as `value`, as line searches and plateaus do."""
+    read: tuple[bool, ...] | None
+    """For each parameter, whether its gradient is read (not if frozen); None for all."""
+    names_replicas: bool = False
+    """Whether it names the axis of the replicas, e.g. in `jax.lax.pmean(leaf, "data")`."""
+
+
+def updater(
+    optimizer: optax.GradientTransformation,
+    trainable: Trainable,
+    ema: float | None,
+    definition: Definition,
+    params: PyTree,
+) -> Updater:
+    """Return the updater of the trainable parameters; `params` are arrays or their shapes."""
+    if ema is not None:
+        optimizer = averaging(optimizer, ema)
+    if trainable is not None:
+        optimizer = _training(optimizer, trainable, definition, params)
+    shapes = jax.eval_shape(lambda params: params, params)
+    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        try:  # it may only pass `value` on to other optimizers, so try
+            return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))
+        except ConfigError as error:
+            if "argument 'value'" not in str(error):
+                raise
+    return Updater(optimizer, False, *_read(optimizer, shapes))
+
+
+def _read(
+    optimizer: optax.GradientTransformation, shapes: PyTree, **more: jax.Array
+) -> tuple[tuple[bool, ...] | None, bool]:
+    """Return which gradients it reads, and whether it names the axis of the replicas."""
+
+    def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
+        return optimizer.update(gradient, state, params, **more)
+
+    try:
+        state = jax.eval_shape(optimizer.init, shapes)
+        closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
+    except NameError:  # it names a mesh axis, defined only inside the step
+        return None, True
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
+        raise ConfigError(
+            f"the optimizer raised {said}; a step calls update(gradient, state, params), with "
+            f"value=loss if supported, and nothing else: {next(fixes, 'fix it, or use another')}"
+        ) from error
+    given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
+    other = [
+        f"{one} and not {like}" for one, like in zip(given, wanted, strict=False) if one != like
+    ]
+    if other and len(given) == len(wanted):
+        raise ConfigError(
+            f"the optimizer returns updates of shape {other[0]}, as if it expected one gradient "
+            "per row; it is given the mean gradient: use another, or a custom step that takes "
+            "rx.mean of jax.vmap(jax.grad(...)) of the rows"
+        )
+    jaxpr = closed.jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    read = tuple(used[: len(jax.tree.leaves(shapes))])
+    return None if all(read) else read, False
+
+
+def _training(
+    optimizer: optax.GradientTransformation,
+    trainable: Trainable,
+    definition: Definition,
+    params: PyTree,
+) -> optax.GradientTransformation:
+    """Return `optimizer` restricted to the trainable parameters.
+
+    It does not read gradients of the others, so these are neither computed nor reduced, and it has
+    no state for them.
+    """
+    picks = _picker(trainable, definition, params)
+    paths = list(by_path(params))
+    labels = [_TRAINED if picks(path) else _FROZEN for path in paths]
+    if _TRAINED not in labels:
+        raise ConfigError(
+            f"trainable={trainable!r} matches none of the {len(paths)} parameters, such as "
+            f"{', '.join(paths[:3])}: fix it, or omit it to train all"
+        )
+    tree = jax.tree.unflatten(jax.tree.structure(params), labels)
+    return optax.partition({_TRAINED: optimizer, _FROZEN: optax.set_to_zero()}, tree)
+
+
+def _picker(trainable: Trainable, definition: Definition, params: PyTree) -> Callable[[str], Any]:
+    if inspect.isroutine(trainable):
+        return trainable
+    regexes = [trainable] if isinstance(trainable, str) else trainable
+    if isinstance(regexes, Sequence) and all(isinstance(regex, str) for regex in regexes):
+        try:
+            compiled = [re.compile(regex) for regex in regexes]
+        except re.error as error:
+            raise ConfigError(f"trainable={trainable!r} is no regex ({error}): fix it") from error
+        return lambda path: any(regex.search(path) for regex in compiled)
+    if not hasattr(definition, "paths_of"):
+        raise ConfigError(
+            f"trainable={trainable!r}; it must be one or more regexes searched in parameter paths, "
+            "a function of the path, or for an NNX model an NNX filter: use one of these"
+        )
+    return frozenset(definition.paths_of(trainable, params)).__contains__
+
+
+class Averaged(NamedTuple):
+    """State of an optimizer, and the average of the parameters it trains."""
+
+    optimizer: PyTree
+    average: PyTree
+    """Shaped like the parameters, in float32 or wider: a narrower dtype would round small steps
+    away."""
+
+
+def check_decay(decay: Any) -> None:
+    """Raise `ConfigError` if `decay` is not a valid decay rate."""
+    if decay is not None and not (isinstance(decay, Real) and 0 < float(decay) < 1):
+        raise ConfigError(
+            f"ema={decay}; it is the decay rate of the average, above 0 and below 1: use "
+            "0.999, for example"
+        )
+
+
+def averaging(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformation:
+    """Return `optimizer` with an exponential moving average of the parameters in its state.
+
+    The average starts at the initial parameters. After each update it is `decay` times the previous
+    average plus `1 - decay` times the new parameters. It needs the memory of the parameters in
+    float32, split like them if a layout splits the optimizer state, and no communication.
+    """
+
+    def init(params: PyTree) -> Averaged:
+        return Averaged(optimizer.init(params), jax.tree.map(to_sum, params))
+
+    def update(
+        gradient: PyTree, state: Averaged, params: PyTree = None, **more: Any
+    ) -> tuple[PyTree, Averaged]:
+        updates, inner = optimizer.update(gradient, state.optimizer, params, **more)
+        after = jax.tree.map(to_sum, optax.apply_updates(params, updates))
+        average = optax.incremental_update(after, state.average, 1 - decay)
+        return updates, Averaged(inner, average)
+
+    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, update)
+
+
+def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Return an optimizer's average, in the dtypes of `params`, or raise `ConfigError`."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Averaged))
+    found = [node.average for node in nodes if isinstance(node, Averaged)]
+    if not found:
+        raise ConfigError(
+            "ema=True but the state has no average of the parameters; keep one with "
+            "DataParallel(loss, optimizer, ema=0.999)"
+        )
+
+    def newest(average: Any, param: jax.Array) -> jax.Array:
+        frozen = isinstance(average, optax.MaskedNode)
+        return param if frozen else jnp.asarray(average, param.dtype)
+
+    return jax.tree.map(
+        newest, found[0], params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
