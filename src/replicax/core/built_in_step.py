@@ -22,7 +22,7 @@ from replicax.core.placement.layout import Layout
 from replicax.core.placement.mesh import (
     STAGE,
     AnyMesh,
-    Own,
+    ShardDim,
     batch_shardings,
     by_rows,
     is_data_only,
@@ -137,7 +137,7 @@ def written_step_of_micro_shard(
     of_micro_shard = config.mode.of_micro_shard
     if of_micro_shard is None:
         return None
-    dims: tuple[Own, ...] | None = None
+    dims: tuple[ShardDim, ...] | None = None
     if on.updater.names_replicas:
         _check_whole(layout)
         apply = _of_equal_replicas(apply, on.mesh)
@@ -160,7 +160,9 @@ def written_step_of_micro_shard(
     return step
 
 
-def _check_pieces(on: ModelOnMesh, apply: Apply, lies: Sequence[Own], dims: Sequence[Own]) -> None:
+def _check_pieces(
+    on: ModelOnMesh, apply: Apply, lies: Sequence[ShardDim], dims: Sequence[ShardDim]
+) -> None:
     """Raise `ConfigError` if updating a piece needs more than reductions over other pieces."""
     count, shapes = on.configuration.micro_shards, on.shapes
 

@@ -22,7 +22,7 @@ from replicax.core.placement.mesh import (
     STAGE,
     AnyMesh,
     Axis,
-    Own,
+    ShardDim,
     by_rows,
     is_data_only,
     replica_count,
@@ -192,7 +192,7 @@ class Mode:
     """The mode that computes the same on GPUs if rows are independent."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
-    of_micro_shard: Callable[[Piece, Any, tuple[Own, ...] | None], OfMicroShard] | None = None
+    of_micro_shard: Callable[[Piece, Any, tuple[ShardDim, ...] | None], OfMicroShard] | None = None
     """If bitwise reproducible, the accumulator of a step that is traced on one micro-shard."""
     reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
     """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of

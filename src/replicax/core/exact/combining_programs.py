@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from replicax.core.exact.replica_program import as_global
 from replicax.core.ground.in_flight import InFlight
-from replicax.core.placement.mesh import Own, row_axis, sharding_of
+from replicax.core.placement.mesh import ShardDim, row_axis, sharding_of
 from replicax.core.step.objective import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Wire
 
@@ -36,7 +36,9 @@ class Meetings:
     def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
         self.mesh, self.shares, self._in_flight = mesh, shares, in_flight
 
-    def mapped(self, local: Local, into: Sequence[Own], count: int, out: Sequence[Own]) -> Any:
+    def mapped(
+        self, local: Local, into: Sequence[ShardDim], count: int, out: Sequence[ShardDim]
+    ) -> Any:
         """Return a `jax.jit` function of `count` lists of global arrays, laid out as in `into`.
 
         `local` takes the local arrays of a device and returns a list of them, laid out as in `out`.
@@ -52,7 +54,7 @@ class Meetings:
             )
         )
 
-    def cut(self, into: Sequence[Own]) -> Callable[[list[jax.Array]], list[Any]]:
+    def cut(self, into: Sequence[ShardDim]) -> Callable[[list[jax.Array]], list[Any]]:
         """Return a function that cuts each device's part of global arrays into `Parts`."""
         split = [dim for dim in into if dim is not None]
         if self.shares == 1 or not split:
@@ -77,7 +79,7 @@ class Meetings:
 
         return cut
 
-    def pasted(self, into: Sequence[Own]) -> Callable[[list[Parts]], list[jax.Array]]:
+    def pasted(self, into: Sequence[ShardDim]) -> Callable[[list[Parts]], list[jax.Array]]:
         """Return the inverse of `cut`: a function that concatenates the `Parts` of each device."""
         if self.shares == 1:
             return lambda values: [as_global(array) for [array] in values]
@@ -120,10 +122,10 @@ class Sums:
         wires = [eqn.params["wire"] for eqn in eqns for sent in eqn.params["sent"] if sent]
         self._wire: Wire = wires[0] if wires else _PLAIN  # a step has only one
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
-        self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["lie"]]
+        self._dims: list[ShardDim] = [each for eqn in eqns for each in eqn.params["lie"]]
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
         self._shapes = [aval.shape for aval in avals]
-        into: list[Own] = [0] * len(self._shapes)
+        into: list[ShardDim] = [0] * len(self._shapes)
         size = meetings.shares * sum(aval.size * aval.dtype.itemsize for aval in avals)
         self._at_once = meetings.shares if size <= _AT_ONCE else 1
         self._pair = meetings.mapped(lambda lists: self._add(*lists), into, 2, into)

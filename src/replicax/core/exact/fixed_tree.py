@@ -18,7 +18,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import View
 from replicax.core.models.stateful import Stateful
-from replicax.core.placement.mesh import Axis, Own
+from replicax.core.placement.mesh import Axis, ShardDim
 from replicax.core.step.accumulate import Part, folded, scale_of, zeros_like
 from replicax.core.step.objective import StepSums
 from replicax.core.step.reduction import Wire
@@ -131,7 +131,7 @@ class OfMicroShard:
     """Its number and the number of micro-shards."""
     wire: Wire
     """Rounds the gradients that are reduced."""
-    dims: tuple[Own, ...] | None = None
+    dims: tuple[ShardDim, ...] | None = None
     """For each gradient leaf, the dim along which it gets one piece of the sum; None: all of it."""
 
     def micro_batches(self, _replicas: int) -> int:

@@ -19,7 +19,7 @@ from replicax.core.exact.replica_program import SameProgram
 from replicax.core.exact.split_trace import Item, Segment, cut
 from replicax.core.ground.leaves import from_host
 from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
-from replicax.core.placement.mesh import Own, sharding_of
+from replicax.core.placement.mesh import ShardDim, sharding_of
 
 Known = dict[Var, Any]
 """Values by variable: an array that is equal on all devices, or `Parts`."""
@@ -38,8 +38,8 @@ class Parted:
         self,
         name: str,
         closed: ClosedJaxpr,
-        into: Sequence[Own],
-        out: Sequence[Own],
+        into: Sequence[ShardDim],
+        out: Sequence[ShardDim],
         meetings: Meetings,
         donated: Sequence[bool] = (),
     ) -> None:
@@ -54,7 +54,7 @@ class Parted:
         self._runs = [(self._made(item, after), after) for item, after in pairs]
 
     @property
-    def out(self) -> list[Own]:
+    def out(self) -> list[ShardDim]:
         """Return the layout of each result."""
         return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
 
@@ -69,7 +69,9 @@ class Parted:
                 del known[var]
         return [self._read(atom, known) for atom in self._cut.jaxpr.outvars]
 
-    def program(self, jaxpr: Any, into: Sequence[Own], out: Sequence[Own], **more: Any) -> Any:
+    def program(
+        self, jaxpr: Any, into: Sequence[ShardDim], out: Sequence[ShardDim], **more: Any
+    ) -> Any:
         """Compile and return one of its programs."""
         name = f"{self.name}.{len(self.programs)}"
         self.programs.append(SameProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
@@ -79,8 +81,8 @@ class Parted:
         self,
         function: Callable[..., Sequence[Any]],
         shapes: Sequence[Any],
-        into: Sequence[Own],
-        out: Sequence[Own],
+        into: Sequence[ShardDim],
+        out: Sequence[ShardDim],
     ) -> "Parted":
         """Return `function`, written for arrays of one micro-shard, on values of all of them."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
@@ -92,7 +94,7 @@ class Parted:
         """Return a constant as an array replicated on all devices."""
         return from_host(value, sharding_of(self.meetings.mesh, None))
 
-    def _lies(self, atom: Any) -> Own:
+    def _lies(self, atom: Any) -> ShardDim:
         return None if isinstance(atom, Literal) else self._cut.lie.get(atom)
 
     def _read(self, atom: Any, known: Known) -> Any:
@@ -175,7 +177,7 @@ def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[i
 # Loops and branches around sums.
 
 
-def _scan(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def _scan(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]) -> Operation:
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = shapes_of(eqn.invars)
@@ -221,7 +223,9 @@ def _scan(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Ope
     return run
 
 
-def _while_loop(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def _while_loop(
+    parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
+) -> Operation:
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, shapes_of(eqn.invars)
     owned = turned(eqn, [lie is not None for lie in into])
@@ -249,7 +253,7 @@ def _while_loop(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) 
     return run
 
 
-def _cond(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def _cond(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]) -> Operation:
     owned = own_of(eqn, [lie is not None for lie in into])
     avals = shapes_of(eqn.invars[1:])
 
@@ -266,7 +270,7 @@ def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
     return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]
 
 
-_HOST_LOOPS: dict[str, Callable[[Parted, JaxprEqn, list[Own], list[Own]], Operation]] = {
+_HOST_LOOPS: dict[str, Callable[[Parted, JaxprEqn, list[ShardDim], list[ShardDim]], Operation]] = {
     "scan": _scan,
     "while": _while_loop,
     "cond": _cond,

@@ -19,7 +19,7 @@ from replicax.core.ground.leaves import PyTree, by_path, from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.jaxpr import shapes_of
 from replicax.core.modes import Mode
-from replicax.core.placement.mesh import Own, batch_shardings, sharding_of, split_dim
+from replicax.core.placement.mesh import ShardDim, batch_shardings, sharding_of, split_dim
 from replicax.core.step.reduction import Reduction, as_they_are
 from replicax.errors import LossError
 
@@ -142,7 +142,7 @@ class _Compiled:
     """The programs for batches of one size, on arrays placed as in the layout."""
 
     def __init__(
-        self, parted: Parted, into: Sequence[Own], out: Sequence[Own], structure: Any
+        self, parted: Parted, into: Sequence[ShardDim], out: Sequence[ShardDim], structure: Any
     ) -> None:
         self.parted, self._structure, meetings = parted, structure, parted.meetings
         self._where = [sharding_of(meetings.mesh, own) for own in into]

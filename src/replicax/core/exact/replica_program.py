@@ -19,7 +19,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from replicax.core.ground import jax_internals  # JAX has no public way to run a program as replicas
-from replicax.core.placement.mesh import Own, sharding_of
+from replicax.core.placement.mesh import ShardDim, sharding_of
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sums whose order depends on thread timing."""
@@ -69,8 +69,8 @@ class SameProgram:
         name: str,
         jaxpr: Jaxpr,
         mesh: Mesh,
-        into: Sequence[Own],
-        out: Sequence[Own],
+        into: Sequence[ShardDim],
+        out: Sequence[ShardDim],
         donated: Sequence[int] = (),
     ) -> None:
         self.name, self._mesh = name, mesh
@@ -123,8 +123,8 @@ class SameProgram:
         self,
         lowered: Any,
         shapes: Sequence[jax.ShapeDtypeStruct],
-        into: Sequence[Own],
-        out: Sequence[Own],
+        into: Sequence[ShardDim],
+        out: Sequence[ShardDim],
     ) -> Any:
         mesh, computation = self._mesh, lowered._lowering
         chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)

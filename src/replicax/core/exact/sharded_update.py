@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from replicax.core.exact.micro_shard_primitives import gather
 from replicax.core.jaxprs.jaxpr import CALLS, bind, called, evaluate
 from replicax.core.jaxprs.row_rules import BY_ENTRY
-from replicax.core.placement.mesh import Own
+from replicax.core.placement.mesh import ShardDim
 from replicax.core.step.accumulate import Apply
 
 _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
@@ -43,11 +43,11 @@ class Piece:
     count: int
     """Number of pieces."""
 
-    def shape(self, shape: Sequence[int], dim: Own) -> tuple[int, ...]:
+    def shape(self, shape: Sequence[int], dim: ShardDim) -> tuple[int, ...]:
         """Return the shape of a piece of an array with this `shape`."""
         return tuple(n // self.count if at == dim else n for at, n in enumerate(shape))
 
-    def shapes(self, tree: Any, dims: Sequence[Own]) -> Any:
+    def shapes(self, tree: Any, dims: Sequence[ShardDim]) -> Any:
         """Return the shapes of a piece of each array in `tree`."""
         leaves, structure = jax.tree.flatten(tree)
         pairs = zip(leaves, dims, strict=True)
@@ -55,7 +55,9 @@ class Piece:
         return jax.tree.unflatten(structure, each)
 
 
-def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
+def by_pieces(
+    apply: Apply, into: Sequence[ShardDim], out: Sequence[ShardDim], piece: Piece
+) -> Apply:
     """Transform `apply`, a function of whole arrays, to run on one piece of split arrays.
 
     For the first leaves of the arguments and results, `into` and `out` give the split dim, if any.

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.exact.micro_shard_primitives import calls_meeting, gather_p, meets, own_of, sum_p
 from replicax.core.jaxprs.jaxpr import evaluate, inlined, variables
-from replicax.core.placement.mesh import Own
+from replicax.core.placement.mesh import ShardDim
 
 _FEW = 64
 """Maximum size of integer or key arrays that programs recompute instead of passing them on."""
@@ -55,13 +55,13 @@ class Cut:
     consts: tuple[Any, ...]
     items: tuple[Item, ...]
     """Segments and meetings in execution order."""
-    lie: dict[Var, Own]
+    lie: dict[Var, ShardDim]
     """Placement of each own value passed between items."""
     unneeded: tuple[tuple[Var, ...], ...]
     """For each item, the values not read after it."""
 
 
-def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
+def cut(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) -> Cut:
     """Cut the jaxpr of one micro-shard where micro-shards meet.
 
     `into` gives the placement of its arguments, `out` that of its own results.
@@ -71,7 +71,7 @@ def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
     jaxpr = jaxpr.replace(invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[])
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     given = zip(jaxpr.invars[len(consts) :], into, strict=True)
-    lie: dict[Var, Own] = {var: how for var, how in given if how is not None}
+    lie: dict[Var, ShardDim] = {var: how for var, how in given if how is not None}
     owned, of_own = set(lie), []
 
     def own_results(eqn: JaxprEqn, operands: list[bool]) -> list[bool]:

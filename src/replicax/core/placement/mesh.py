@@ -27,7 +27,7 @@ AnyMesh = Mesh | AbstractMesh
 
 MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
-Own = int | None
+ShardDim = int | None
 """The dim of a global array along which the parts of the devices are concatenated: 0 for scalars,
 which then have shape `[devices]`. None for an array that is equal on all devices."""
 
@@ -205,7 +205,7 @@ def batch_shardings(mesh: AnyMesh) -> Batch:
     return Batch(rows, rows, rows, shared=replicated(mesh))  # type: ignore[arg-type]
 
 
-def sharding_of(mesh: Mesh, own: Own) -> NamedSharding:
+def sharding_of(mesh: Mesh, own: ShardDim) -> NamedSharding:
     """Return the sharding on `mesh` of an array split by device along a dim, or replicated."""
     spec = PartitionSpec() if own is None else PartitionSpec(*[None] * own, row_axis(mesh))
     return NamedSharding(mesh, spec)
