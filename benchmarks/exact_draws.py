@@ -67,7 +67,7 @@ class Draw:
             [
                 self.network or layers,
                 self.head,
-                *([f"step {self.own_step}"] if self.own_step else []),
+                *([f"step {self.custom_step}"] if self.custom_step else []),
                 "/".join(self.optimizer),
                 f"{self.rows} rows by {self.batch_size}",
                 f"{self.features} features, {self.micro_shards} micro-shards, seed {self.seed}",

@@ -27,7 +27,7 @@ def mesh(devices: int) -> jax.sharding.Mesh:
     return rx.make_mesh(devices=jax.devices()[:devices])
 
 
-def own_step(state: Any, batch: Any, key: Any) -> Any:
+def custom_step(state: Any, batch: Any, key: Any) -> Any:
     return state, {"loss": rx.mean(batch["x"][:, 0])}
 
 

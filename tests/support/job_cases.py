@@ -177,7 +177,7 @@ def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
     return jax.tree.map(lambda leaf: leaf.astype(np.float32).tolist(), found)
 
 
-def own_step(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
+def custom_step(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
     """An epoch of a step of one's own: its state, and what it told."""
     optimizer = optax.adam(1e-2)
 

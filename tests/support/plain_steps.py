@@ -143,7 +143,7 @@ def stateful(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> I
         yield value
 
 
-def own_step(step: Any, state: Any, batches: Iterable[Any]) -> Iterator[Any]:
+def custom_step(step: Any, state: Any, batches: Iterable[Any]) -> Iterator[Any]:
     step = jax.jit(step)
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch, number)

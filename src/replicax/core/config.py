@@ -9,12 +9,12 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.data.feed import Split
-from replicax.core.first_step.argument_checks import check_loss, check_optimizer, check_own_step
+from replicax.core.first_step.argument_checks import check_custom_step, check_loss, check_optimizer
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.models.definition import Parts
-from replicax.core.models.pytree import OwnState, split_pytree
+from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
 from replicax.core.placement.layout import Layout, as_layout, check_axes
@@ -95,7 +95,7 @@ class Configuration:
         """Return the definition, params and extras of a model, or of a custom step's state."""
         if self.step is None:
             return split_model(model)
-        definition, params, _ = split_pytree(model, OwnState)
+        definition, params, _ = split_pytree(model, CustomState)
         return definition, params, {}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:
@@ -148,7 +148,7 @@ def configure(
     else:
         if rest["optimizer"] is _NO_OPTIMIZER:  # from `Configured.replace`
             rest["optimizer"] = None
-        check_own_step(layout=layout, precision=precision, **rest)
+        check_custom_step(layout=layout, precision=precision, **rest)
         rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
     check_decay(rest["ema"])
     job = Alone() if job is None else job

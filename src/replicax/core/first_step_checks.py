@@ -144,7 +144,7 @@ class Ready:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            return Look(partial(_run_step, program.own_step), state, batch, learns=True)
+            return Look(partial(_run_step, program.custom_step), state, batch, learns=True)
         of = step_key if what == STEP else lambda _: None
         return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
 

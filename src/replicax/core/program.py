@@ -19,7 +19,7 @@ from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, check_outside_jit
 from replicax.core.models.definition import Parts
-from replicax.core.models.pytree import OwnState
+from replicax.core.models.pytree import CustomState
 from replicax.core.modes import lift
 from replicax.core.placement.layout import on_devices_of
 from replicax.core.placement.mesh import (
@@ -29,7 +29,7 @@ from replicax.core.placement.mesh import (
     replica_count,
     replicated,
 )
-from replicax.core.step.custom_step import keep, own_update
+from replicax.core.step.custom_step import custom_update, keep
 from replicax.core.step.loss_scale import first_scale
 from replicax.core.step.objective import LossFunction, only_read
 from replicax.core.step.optimizer import Updater, average_of
@@ -56,8 +56,8 @@ class Program(ModelOnMesh):
         if config.step is None:
             step, of_micro_shard = written_step(self), written_step_of_micro_shard(self)
         else:
-            step = mode.wrap(self.own_step, mesh, into, out)
-            of_micro_shard = on_micro_shard(self.own_step, mode, config.reduction, gathers=True)
+            step = mode.wrap(self.custom_step, mesh, into, out)
+            of_micro_shard = on_micro_shard(self.custom_step, mode, config.reduction, gathers=True)
         whole = jax.jit(
             step,
             in_shardings=into,
@@ -68,7 +68,7 @@ class Program(ModelOnMesh):
         return self._run("step", of_micro_shard, whole, out, donate=config.donate)
 
     @cached_property
-    def own_step(self) -> Any:
+    def custom_step(self) -> Any:
         """The custom step from a replica's view, `(state, batch, axis)`, with parts by keyword."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
@@ -77,9 +77,9 @@ class Program(ModelOnMesh):
                 "steps; a custom step may have several sums: use 'float32' or 'bfloat16'"
             )
         assert config.step is not None
-        assert isinstance(definition, OwnState)
+        assert isinstance(definition, CustomState)
         return partial(
-            own_update,
+            custom_update,
             step=config.step,
             definition=definition,
             precision=config.precision,

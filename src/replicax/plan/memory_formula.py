@@ -114,7 +114,7 @@ def memory_formula(
         held = (share.params, used)
         memory = _of_gradient(objective, state, held, part, platform, added_up)
     else:
-        memory = _of_own_step(program.own_step, state, part, platform)
+        memory = _of_own_step(program.custom_step, state, part, platform)
     stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
     if stages > 1:  # a pipeline keeps the activations of several micro-batches
         at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)

@@ -106,7 +106,7 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
     found = {"batch": _shapes(batch)}
 
     def step(state: TrainState, batch: Batch) -> Any:
-        after, metrics = program.own_step(
+        after, metrics = program.custom_step(
             *(state, batch, None),
             accumulator=Sequential(),
             reduce=lambda sums, carried, _: (sums, carried),

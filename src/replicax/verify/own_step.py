@@ -23,7 +23,7 @@ from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
 from replicax.verify.verification import failed_on_one_device
 
 
-def check_own_step(
+def check_custom_step(
     dp: DataParallel,
     model: Any,
     data: Any,

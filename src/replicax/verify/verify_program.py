@@ -19,7 +19,7 @@ from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
-from replicax.verify.own_step import check_own_step
+from replicax.verify.own_step import check_custom_step
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
@@ -64,7 +64,7 @@ def verify(
         "rows": rows,
     }
     show = show or (lambda text: None)
-    look = check_own_step
+    look = check_custom_step
     if dp.configuration.step is None:
         look = partial(_checks, chosen=modes is not None)
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))

@@ -57,7 +57,7 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_own_step(
+def check_custom_step(
     *,
     step: Any,
     loss: Any,

@@ -92,7 +92,7 @@ def _trees(model: PyTree, into: type[PytreeDefinition]) -> list[str]:
     return trained + [into.tree_of(leaf, True) for leaf in jax.tree.leaves(state)]
 
 
-class OwnState(PytreeDefinition):
+class CustomState(PytreeDefinition):
     """The state of a custom step: all its arrays are `params`."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class OwnState(PytreeDefinition):
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
         """Return the arrays of the state returned by a step, in their previous dtypes."""
-        definition, params, _ = split_pytree(after, OwnState)
+        definition, params, _ = split_pytree(after, CustomState)
         states = self.merge(before, {}), definition.merge(params, {})
         for path, was, now in changes(*states, lambda x: kind(x) if is_array(x) else repr(x)):
             raise StateError(

@@ -13,7 +13,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import View, is_trainable
-from replicax.core.models.pytree import OwnState, PytreeDefinition
+from replicax.core.models.pytree import CustomState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Accumulator, Apply, Sequential
@@ -148,13 +148,13 @@ def _is_weighted(node: Any) -> bool:
     return isinstance(node, Weighted)
 
 
-def own_update(
+def custom_update(
     state: TrainState,
     batch: Batch,
     axis: Axis | None,
     *,
     step: StepFunction,
-    definition: OwnState,
+    definition: CustomState,
     accumulator: Accumulator,
     reduce: Reduce,
     precision: Precision,
@@ -238,7 +238,7 @@ def _refuse(_primals: Any, _tangents: Any) -> Any:
     )
 
 
-def _returned(returned: Any, definition: OwnState, before: PyTree) -> tuple[PyTree, Metrics]:
+def _returned(returned: Any, definition: CustomState, before: PyTree) -> tuple[PyTree, Metrics]:
     """Return the arrays of the state, and the metrics, that a step returned."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise StateError(
