@@ -17,7 +17,7 @@ from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.first_step.argument_checks import check_kind
 from replicax.core.first_step.memory_check import check_state_fits
-from replicax.core.first_step_checks import STEP, Ready, agree_on_model
+from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import Parts
@@ -340,8 +340,8 @@ class DataParallel:
         return traced
 
     @cached_property
-    def _checks(self) -> Ready:
-        return Ready(self._known)
+    def _checks(self) -> FirstStepChecks:
+        return FirstStepChecks(self._known)
 
     @cached_property
     def _evaluation(self) -> ProgramEvaluation:

@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state
-from replicax.core.first_step_checks import EVALUATION, Ready
+from replicax.core.first_step_checks import EVALUATION, FirstStepChecks
 from replicax.core.ground.leaves import PyTree, by_path, changes
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import View
@@ -30,9 +30,9 @@ _IN_FLIGHT = 2
 class ProgramEvaluation:
     """Evaluate one program, checking and compiling each function once."""
 
-    def __init__(self, program: Program, ready: Ready) -> None:
+    def __init__(self, program: Program, ready: FirstStepChecks) -> None:
         self._program, self._ready = program, ready
-        self._scoring: dict[Any, tuple[Program, Ready]] = {}
+        self._scoring: dict[Any, tuple[Program, FirstStepChecks]] = {}
         self._predicting: dict[Any, Any] = {}
 
     def means(
@@ -44,7 +44,7 @@ class ProgramEvaluation:
             loss = program.objective.loss if loss is None else loss
             if _key(loss) not in self._scoring:
                 other = program.scoring(loss)
-                self._scoring[_key(loss)] = other, Ready(other)
+                self._scoring[_key(loss)] = other, FirstStepChecks(other)
             program, ready = self._scoring[_key(loss)]
 
         def score(state: TrainState, batch: Batch) -> Any:
@@ -69,7 +69,7 @@ class ProgramEvaluation:
             compute = lift(
                 found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
-            ready = Ready(program.scoring(_as_loss(function)))
+            ready = FirstStepChecks(program.scoring(_as_loss(function)))
             self._predicting[_key(function)] = compute, ready
         compute, ready = self._predicting[_key(function)]
 

@@ -41,7 +41,7 @@ _traced = jax.disable_jit(False)  # a look knows functions by the names that jax
 _log = logging.getLogger("replicax")
 
 
-class Ready:
+class FirstStepChecks:
     """Runs the checks of one program, each only once."""
 
     def __init__(self, program: Program) -> None:
