@@ -15,7 +15,7 @@ from support.tiers import only
 import replicax as rx
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import of_loss
-from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.row_trials import Division
 from replicax.core.step.update import step_key
 
@@ -308,7 +308,7 @@ def test_what_looking_costs(loss: Loss, said: str) -> None:
     dp = rx.DataParallel(counted, optax.sgd(0.01))
     state = dp.init(MODEL)
     batch = Batch(DATA, np.ones(ROWS, np.float32), np.arange(ROWS))
-    look = Look(of_loss(dp.program(MODEL).objective, step_key), state, batch)
+    look = LossExamination(of_loss(dp.program(MODEL).objective, step_key), state, batch)
     broken = look.broken(Division(np.arange(ROWS).reshape(4, 4)), state, batch)
     assert "".join(each.name for each in broken) == said
     assert len(calls) == 2

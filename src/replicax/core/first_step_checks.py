@@ -20,7 +20,7 @@ from replicax.core.exact.micro_shard_step import program_text
 from replicax.core.first_step import row_errors
 from replicax.core.first_step.argument_checks import check_kind, check_state
 from replicax.core.first_step.examiner import RowExaminer, of_loss
-from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step.row_trials import Division
 from replicax.core.ground.job import Job
@@ -47,7 +47,7 @@ class FirstStepChecks:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._looks: dict[Any, Look] = {}
+        self._looks: dict[Any, LossExamination] = {}
         """By what is run, and the shapes of the batch."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
@@ -132,7 +132,7 @@ class FirstStepChecks:
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
-    def _look(self, what: str, state: TrainState, batch: Batch) -> Look:
+    def _look(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Return what is known of batches of these shapes, checking the first."""
         shapes = _shapes(what, batch)
         if shapes not in self._looks:
@@ -140,16 +140,18 @@ class FirstStepChecks:
             self._looks[shapes] = self._looked(what, state, batch)
         return self._looks[shapes]
 
-    def _trace(self, what: str, state: TrainState, batch: Batch) -> Look:
+    def _trace(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            return Look(partial(_run_step, program.custom_step), state, batch, learns=True)
+            return LossExamination(
+                partial(_run_step, program.custom_step), state, batch, learns=True
+            )
         of = step_key if what == STEP else lambda _: None
-        return Look(of_loss(program.objective, of), state, batch, learns=what == STEP)
+        return LossExamination(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
     @_traced
-    def _looked(self, what: str, state: TrainState, batch: Batch) -> Look:
+    def _looked(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
         program, look = self._program, self._trace(what, state, batch)
         own = what == STEP and program.configuration.step is not None
@@ -172,7 +174,9 @@ class FirstStepChecks:
                 raise row_errors.divided(broken[0], sees, self._fix())
         return look
 
-    def _padded_or_not(self, what: str, look: Look, state: TrainState, batch: Batch) -> Batch:
+    def _padded_or_not(
+        self, what: str, look: LossExamination, state: TrainState, batch: Batch
+    ) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
         real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
         own, broken = batch.size - real, None
@@ -191,7 +195,7 @@ class FirstStepChecks:
 
     @_traced
     def _depends_on_padding(
-        self, look: Look, padding: int, state: TrainState, batch: Batch
+        self, look: LossExamination, padding: int, state: TrainState, batch: Batch
     ) -> row_errors.Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
@@ -251,7 +255,7 @@ def _real(rows: int) -> Division:
 def _run_step(
     own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
 ) -> tuple[PyTree, None]:
-    """Run a custom step for `Look`: the state and the metrics must not depend on rows."""
+    """Run a custom step for `LossExamination`: the state and the metrics must not depend on rows."""
     try:
         after, metrics = own_step(
             *(state, batch, None),

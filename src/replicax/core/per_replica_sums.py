@@ -15,7 +15,7 @@ import jax
 
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import of_loss
-from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import TrainState
 from replicax.core.step.objective import Objective
@@ -46,7 +46,7 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
         return False
     for rows in (batch, _of_other_rows(batch)):
         with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
-            look = Look(of_loss(objective, step_key), state, rows)
+            look = LossExamination(of_loss(objective, step_key), state, rows)
             if look.takes_padding and not look.draws:  # a replica's draws are its own
                 return True
     return False

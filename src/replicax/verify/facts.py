@@ -10,7 +10,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import of_loss
-from replicax.core.first_step.loss_check import Look
+from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import View
 from replicax.core.step.loss import LOSS
@@ -51,7 +51,7 @@ def examine(subject: Subject) -> Facts:
     repeatable = same_bits(first, second)
     batch = jax.tree.map(jnp.asarray, subject.full.apart())
     with devices_asked() as asked:
-        look = Look(of_loss(subject.objective, step_key), subject.state, batch)
+        look = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
     random = not repeatable or not same_bits(first, other)
     return Facts(
         repeatable,
@@ -69,14 +69,14 @@ def examine(subject: Subject) -> Facts:
     )
 
 
-def _rows(subject: Subject, look: Look) -> Independence:
+def _rows(subject: Subject, look: LossExamination) -> Independence:
     """Return how rows depend on one another, from as many as can be split into quarters."""
     whole = subject.rows // 4 * 4
     if not whole:
         return Independence(UNKNOWN, f"{subject.rows} rows are too few to leave any out")
     batch = jax.tree.map(jnp.asarray, subject.some(np.arange(whole)).apart())
     if whole < subject.rows:
-        look = Look(of_loss(subject.objective, step_key), subject.state, batch)
+        look = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
     return examine_rows(look, jax.tree.map(jnp.asarray, subject.state), batch, subject.eps)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.data.batch import Batch
-from replicax.core.first_step.loss_check import UNSHOWN, Look, Tested
+from replicax.core.first_step.loss_check import UNSHOWN, LossExamination, Tested
 from replicax.core.first_step.row_trials import Division
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_evaluation import Undecided
@@ -54,7 +54,9 @@ class Independence:
         return Check("parity", CASE, verdict, self.found, self.cause)
 
 
-def examine_rows(look: Look, state: TrainState, batch: Batch, eps: float) -> Independence:
+def examine_rows(
+    look: LossExamination, state: TrainState, batch: Batch, eps: float
+) -> Independence:
     """Compare the loss on quarters of the rows of `batch`, a multiple of 4, with that on all."""
     division = Division(np.arange(batch.size).reshape(4, -1))
     try:
