@@ -22,7 +22,7 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
 from replicax.core.models.definition import View
 from replicax.core.step.loss import LOSS, Weighted, has_weights, sums, values_by_name
-from replicax.core.step.loss_context import Inside, weighs
+from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, StepSums, only_read, restored
 from replicax.errors import LossError
 
@@ -113,7 +113,7 @@ class RowExaminer:
         found: jax.Array = _call(GATHERED, partial(_resized, count=self.gathered), rows)
         return found
 
-    def step(self, here: Inside) -> None:
+    def step(self, here: LossContext) -> None:
         """Record which functions a custom step itself called."""
         self.weighs |= here.weighs
 

@@ -18,7 +18,7 @@ from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Accumulator, Apply, Sequential
 from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
-from replicax.core.step.loss_context import Inside, current, inside
+from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective, StepSums
 from replicax.core.step.reduction import Reduce, as_they_are
 from replicax.core.step.update import Summing, mean_gradient, step_key
@@ -39,7 +39,7 @@ class Examiner(Protocol):
     def see(self, name: str, value: Any) -> None:
         """Called with rows whose mean is taken."""
 
-    def step(self, here: Inside) -> None:
+    def step(self, here: LossContext) -> None:
         """Called when the step has returned; `here` records its requests."""
 
 

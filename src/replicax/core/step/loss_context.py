@@ -23,7 +23,7 @@ from replicax.errors import LossError
 
 
 @dataclasses.dataclass(eq=False)
-class Inside:
+class LossContext:
     """The rows seen by a loss or a custom step."""
 
     mask: jax.Array
@@ -37,15 +37,15 @@ class Inside:
     """Whether `row_weights` was called."""
 
 
-_current: ContextVar[Inside | None] = ContextVar("replicax_inside", default=None)
+_current: ContextVar[LossContext | None] = ContextVar("replicax_inside", default=None)
 # Part of the key of JAX's caches: a `jax.jit` in a loss is retraced if `gather` differs.
 _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
+def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
-    here = Inside(mask, view, get_opaque_trace_state(), own)
+    here = LossContext(mask, view, get_opaque_trace_state(), own)
     token = _current.set(here)
     # The sums of a step belong to its trace, so no cache may pass them to another trace.
     once = None if own is None else object()
@@ -56,7 +56,7 @@ def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
         _current.reset(token)
 
 
-def current() -> Inside | None:
+def current() -> LossContext | None:
     """Return the rows of the current context, if any."""
     return _current.get()
 
@@ -169,7 +169,7 @@ def weighs() -> bool:
     return here is not None and here.weighs
 
 
-def _seeing(name: str, rows: PyTree) -> Inside | None:
+def _seeing(name: str, rows: PyTree) -> LossContext | None:
     here = _current.get()
     if here is not None:
         count, seen = row_count(rows), here.mask.shape[0]
@@ -181,7 +181,7 @@ def _seeing(name: str, rows: PyTree) -> Inside | None:
     return here
 
 
-def _check_trace(name: str, here: Inside) -> None:
+def _check_trace(name: str, here: LossContext) -> None:
     """Raise `LossError` if a JAX cache might keep the returned value beyond the step."""
     if get_opaque_trace_state() != here.trace:
         raise LossError(
