@@ -13,7 +13,7 @@ from replicax.core.first_step.argument_checks import check_custom_step, check_lo
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
-from replicax.core.models.definition import Parts
+from replicax.core.models.definition import SplitModel
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
@@ -91,7 +91,7 @@ class Configuration:
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
-    def split_model(self, model: Any) -> Parts:
+    def split_model(self, model: Any) -> SplitModel:
         """Return the definition, params and extras of a model, or of a custom step's state."""
         if self.step is None:
             return split_model(model)

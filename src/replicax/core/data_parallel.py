@@ -20,7 +20,7 @@ from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.models.definition import Parts
+from replicax.core.models.definition import SplitModel
 from replicax.core.modes import Mode
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
@@ -356,7 +356,7 @@ class DataParallel:
         self._program: Program | None = None
         self._wrapped: dict[Any, Self] = {}
 
-    def _adopt(self, parts: Parts) -> Program:
+    def _adopt(self, parts: SplitModel) -> Program:
         """Return the program of a model, and keep it as this object's if it is the first."""
         program = program_of(self.configuration, parts, self.mesh, self._program)
         self._program = self._program or program

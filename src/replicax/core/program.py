@@ -18,7 +18,7 @@ from replicax.core.exact.micro_shard_step import MicroSharded, OnMicroShard, on_
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, check_outside_jit
-from replicax.core.models.definition import Parts
+from replicax.core.models.definition import SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.modes import lift
 from replicax.core.placement.layout import on_devices_of
@@ -214,7 +214,10 @@ def _create_state(
 
 
 def program_of(
-    configuration: Configuration, model: TrainState | Parts, mesh: AnyMesh, known: Program | None
+    configuration: Configuration,
+    model: TrainState | SplitModel,
+    mesh: AnyMesh,
+    known: Program | None,
 ) -> Program:
     """Return `known` if it is the program of `model` on `mesh`, otherwise a new one.
 

@@ -12,7 +12,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import Axis
 from replicax.errors import ConfigError
 
-Parts = tuple["Definition", PyTree, PyTree]
+SplitModel = tuple["Definition", PyTree, PyTree]
 """`(definition, params, extras)`: a split model."""
 
 

@@ -7,7 +7,7 @@ from equinox import Module
 from equinox.nn import State, StateIndex, inference_mode
 
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import Parts, View
+from replicax.core.models.definition import SplitModel, View
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
 from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError
@@ -18,7 +18,7 @@ def holds_equinox(model: PyTree) -> bool:
     return _holds(model, (Module, State))
 
 
-def split_equinox(model: PyTree) -> Parts:
+def split_equinox(model: PyTree) -> SplitModel:
     """Split a pytree with Equinox modules; a `State` must be in a `Stateful`."""
     if _holds(model, (State, StateIndex)) and not isinstance(model, Stateful):
         raise ConfigError(

@@ -8,13 +8,13 @@ import flax.linen as nn
 import jax
 
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import Parts, View, changed_alone
+from replicax.core.models.definition import SplitModel, View, changed_alone
 from replicax.errors import ConfigError
 
 PARAMS = "params"
 
 
-def split_linen(model: nn.Module) -> Parts:
+def split_linen(model: nn.Module) -> SplitModel:
     """Split a Linen module bound to its variables: the collection `params` trains."""
     if model.scope is None:
         raise ConfigError(

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from replicax.core.ground.leaves import PyTree, by_path
-from replicax.core.models.definition import Parts, View, changed_alone, is_trainable
+from replicax.core.models.definition import SplitModel, View, changed_alone, is_trainable
 from replicax.core.placement.mesh import Axis
 
 
@@ -16,7 +16,7 @@ def _is_param(_path: Any, node: Any) -> bool:
     return isinstance(node, nnx.Param) and is_trainable(node.get_value())
 
 
-def split_nnx(model: nnx.Module) -> Parts:
+def split_nnx(model: nnx.Module) -> SplitModel:
     """Split an NNX module: `nnx.Param` trains, all other state is extras."""
     graphdef, params, extras = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     definition = NNXDefinition(graphdef, jax.tree.structure(params), jax.tree.structure(extras))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.ground.leaves import PyTree, changes, is_random_key, kind, takes
-from replicax.core.models.definition import Parts, View, is_array, is_trainable
+from replicax.core.models.definition import SplitModel, View, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 
@@ -59,7 +59,7 @@ class PytreeDefinition:
         return model
 
 
-def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition) -> Parts:
+def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition) -> SplitModel:
     """Split a plain pytree, with a definition of class `into`."""
     if isinstance(model, Stateful):
         held: PyTree = Stateful(_held(model.model), model.state)

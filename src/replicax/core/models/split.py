@@ -11,7 +11,7 @@ import jax
 
 from replicax.core.ground.leaves import PyTree, by_path
 from replicax.core.ground.train_state import check_unused
-from replicax.core.models.definition import Parts, is_array, is_trainable
+from replicax.core.models.definition import SplitModel, is_array, is_trainable
 from replicax.core.models.pytree import split_pytree
 from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError
@@ -27,7 +27,7 @@ _INSTEAD = {
 }
 
 
-def split_model(model: Any) -> Parts:
+def split_model(model: Any) -> SplitModel:
     """Return the definition, params and extras of a model of any kind.
 
     Raises `ConfigError` if nothing is trainable, or it is no model; `StateError` if donated.
@@ -44,7 +44,7 @@ def split_model(model: Any) -> Parts:
     return definition, params, extras
 
 
-def _split(model: Any) -> Parts:
+def _split(model: Any) -> SplitModel:
     # A model cannot come from a library that was never imported, so import none.
     if "flax" in sys.modules:
         import flax.linen
