@@ -30,7 +30,14 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.step.accumulate import Accumulator, Sequential
 from replicax.core.step.objective import StepSums
-from replicax.core.step.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire, as_they_are
+from replicax.core.step.reduction import (
+    REDUCTIONS,
+    GradientShards,
+    Reduce,
+    Reduction,
+    Wire,
+    as_they_are,
+)
 from replicax.errors import ConfigError, choose
 
 ReplicaFunction = Callable[[TrainState, Batch, Axis | None], Any]
@@ -124,7 +131,7 @@ def fixed_tree(
     return tree
 
 
-def by_compiler(reduction: Reduction, _parts: Parts | None = None) -> Reduce:
+def by_compiler(reduction: Reduction, _parts: GradientShards | None = None) -> Reduce:
     """Return no reduction: the compiler inserts it, in the dtype of the sums."""
     if reduction != REDUCTIONS["float32"]:
         raise ConfigError(
@@ -134,7 +141,7 @@ def by_compiler(reduction: Reduction, _parts: Parts | None = None) -> Reduce:
     return as_they_are
 
 
-def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
+def of_each_replica(reduction: Reduction, parts: GradientShards | None = None) -> Reduce:
     """Return `reduction` on one replica's part, `[1, ...]`, of its `[replicas, ...]` state."""
 
     def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
@@ -149,7 +156,7 @@ def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
     return reduce
 
 
-def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
+def in_order(reduction: Reduction, parts: GradientShards | None = None) -> Reduce:
     """Return the reduction of mode `exact`."""
     assert isinstance(reduction, Wire)
     add, scatter = partial(reduction.add, ordered=True), partial(reduction.scatter, ordered=True)
@@ -194,7 +201,7 @@ class Mode:
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
     of_micro_shard: Callable[[Piece, Any, tuple[ShardDim, ...] | None], OfMicroShard] | None = None
     """If bitwise reproducible, the accumulator of a step that is traced on one micro-shard."""
-    reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
+    reduce: Callable[[Reduction, GradientShards | None], Reduce] = of_each_replica
     """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of
     the total each replica gets; None for all of it. Raises `ConfigError`."""
     analysed: str = ""

@@ -22,7 +22,7 @@ Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class GradientShards:
     """The part of the total gradient that each replica gets, if a layout splits it."""
 
     dims: tuple[int | None, ...]
@@ -65,13 +65,13 @@ class Parts:
         return dataclasses.replace(total, gradient=jax.tree.unflatten(structure, leaves))
 
 
-def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> Parts:
-    """Return the parts given by the shardings of a gradient's leaves; see `Parts.summed`."""
+def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> GradientShards:
+    """Return the parts given by the shardings of a gradient's leaves; see `GradientShards.summed`."""
     dims = tuple(split_dim(sharding) for sharding in jax.tree.leaves(gradient))
     specs = [list(sharding.spec) for sharding in jax.tree.leaves(gradient)]
     axes = {spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim is not None}
     [axis] = axes or {shard_axis(mesh)}
-    return Parts(dims, axis, (DATA,) if axis == FSDP else (), summed)
+    return GradientShards(dims, axis, (DATA,) if axis == FSDP else (), summed)
 
 
 class Reduction(Protocol):
