@@ -36,7 +36,7 @@ class Tested:
     """Whether the traces show that it is the same on parts."""
 
 
-class Look:
+class LossExamination:
     """Examine a loss or a step, `run`, on the first state and batch.
 
     Rows are followed through two traces, with different numbers of rows. Values that may depend on
