@@ -19,7 +19,7 @@ from replicax.core.placement.mesh import ShardDim, row_axis, sharding_of
 from replicax.core.step.objective import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Wire
 
-Parts = list[jax.Array]
+MicroShardValues = list[jax.Array]
 """A value of every micro-shard: entry n is the concatenation over devices of their n-th."""
 
 _PLAIN = REDUCTIONS["float32"]
@@ -55,7 +55,7 @@ class Meetings:
         )
 
     def cut(self, into: Sequence[ShardDim]) -> Callable[[list[jax.Array]], list[Any]]:
-        """Return a function that cuts each device's part of global arrays into `Parts`."""
+        """Return a function that cuts each device's part of global arrays into `MicroShardValues`."""
         split = [dim for dim in into if dim is not None]
         if self.shares == 1 or not split:
             return lambda arrays: [
@@ -79,8 +79,10 @@ class Meetings:
 
         return cut
 
-    def pasted(self, into: Sequence[ShardDim]) -> Callable[[list[Parts]], list[jax.Array]]:
-        """Return the inverse of `cut`: a function that concatenates the `Parts` of each device."""
+    def pasted(
+        self, into: Sequence[ShardDim]
+    ) -> Callable[[list[MicroShardValues]], list[jax.Array]]:
+        """Return the inverse of `cut`: a function that concatenates the `MicroShardValues` of each device."""
         if self.shares == 1:
             return lambda values: [as_global(array) for [array] in values]
 
@@ -91,7 +93,9 @@ class Meetings:
         program = self.mapped(local, into, self.shares, into)
         return lambda values: list(program([list(each) for each in zip(*values, strict=True)]))
 
-    def gathered(self, eqns: Sequence[JaxprEqn]) -> Callable[[list[Parts]], list[jax.Array]]:
+    def gathered(
+        self, eqns: Sequence[JaxprEqn]
+    ) -> Callable[[list[MicroShardValues]], list[jax.Array]]:
         """Return a function that gathers the operands of some `gather_p` from all shards."""
         dims = [eqn.params["dim"] for eqn in eqns]
 
@@ -133,7 +137,7 @@ class Sums:
         self._cut = meetings.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
-        """Return the sums, or their `Parts`, of `compute(n)` of each device's micro-shard n.
+        """Return the sums, or their `MicroShardValues`, of `compute(n)` of each device's micro-shard n.
 
         Large sums are added as soon as they are ready, so that one per level of the tree is held;
         small ones are added in one program with those of other devices.

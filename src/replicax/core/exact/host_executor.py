@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax.core.exact.combining_programs import Meetings, Parts, Sums
+from replicax.core.exact.combining_programs import Meetings, MicroShardValues, Sums
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
 from replicax.core.exact.replica_program import SameProgram
 from replicax.core.exact.split_trace import Item, Segment, cut
@@ -22,7 +22,7 @@ from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
 from replicax.core.placement.mesh import ShardDim, sharding_of
 
 Known = dict[Var, Any]
-"""Values by variable: an array that is equal on all devices, or `Parts`."""
+"""Values by variable: an array that is equal on all devices, or `MicroShardValues`."""
 Operation = Callable[[list[Any]], list[Any]]
 """A function from the operands of an equation to its results."""
 
@@ -59,7 +59,7 @@ class Parted:
         return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Return the results for the arguments: arrays equal on all devices, and `Parts`."""
+        """Return the results for the arguments: arrays equal on all devices, and `MicroShardValues`."""
         values = [*self._consts, *values]
         known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
         del values
@@ -142,7 +142,7 @@ class Parted:
         sums = Sums(self.meetings, item.sums) if totals else None
 
         def run(known: Known) -> None:
-            shards: list[Parts] = [[] for _ in kept]
+            shards: list[MicroShardValues] = [[] for _ in kept]
 
             def compute(number: int) -> list[jax.Array]:
                 values = (known[var] for var in into)
