@@ -13,7 +13,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import View
 from replicax.core.modes import Mode, by_compiler, global_view
 from replicax.core.placement.mesh import DATA, AnyMesh, Axis
-from replicax.core.step.accumulate import Part, Sequential, add_in_turn, scale_of
+from replicax.core.step.accumulate import Sequential, SumsFunction, add_in_turn, scale_of
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import Objective, StepSums
 from replicax.core.step.reduction import Reduction, Wire
@@ -44,7 +44,7 @@ class _Replicas(Sequential):
     objective: Any = None
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
+        self, part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         """Return the sums over all rows and the extras after the step; `part` is ignored."""
         assert key is not None

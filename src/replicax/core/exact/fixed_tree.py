@@ -19,7 +19,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import View
 from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis, ShardDim
-from replicax.core.step.accumulate import Part, folded, scale_of, zeros_like
+from replicax.core.step.accumulate import SumsFunction, folded, scale_of, zeros_like
 from replicax.core.step.objective import StepSums
 from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
@@ -70,7 +70,7 @@ class FixedTree:
         return self.micro_shards // replicas
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
+        self, part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
         rows = batch.size // own
@@ -138,7 +138,12 @@ class OfMicroShard:
         return 1
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, _axis: Axis | None
+        self,
+        part: SumsFunction,
+        state: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        _axis: Axis | None,
     ) -> tuple[PyTree, PyTree]:
         number = self.piece.number
         sums, floats, extras = _local(part, state, batch, key, number, self.gather)
@@ -179,7 +184,7 @@ def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
 
 
 def _local(
-    part: Part, state: Any, batch: Batch, key: jax.Array | None, number: Any, gather: Gather
+    part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, number: Any, gather: Gather
 ) -> tuple[PyTree, list[jax.Array], PyTree]:
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)

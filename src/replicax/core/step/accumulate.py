@@ -14,7 +14,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.models.definition import View
 from replicax.core.placement.mesh import Axis
 
-Part = Callable[..., tuple[PyTree, PyTree]]
+SumsFunction = Callable[..., tuple[PyTree, PyTree]]
 """`part(params, extras, batch, view) -> (sums, extras)`, like `Objective.step_sums`."""
 Apply = Callable[..., tuple[PyTree, PyTree]]
 """`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.step.update`."""
@@ -27,7 +27,13 @@ class Accumulator(Protocol):
         """Return the number of micro-batches each of `replicas` computes in sequence."""
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None, /
+        self,
+        part: SumsFunction,
+        state: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        axis: Axis | None,
+        /,
     ) -> tuple[PyTree, PyTree]:
         """Return the sums of `part` over this replica's rows, and the extras after the step.
 
@@ -57,7 +63,7 @@ class Sequential:
         return jax.random.fold_in(key, lax.axis_index(axis))
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
+        self, part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         if key is not None and axis is not None:
             key = self.replica_key(key, axis)

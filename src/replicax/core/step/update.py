@@ -13,7 +13,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import View
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.accumulate import Accumulator, Apply, Part
+from replicax.core.step.accumulate import Accumulator, Apply, SumsFunction
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.objective import Objective, StepSums, with_zeros
 from replicax.core.step.optimizer import Updater
@@ -65,7 +65,7 @@ class Summing:
     """The replica axis, or None if the batch is the global one."""
 
     def __call__(
-        self, part: Part, state: TrainState, batch: Batch, key: jax.Array | None
+        self, part: SumsFunction, state: TrainState, batch: Batch, key: jax.Array | None
     ) -> tuple[StepSums, PyTree, PyTree]:
         """Return the sums of `part` over the global batch, and the model's other arrays and the
         reduction's state after it.
