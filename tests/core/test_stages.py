@@ -33,7 +33,7 @@ from support.staged import (
 from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.placement.pipeline_schedules import SCHEDULES, bubble
 from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import StepSums
@@ -140,7 +140,7 @@ def test_the_scale_of_a_float16_loss_multiplies_the_gradient_alone() -> None:
 
     @jax.jit
     def sums(scale: jax.Array) -> StepSums:
-        return objective.step_sums(state.params, state.extras, batch, View(scale=scale))[0]
+        return objective.step_sums(state.params, state.extras, batch, CallContext(scale=scale))[0]
 
     one, eight = jax.device_get((sums(jnp.float32(1)), sums(jnp.float32(8))))
     eightfold = jax.tree.map(lambda leaf: 8 * leaf, one.gradient)
@@ -317,7 +317,7 @@ def memory(schedule: str, micro_batches: int) -> int:
 
     @jax.jit
     def sums(state: Any, batch: Any) -> StepSums:
-        return objective.step_sums(state.params, state.extras, batch, View())[0]
+        return objective.step_sums(state.params, state.extras, batch, CallContext())[0]
 
     analysis = sums.lower(state, batch).compile().memory_analysis()
     data = sum(leaf.nbytes for leaf in jax.tree.leaves(batch))

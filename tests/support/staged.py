@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.pipeline.staged_objective import Staged
 from replicax.core.step.objective import StepSums
 
@@ -104,7 +104,7 @@ def sums_by_key(
 
     @jax.jit
     def sums(state: Any, batch: Any, seed: int) -> StepSums:
-        view = View(jax.random.key(seed), step=state.step)
+        view = CallContext(jax.random.key(seed), step=state.step)
         return objective.step_sums(state.params, state.extras, batch.whole(), view)[0]
 
     return lambda seed: jax.device_get(sums(state, batch, seed))

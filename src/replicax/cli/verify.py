@@ -24,7 +24,7 @@ from replicax.cli.step_options import (
     first_rows,
     make_host_devices,
 )
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
@@ -181,7 +181,7 @@ def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:
     """Whether the loss can be traced in evaluation."""
     program = dp.program(model)
     _, params, extras = dp.configuration.split_model(model)
-    view = View(step=jnp.int32(0))
+    view = CallContext(step=jnp.int32(0))
     with contextlib.suppress(Exception):  # the user's loss
         rows = program.placed(batch)
         score = partial(program.objective.loss_sums, view=view)

@@ -15,7 +15,7 @@ from replicax.core.first_step.argument_checks import check_kind, check_loss, che
 from replicax.core.first_step_checks import EVALUATION, FirstStepChecks
 from replicax.core.ground.leaves import PyTree, by_path, changes
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.modes import lift
 from replicax.core.placement.mesh import Axis, batch_shardings, by_rows, replicated
 from replicax.core.program import Program
@@ -159,7 +159,7 @@ def _as_numbers(leaf: Any) -> jax.Array:
 def _predicted(
     state: TrainState, batch: Batch, axis: Axis | None, *, objective: Objective
 ) -> tuple[PyTree, jax.Array]:
-    view = View(axis=axis, step=state.step)
+    view = CallContext(axis=axis, step=state.step)
     found, _ = objective.returned(state.params, state.extras, batch, view)
     rows = batch.mask.shape[0]
     for path, leaf in (by_path(found) or {"": None}).items():

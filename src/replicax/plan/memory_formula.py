@@ -20,7 +20,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import STAGE, by_rows
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
@@ -224,7 +224,7 @@ def _traced(
     def means(*arrays: jax.Array) -> list[jax.Array]:
         params = jax.tree.unflatten(tree, arrays[: len(leaves)])
         extras, batch, key = jax.tree.unflatten(rest_tree, arrays[len(leaves) :])
-        found, extras = objective.loss_sums(params, extras, batch, View(key))
+        found, extras = objective.loss_sums(params, extras, batch, CallContext(key))
         return [found[LOSS].total, *jax.tree.leaves((found, extras))]
 
     closed = jax.make_jaxpr(means)(*leaves, *rest)

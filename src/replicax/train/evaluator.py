@@ -15,7 +15,7 @@ from replicax.core.data.batch import Batch, described
 from replicax.core.data.feed import Feed, GaveUpError
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.step.loss import values_by_name
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import average_of
@@ -129,7 +129,7 @@ class Evaluator:
                 batch = described(rows, feed.source.batch_size)
                 returned = jax.eval_shape(
                     lambda params, extras, step, batch: values_by_name(
-                        objective.returned(params, extras, batch, View(step=step))[0]
+                        objective.returned(params, extras, batch, CallContext(step=step))[0]
                     ),
                     *(*given, batch),
                 )

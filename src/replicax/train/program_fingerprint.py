@@ -18,7 +18,7 @@ from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, kind, numbers, shapes_by_path
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.custom_step import keep
@@ -115,7 +115,9 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
         return after.params, metrics
 
     def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
-        return objective.step_sums(params, extras, batch, View(jax.random.key(seed), step=step))
+        return objective.step_sums(
+            params, extras, batch, CallContext(jax.random.key(seed), step=step)
+        )
 
     def update(gradient: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> Any:
         value = {"value": loss} if updater.takes_value else {}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.modes import Mode, by_compiler, global_view
 from replicax.core.placement.mesh import DATA, AnyMesh, Axis
 from replicax.core.step.accumulate import Sequential, SumsFunction, add_in_turn, scale_of
@@ -66,7 +66,7 @@ class _Replicas(Sequential):
     ) -> tuple[StepSums, PyTree]:
         def total(params: PyTree) -> tuple[jax.Array, Any]:
             def of_replica(rows: Batch, key: jax.Array) -> Any:
-                return self.objective.loss_sums(params, extras, rows, View(key, DATA))
+                return self.objective.loss_sums(params, extras, rows, CallContext(key, DATA))
 
             # The gradient is not vmapped: each replica would have its own kernel, and a
             # convolution with many groups takes a minute on a CPU.

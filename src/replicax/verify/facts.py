@@ -12,7 +12,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
@@ -95,7 +95,7 @@ def dead_and_stopped(
 
     def moved(params: Any, tangents: Any, extras: Any, rows: Batch) -> Any:
         def sums(params: Any) -> Any:
-            return objective.loss_sums(params, extras, rows, View(jax.random.key(0)))[0]
+            return objective.loss_sums(params, extras, rows, CallContext(jax.random.key(0)))[0]
 
         found, moves = jax.jvp(sums, (params,), (tangents,))
         return found, moves[LOSS].total

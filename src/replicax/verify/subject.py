@@ -18,7 +18,7 @@ from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, Mode
 from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
 from replicax.core.step.loss import LOSS
@@ -244,7 +244,9 @@ class Subject:
         state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
         key = jax.random.key(0)
         return coarsest_eps(
-            lambda params: self.objective.loss_sums(params, state.extras, batch, View(key))[0],
+            lambda params: self.objective.loss_sums(params, state.extras, batch, CallContext(key))[
+                0
+            ],
             state.params,
         )
 

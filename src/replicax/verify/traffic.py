@@ -28,7 +28,7 @@ from replicax.analysis.compiled import (
 )
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES
 from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
 from replicax.core.placement.pipeline_schedules import SCHEDULES
@@ -212,7 +212,7 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     state, batch = subject.state, subject.full
     metrics: Any = jax.eval_shape(
         lambda params, extras, batch: subject.objective.loss_sums(
-            params, extras, batch, View(jax.random.key(0))
+            params, extras, batch, CallContext(jax.random.key(0))
         )[0],
         *(state.params, state.extras, batch),
     )

@@ -16,7 +16,7 @@ from replicax.core.exact import micro_shard_primitives
 from replicax.core.exact.sharded_update import Piece
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis, ShardDim
 from replicax.core.step.accumulate import SumsFunction, folded, scale_of, zeros_like
@@ -188,7 +188,7 @@ def _local(
 ) -> tuple[PyTree, list[jax.Array], PyTree]:
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)
-    view = View(
+    view = CallContext(
         folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
     )
     sums, after = part(state.params, state.extras, batch, view)

@@ -20,7 +20,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.step.loss import LOSS, Weighted, has_weights, sums, values_by_name
 from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, StepSums, only_read, restored
@@ -54,7 +54,7 @@ class RowExaminer:
     """Whether the losses are differentiated, so that their weights must be constants."""
 
     def step_sums(
-        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does, with zeros for the gradient."""
         rows = rows.map_rows(self._enter)
@@ -150,7 +150,7 @@ def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | Non
     """Return a loss, in training or in evaluation, to be examined."""
 
     def run(state: TrainState, batch: Batch, examiner: RowExaminer) -> tuple[PyTree, jax.Array]:
-        view = View(key_of(state), step=state.step)
+        view = CallContext(key_of(state), step=state.step)
         total, after = examiner.step_sums(objective, state.params, state.extras, batch, view)
         writes = getattr(objective.definition, "writes", False)
         return {"state": after if writes else ()}, total.weighted[LOSS].total

@@ -17,7 +17,7 @@ SplitModel = tuple["Definition", PyTree, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class CallContext:
     """The context of a model call: its random key and the other rows of the batch."""
 
     key: jax.Array | None = None
@@ -50,7 +50,7 @@ class Definition(Protocol):
         """Return the user's complete model."""
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
     ) -> tuple[Any, PyTree]:
         """Return `function(model)` and the updated extras.
 

@@ -7,7 +7,7 @@ from equinox import Module
 from equinox.nn import State, StateIndex, inference_mode
 
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import SplitModel, View
+from replicax.core.models.definition import CallContext, SplitModel
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
 from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError
@@ -31,7 +31,7 @@ def split_equinox(model: PyTree) -> SplitModel:
 class EquinoxDefinition(PytreeDefinition):
     """A pytree with Equinox modules."""
 
-    def seen(self, model: Any, view: View) -> Any:
+    def seen(self, model: Any, view: CallContext) -> Any:
         return inference_mode(model) if view.key is None else model
 
 

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import SplitModel, View, changed_alone
+from replicax.core.models.definition import CallContext, SplitModel, changed_alone
 from replicax.errors import ConfigError
 
 PARAMS = "params"
@@ -36,7 +36,7 @@ class LinenDefinition:
         return self.module.bind({PARAMS: params, **extras})
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
     ) -> tuple[Any, PyTree]:
         # Linen derives every RNG stream not named here from "params".
         rngs = {} if view.key is None else {PARAMS: view.key}

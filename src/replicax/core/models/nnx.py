@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from replicax.core.ground.leaves import PyTree, by_path
-from replicax.core.models.definition import SplitModel, View, changed_alone, is_trainable
+from replicax.core.models.definition import CallContext, SplitModel, changed_alone, is_trainable
 from replicax.core.placement.mesh import Axis
 
 
@@ -48,7 +48,7 @@ class NNXDefinition:
         nnx.update(model, jax.tree.unflatten(self.extras, jax.tree.leaves(extras)))
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
         if view.key is None:

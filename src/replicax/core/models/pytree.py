@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.ground.leaves import PyTree, changes, is_random_key, kind, takes
-from replicax.core.models.definition import SplitModel, View, is_array, is_trainable
+from replicax.core.models.definition import CallContext, SplitModel, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 
@@ -47,14 +47,14 @@ class PytreeDefinition:
         return jax.tree.unflatten(self._structure, own)
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
     ) -> tuple[Any, PyTree]:
         returned = function(self.seen(self.merge(params, extras), view))
         if self.writes:
             extras = take_state(returned, extras, view)
         return values_of(returned) if self.writes else returned, extras
 
-    def seen(self, model: Any, _view: View) -> Any:
+    def seen(self, model: Any, _view: CallContext) -> Any:
         """Return the model as passed to a loss."""
         return model
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.ground.leaves import PyTree, changes
-from replicax.core.models.definition import View, is_array
+from replicax.core.models.definition import CallContext, is_array
 from replicax.errors import LossError
 
 
@@ -61,7 +61,7 @@ def values_of(returned: Any) -> Any:
     return returned.values if isinstance(returned, Written) else returned
 
 
-def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
+def take_state(returned: Any, extras: PyTree, view: CallContext) -> PyTree:
     """Return `extras`, the non-trainable arrays of a `Stateful`, with the state of `returned`."""
     if view.key is None:
         return extras

@@ -16,7 +16,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.jaxprs.jaxpr import only
 from replicax.core.jaxprs.row_dependence import follow
 from replicax.core.jaxprs.row_rules import MIXED
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.pipeline.split_at_scan import StageParts
 from replicax.core.placement.mesh import STAGE
 from replicax.core.placement.pipeline_schedules import SCHEDULES
@@ -44,7 +44,7 @@ class Stage:
     extras: PyTree
     rows: Batch
     """The replica's rows, `[micro_batches, rows, ...]`."""
-    view: View
+    view: CallContext
     """Includes the replica's key."""
 
     def forward_sums(self) -> Sums:

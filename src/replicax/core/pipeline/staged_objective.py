@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree, by_path, divided, merged
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.pipeline.split_at_scan import stage_parts
 from replicax.core.pipeline.stage_ticks import Stage
 from replicax.core.placement.mesh import STAGE, AnyMesh, replica_count, row_axis
@@ -44,7 +44,7 @@ class Staged(Objective):
     per_replica: ClassVar[bool] = True
 
     def loss_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return `Objective.loss_sums` of all micro-batches, all-reduced."""
 
@@ -54,7 +54,7 @@ class Staged(Objective):
         return self._mapped(sums, _WHOLE, params, extras, batch, view), extras
 
     def step_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return `Objective.step_sums` of all micro-batches, all-reduced."""
 
@@ -92,7 +92,7 @@ class Staged(Objective):
         params: PyTree,
         extras: PyTree,
         batch: Batch,
-        view: View,
+        view: CallContext,
     ) -> Any:
         """Map `function` over the stages of all replicas; `out` holds the specs of its results."""
         mesh, batch = self.mesh, batch.apart()
@@ -107,7 +107,7 @@ class Staged(Objective):
             stage = Stage(
                 *(parts, structure, stages, self.micro_batches, index[0], params, extras),
                 rows=batch.map_rows(partial(cut, parts=self.micro_batches)),
-                view=View(folded(key, replica[0]), step=step, scale=scale),
+                view=CallContext(folded(key, replica[0]), step=step, scale=scale),
             )
             return function(stage)
 
@@ -162,7 +162,7 @@ class Staged(Objective):
         one = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype))
 
         def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
-            view = View(key, part=batch.size < whole, step=step)
+            view = CallContext(key, part=batch.size < whole, step=step)
             return super(Staged, self).loss_sums(params, extras, batch, view)
 
         traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(

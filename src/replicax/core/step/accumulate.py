@@ -11,7 +11,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
 
 SumsFunction = Callable[..., tuple[PyTree, PyTree]]
@@ -70,7 +70,7 @@ class Sequential:
         some, scale = self.parts > 1, scale_of(state)
 
         def one(extras: PyTree, number: Any, rows: Batch) -> tuple[PyTree, PyTree]:
-            view = View(folded(key, number), axis, part=some, step=state.step, scale=scale)
+            view = CallContext(folded(key, number), axis, part=some, step=state.step, scale=scale)
             return part(state.params, extras, rows, view)
 
         if not some:

@@ -12,7 +12,7 @@ from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.models.definition import View, is_trainable
+from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.pytree import CustomState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
@@ -32,7 +32,7 @@ class Examiner(Protocol):
     """Observes a step while it is traced."""
 
     def step_sums(
-        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: View
+        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does."""
 
@@ -131,7 +131,7 @@ def mean(values: PyTree) -> PyTree:
     """
     primitives, state, rows = _seen("mean", values, (), ())
 
-    def part(_params: PyTree, extras: PyTree, rows: Batch, _view: View) -> Any:
+    def part(_params: PyTree, extras: PyTree, rows: Batch, _view: CallContext) -> Any:
         sums = {}
         for n, value in enumerate(jax.tree.leaves(rows.data, is_leaf=_is_weighted)):
             if primitives.examiner:
@@ -171,7 +171,7 @@ def custom_update(
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    view = View(key, axis, step=state.step, gather=gather)
+    view = CallContext(key, axis, step=state.step, gather=gather)
     with inside(batch.mask, view, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:

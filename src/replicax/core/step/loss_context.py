@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 
 from replicax.core.data.batch import row_count
 from replicax.core.ground.leaves import PyTree, by_dtype
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.errors import LossError
 
 
@@ -28,7 +28,7 @@ class LossContext:
 
     mask: jax.Array
     """float32 `[rows]`, 0 for padding."""
-    view: View
+    view: CallContext
     trace: Any
     """The JAX trace in which it is called."""
     own: Any = None
@@ -43,7 +43,7 @@ _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[LossContext]:
+def inside(mask: jax.Array, view: CallContext, own: Any = None) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
     here = LossContext(mask, view, get_opaque_trace_state(), own)
     token = _current.set(here)

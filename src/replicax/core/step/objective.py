@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from replicax.core.data.batch import Batch, unshared
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
-from replicax.core.models.definition import Definition, View
+from replicax.core.models.definition import CallContext, Definition
 from replicax.core.step.fsdp_gather import Gathering
 from replicax.core.step.loss import LOSS, WeightedSum, call, sums
 from replicax.core.step.loss_context import inside
@@ -56,19 +56,24 @@ class Objective:
     """Whether it splits a batch over replicas itself."""
 
     def loss_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
         return self._called(lambda found: sums(found, batch.mask), params, extras, batch, view)
 
     def returned(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
     ) -> tuple[Any, PyTree]:
         """Return the result of the loss for the rows of `batch`, and the extras after it."""
         return self._called(lambda found: found, params, extras, batch, view)
 
     def _called(
-        self, then: Callable[[Any], Any], params: PyTree, extras: PyTree, batch: Batch, view: View
+        self,
+        then: Callable[[Any], Any],
+        params: PyTree,
+        extras: PyTree,
+        batch: Batch,
+        view: CallContext,
     ) -> tuple[Any, PyTree]:
         """Return `then` of the loss's result, and the extras after it."""
 
@@ -85,7 +90,7 @@ class Objective:
         return self.gathering(of_whole, params, self.precision)
 
     def step_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return `loss_sums` with the gradient, which is None where it is unused."""
 
@@ -98,7 +103,7 @@ class Objective:
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after
 
 
-def differentiated(weighted: dict[str, WeightedSum], view: View) -> jax.Array:
+def differentiated(weighted: dict[str, WeightedSum], view: CallContext) -> jax.Array:
     """Return the scalar that a step differentiates."""
     value = weighted[LOSS].total
     return value if view.scale is None else value * view.scale

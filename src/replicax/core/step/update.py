@@ -11,7 +11,7 @@ import optax
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.models.definition import View
+from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Accumulator, Apply, SumsFunction
 from replicax.core.step.loss import LOSS, WeightedSum
@@ -125,7 +125,7 @@ def score(
     `"rows"` counts the real rows: its total, with weight 1.
     """
 
-    def part(params: PyTree, extras: PyTree, rows: Batch, view: View) -> Any:
+    def part(params: PyTree, extras: PyTree, rows: Batch, view: CallContext) -> Any:
         found, extras = objective.loss_sums(params, extras, rows, view)
         count = jnp.sum(rows.mask)
         sums = {**found, "rows": WeightedSum(count, jnp.zeros_like(count))}
