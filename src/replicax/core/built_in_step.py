@@ -37,7 +37,7 @@ from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.loss_scale import unscaling
 from replicax.core.step.objective import Objective, StepSums, only_read
 from replicax.core.step.optimizer import Updater
-from replicax.core.step.reduction import as_they_are, parts_of
+from replicax.core.step.reduction import no_reduction, parts_of
 from replicax.core.step.update import apply_gradient, step_sums, update
 from replicax.errors import ConfigError
 
@@ -152,7 +152,7 @@ def written_step_of_micro_shard(
             axis=None,
             objective=on.objective,
             accumulator=of_micro_shard(piece, config.reduction, dims),
-            reduce=as_they_are,
+            reduce=no_reduction,
         )
         of_state = apply if dims is None else by_pieces(apply, [*lies, *dims], lies, piece)
         return update(state, batch, sums=sums, apply=of_state)

@@ -31,7 +31,7 @@ from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.custom_step import keep
 from replicax.core.step.loss import LOSS
-from replicax.core.step.reduction import as_they_are
+from replicax.core.step.reduction import no_reduction
 from replicax.core.step.update import step_key
 from replicax.errors import LossError
 
@@ -260,7 +260,7 @@ def _run_step(
         after, metrics = own_step(
             *(state, batch, None),
             accumulator=Sequential(),
-            reduce=as_they_are,
+            reduce=no_reduction,
             apply=keep,
             examiner=examiner,
             gather=examiner.gather,

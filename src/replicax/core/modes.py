@@ -36,7 +36,7 @@ from replicax.core.step.reduction import (
     Reduce,
     Reduction,
     Wire,
-    as_they_are,
+    no_reduction,
 )
 from replicax.errors import ConfigError, choose
 
@@ -138,7 +138,7 @@ def by_compiler(reduction: Reduction, _parts: GradientShards | None = None) -> R
             f"reduction={getattr(reduction, 'name', reduction)!r} in a mode that sees the whole "
             "batch; there the compiler inserts the reduction, in float32: use mode='shard_map'"
         )
-    return as_they_are
+    return no_reduction
 
 
 def of_each_replica(reduction: Reduction, parts: GradientShards | None = None) -> Reduce:

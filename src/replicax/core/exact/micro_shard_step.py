@@ -20,7 +20,7 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.jaxpr import shapes_of
 from replicax.core.modes import Mode
 from replicax.core.placement.mesh import ShardDim, batch_shardings, sharding_of, split_dim
-from replicax.core.step.reduction import Reduction, as_they_are
+from replicax.core.step.reduction import Reduction, no_reduction
 from replicax.errors import LossError
 
 OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
@@ -40,7 +40,7 @@ def on_micro_shard(
     def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
         accumulator = of_micro_shard(piece, reduction, None)
         more = {"gather": accumulator.gather} if gathers else {}
-        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are, **more)
+        return function(state, batch, None, accumulator=accumulator, reduce=no_reduction, **more)
 
     return traced
 

@@ -20,7 +20,7 @@ from replicax.core.step.accumulate import Accumulator, Apply, Sequential
 from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective, StepSums
-from replicax.core.step.reduction import Reduce, as_they_are
+from replicax.core.step.reduction import Reduce, no_reduction
 from replicax.core.step.update import Summing, mean_gradient, step_key
 from replicax.errors import ConfigError, LossError, StateError
 
@@ -52,7 +52,7 @@ class Primitives:
     examiner: Examiner | None = None
 
 
-_ALONE = Primitives(Summing(Sequential(), as_they_are, None), Precision("float32"))
+_ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
 def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:

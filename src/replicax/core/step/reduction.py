@@ -205,7 +205,7 @@ REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp
 """Reductions by name, as in `DataParallel(reduction=...)` and `--reduction`."""
 
 
-def as_they_are(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
+def no_reduction(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
     """Return sums unchanged, as they are already those of all rows."""
     return sums, carried
 
