@@ -93,11 +93,11 @@ def skip_bad_steps(apply: Apply) -> Apply:
             return apply(state, total, *rest)
 
         _check_alike(state, jax.eval_shape(update, state)[0])
-        verdicts, losses = _judge(state.losses, total)
-        bad = jnp.stack([each != 0 for each in verdicts.values()]).any()
+        extra_metrics, losses = _judge(state.losses, total)
+        bad = jnp.stack([each != 0 for each in extra_metrics.values()]).any()
         after, told = unless(bad, update, state)
         after = dataclasses.replace(after, step=state.step + 1, losses=losses)
-        return after, {**told, **verdicts}
+        return after, {**told, **extra_metrics}
 
     return guarded_apply
 
@@ -115,7 +115,7 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """Return the verdicts on a step, and the window of losses for the next one."""
+    """Return the extra_metrics on a step, and the window of losses for the next one."""
     verdict = _not_finite(total)
     not_finite = verdict != 0
     if not jax.tree.leaves(losses):

@@ -181,8 +181,8 @@ def custom_update(
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
     total = StepSums(_went_wrong(state.params, params), named)
     with jax.named_scope("update"):
-        state, verdicts = apply(state, total, params, state.reduction)
-    return state, {**metrics, **verdicts}
+        state, extra_metrics = apply(state, total, params, state.reduction)
+    return state, {**metrics, **extra_metrics}
 
 
 def keep(

@@ -31,8 +31,8 @@ def update(
     """
     total, extras, carried = sums(state, batch)
     with jax.named_scope("update"):
-        state, verdicts = apply(state, total, extras, carried)
-    return state, {**total.means(), **verdicts}
+        state, extra_metrics = apply(state, total, extras, carried)
+    return state, {**total.means(), **extra_metrics}
 
 
 def step_sums(
