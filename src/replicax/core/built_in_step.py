@@ -188,11 +188,11 @@ def _check_pieces(
 def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
     """Return `apply` with the replica axis in scope; all arrays are whole."""
     _check_whole(layout)
-    carried = by_rows(mesh).spec
+    reduction_state = by_rows(mesh).spec
     everywhere = replicated(mesh).spec
     names = (field.name for field in dataclasses.fields(TrainState))
-    where = TrainState(**{**dict.fromkeys(names, everywhere), "reduction": carried})
-    into = (where, everywhere, everywhere, carried)
+    where = TrainState(**{**dict.fromkeys(names, everywhere), "reduction": reduction_state})
+    into = (where, everywhere, everywhere, reduction_state)
     return jax.shard_map(
         apply, mesh=mesh, in_specs=into, out_specs=(where, everywhere), check_vma=False
     )

@@ -144,11 +144,13 @@ def by_compiler(reduction: Reduction, _parts: GradientShards | None = None) -> R
 def of_each_replica(reduction: Reduction, parts: GradientShards | None = None) -> Reduce:
     """Return `reduction` on one replica's part, `[1, ...]`, of its `[replicas, ...]` state."""
 
-    def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
+    def reduce(
+        sums: StepSums, reduction_state: PyTree, axis: Axis | None
+    ) -> tuple[StepSums, PyTree]:
         assert axis is not None
         if parts is not None and isinstance(reduction, Wire):
-            return parts.reduce(sums, axis, reduction.add, reduction.scatter), carried
-        total, own = reduction(sums, jax.tree.map(lambda leaf: leaf[0], carried), axis)
+            return parts.reduce(sums, axis, reduction.add, reduction.scatter), reduction_state
+        total, own = reduction(sums, jax.tree.map(lambda leaf: leaf[0], reduction_state), axis)
         if parts is not None:
             total = parts.of_total(total)
         return total, jax.tree.map(lambda leaf: leaf[None], own)
@@ -161,10 +163,12 @@ def in_order(reduction: Reduction, parts: GradientShards | None = None) -> Reduc
     assert isinstance(reduction, Wire)
     add, scatter = partial(reduction.add, ordered=True), partial(reduction.scatter, ordered=True)
 
-    def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
+    def reduce(
+        sums: StepSums, reduction_state: PyTree, axis: Axis | None
+    ) -> tuple[StepSums, PyTree]:
         assert axis is not None
         total = add(sums, axis) if parts is None else parts.reduce(sums, axis, add, scatter)
-        return total, carried
+        return total, reduction_state
 
     return reduce
 

@@ -144,7 +144,11 @@ def _of_own_step(
 
     It includes the next state, as if the previous state were not donated.
     """
-    plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
+    plain = partial(
+        step,
+        accumulator=Sequential(),
+        reduce=lambda sums, reduction_state, _: (sums, reduction_state),
+    )
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
     traced = TracedOperations(for_platform(closed.jaxpr, platform), platform)
     return MemoryFormula(workspace=Liveness(traced).peak().bytes)

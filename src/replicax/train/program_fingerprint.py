@@ -109,7 +109,7 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
         after, metrics = program.custom_step(
             *(state, batch, None),
             accumulator=Sequential(),
-            reduce=lambda sums, carried, _: (sums, carried),
+            reduce=lambda sums, reduction_state, _: (sums, reduction_state),
             apply=keep,
         )
         return after.params, metrics

@@ -18,7 +18,7 @@ from replicax.errors import choose
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: this replica's part, along `dim`, of the sum over `axis`."""
 Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
-"""`reduce(sums, carried, axis) -> (total, carried)`; `axis` is None in the global view."""
+"""`reduce(sums, reduction_state, axis) -> (total, reduction_state)`; `axis` is None in the global view."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +205,11 @@ REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp
 """Reductions by name, as in `DataParallel(reduction=...)` and `--reduction`."""
 
 
-def no_reduction(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
+def no_reduction(
+    sums: StepSums, reduction_state: PyTree, _axis: Axis | None
+) -> tuple[StepSums, PyTree]:
     """Return sums unchanged, as they are already those of all rows."""
-    return sums, carried
+    return sums, reduction_state
 
 
 def as_reduction(reduction: "str | Reduction") -> Reduction:

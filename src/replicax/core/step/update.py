@@ -29,9 +29,9 @@ def update(
     from the total: `apply_gradient`, or a wrapper. In every mode it sees global arrays, split
     according to the layout.
     """
-    total, extras, carried = sums(state, batch)
+    total, extras, reduction_state = sums(state, batch)
     with jax.named_scope("update"):
-        state, extra_metrics = apply(state, total, extras, carried)
+        state, extra_metrics = apply(state, total, extras, reduction_state)
     return state, {**total.means(), **extra_metrics}
 
 
@@ -73,12 +73,14 @@ class Summing:
         with jax.named_scope("gradient"):
             sums, extras = self.accumulator(part, state, batch.whole(), key, self.axis)
         with jax.named_scope("reduction"):
-            total, carried = self.reduce(sums, state.reduction, self.axis)  # the only communication
-        return total, extras, carried
+            total, reduction_state = self.reduce(
+                sums, state.reduction, self.axis
+            )  # the only communication
+        return total, extras, reduction_state
 
 
 def apply_gradient(
-    state: TrainState, total: StepSums, extras: PyTree, carried: PyTree, *, updater: Updater
+    state: TrainState, total: StepSums, extras: PyTree, reduction_state: PyTree, *, updater: Updater
 ) -> tuple[TrainState, Metrics]:
     """Return the state after an optimizer update with the gradient of the global mean loss.
 
@@ -94,7 +96,7 @@ def apply_gradient(
         params=optax.apply_updates(state.params, updates),
         opt_state=opt_state,
         extras=extras,
-        reduction=carried,
+        reduction=reduction_state,
     )
     return after, {}
 
