@@ -25,7 +25,7 @@ from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import StepSums, differentiated, only_read, restored
 
 Arrays = list[jax.Array]
-Sums = dict[str, WeightedSum]
+WeightedSums = dict[str, WeightedSum]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Stage:
     view: CallContext
     """Includes the replica's key."""
 
-    def forward_sums(self) -> Sums:
+    def forward_sums(self) -> WeightedSums:
         """Return the sums over the replica's rows on the last stage, 0 on the others."""
 
-        def tick(carried: tuple[Arrays, Sums], time: jax.Array) -> tuple[Any, None]:
+        def tick(carried: tuple[Arrays, WeightedSums], time: jax.Array) -> tuple[Any, None]:
             received, total = carried
             number = time - self.index
 
-            def work() -> tuple[Arrays, Sums]:
+            def work() -> tuple[Arrays, WeightedSums]:
                 sent = self.own_layers(self.params, received, number)
                 return sent, lax.cond(
                     self._is_last,
@@ -135,10 +135,10 @@ class Stage:
         carry = lax.cond(self.index == 0, lambda: self.parts.first(inputs), lambda: received)
         return self.parts.through(inputs, carry, self.index, self.stages)
 
-    def rest(self, params: PyTree, carry: Arrays, number: jax.Array) -> Sums:
+    def rest(self, params: PyTree, carry: Arrays, number: jax.Array) -> WeightedSums:
         """Return the loss sums of a micro-batch from its carry after all layers."""
         found = self.parts.rest(self._inputs(params, number), carry)
-        sums: Sums = jax.tree.unflatten(self.structure, found)
+        sums: WeightedSums = jax.tree.unflatten(self.structure, found)
         return sums
 
     def _inputs(self, params: PyTree, number: jax.Array) -> list[Any]:
@@ -166,8 +166,8 @@ class Stage:
         return found
 
     @cached_property
-    def _no_sums(self) -> Sums:
-        sums: Sums = jax.tree.unflatten(self.structure, zeros_like(self.parts.returned))
+    def _no_sums(self) -> WeightedSums:
+        sums: WeightedSums = jax.tree.unflatten(self.structure, zeros_like(self.parts.returned))
         return sums
 
     @cached_property
@@ -176,7 +176,7 @@ class Stage:
         return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
 
 
-def _as_sums(gradient: PyTree, weighted: Sums) -> StepSums:
+def _as_sums(gradient: PyTree, weighted: WeightedSums) -> StepSums:
     return StepSums(jax.tree.map(to_sum, gradient), weighted)
 
 
