@@ -118,7 +118,7 @@ class Meetings:
         return self._in_flight.meet(lambda: list(program(lists)))
 
 
-class Sums:
+class TreeSum:
     """Sums over all micro-shards by a binary tree: neighbours first, then neighbouring pairs."""
 
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax.core.exact.combining_programs import Meetings, MicroShardValues, Sums
+from replicax.core.exact.combining_programs import Meetings, MicroShardValues, TreeSum
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
 from replicax.core.exact.replica_program import SameProgram
 from replicax.core.exact.split_trace import Item, Segment, cut
@@ -139,7 +139,7 @@ class Parted:
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
         kept = [number for number in range(len(out)) if number not in summed]
         totals = [var for eqn in item.sums for var in eqn.outvars]
-        sums = Sums(self.meetings, item.sums) if totals else None
+        sums = TreeSum(self.meetings, item.sums) if totals else None
 
         def run(known: Known) -> None:
             shards: list[MicroShardValues] = [[] for _ in kept]
