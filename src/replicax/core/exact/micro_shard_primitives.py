@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_p
 from jax.interpreters import ad, batching, mlir
 
 from replicax.core.ground.precision import to_sum
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, evaluate, of_scan, settle
+from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, evaluate, fixed_point, of_scan
 from replicax.core.step.reduction import REDUCTIONS, Wire
 from replicax.errors import LossError
 
@@ -161,7 +161,7 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
 def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
     """Return which arguments of a scan's body, and which results, differ by micro-shard."""
     fixed, carry, over = of_scan(eqn.params, own)
-    carry, rest = settle(
+    carry, rest = fixed_point(
         lambda carry: _results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
     )
     return [*fixed, *carry, *over], [*carry, *rest]
@@ -171,7 +171,7 @@ def turned(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
     """Return which carried values of a while loop differ by micro-shard."""
     of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     fixed, carry = own[of_test:][:of_body], own[of_test + of_body :]
-    carry, _ = settle(
+    carry, _ = fixed_point(
         lambda carry: _results(eqn.params["body_jaxpr"], [*fixed, *carry]), carry, any
     )
     [ends] = _results(eqn.params["cond_jaxpr"], [*own[:of_test], *carry])

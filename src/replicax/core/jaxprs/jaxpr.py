@@ -88,7 +88,7 @@ def evaluate(
     return read(jaxpr.outvars)
 
 
-def settle(
+def fixed_point(
     body: Callable[[list[Any]], list[Any]], carry: list[Any], join: Callable[[Any], Any]
 ) -> tuple[list[Any], list[Any]]:
     """Return the fixed point of a loop's carry, joined after each pass, and the other outputs.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.jaxprs.jaxpr import bind, closed, of_scan, settle, shapes_of
+from replicax.core.jaxprs.jaxpr import bind, closed, fixed_point, of_scan, shapes_of
 from replicax.core.jaxprs.row_counts import Place, either, is_plain
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.errors import LossError
@@ -91,7 +91,7 @@ def _scan(follow: Following, params: Any, twin: Any, places: list[Place]) -> lis
         rows = isinstance(each, Rows) and each.dim > 0
         steps.append(Rows(each.dim - 1, each.each, each.power) if rows else each and MIXED)
     body = lambda carry: follow(params["jaxpr"], twin["jaxpr"], [*fixed, *carry, *steps])  # noqa: E731
-    carry, ys = settle(body, carry, either)
+    carry, ys = fixed_point(body, carry, either)
     stacked = [_stacked(each) for each in ys]
     found = [*carry, *stacked]
     return [MIXED] * len(found) if params["length"] != twin["length"] else found
@@ -107,7 +107,7 @@ def _while(follow: Following, params: Any, twin: Any, places: list[Place]) -> li
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
     run = lambda carry: follow(params["body_jaxpr"], twin["body_jaxpr"], [*body, *carry])  # noqa: E731
-    carry, _ = settle(run, carry, either)
+    carry, _ = fixed_point(run, carry, either)
     cond = params["cond_jaxpr"], twin["cond_jaxpr"]
     [goes_on] = follow(*cond, [*places[:of_cond], *carry])
     if isinstance(goes_on, Rows) and goes_on != MIXED:  # under vmap, each row has its own
