@@ -143,8 +143,8 @@ def written_step_of_micro_shard(
         apply = _of_equal_replicas(apply, on.mesh)
     if layout.splits_optimizer:
         dims = tuple(map(split_dim, jax.tree.leaves(on.of_gradient)))
-        lies = list(map(split_dim, jax.tree.leaves(on.shardings)))
-        _check_pieces(on, apply, lies, dims)
+        shard_dims = list(map(split_dim, jax.tree.leaves(on.shardings)))
+        _check_pieces(on, apply, shard_dims, dims)
 
     def step(state: TrainState, batch: Batch, piece: Piece) -> tuple[TrainState, Metrics]:
         sums = partial(
@@ -154,27 +154,29 @@ def written_step_of_micro_shard(
             accumulator=of_micro_shard(piece, config.reduction, dims),
             reduce=no_reduction,
         )
-        of_state = apply if dims is None else by_pieces(apply, [*lies, *dims], lies, piece)
+        of_state = (
+            apply if dims is None else by_pieces(apply, [*shard_dims, *dims], shard_dims, piece)
+        )
         return update(state, batch, sums=sums, apply=of_state)
 
     return step
 
 
 def _check_pieces(
-    on: ModelOnMesh, apply: Apply, lies: Sequence[ShardDim], dims: Sequence[ShardDim]
+    on: ModelOnMesh, apply: Apply, shard_dims: Sequence[ShardDim], dims: Sequence[ShardDim]
 ) -> None:
     """Raise `ConfigError` if updating a piece needs more than reductions over other pieces."""
     count, shapes = on.configuration.micro_shards, on.shapes
 
     def of_piece(number: jax.Array, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
         piece = Piece(number, count)
-        return by_pieces(apply, [*lies, *dims], lies, piece)(state, total, *rest)
+        return by_pieces(apply, [*shard_dims, *dims], shard_dims, piece)(state, total, *rest)
 
     one: Any = jax.ShapeDtypeStruct((), jnp.float32)
     sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, on.updater.read))
     any_piece, number = Piece(None, count), jax.ShapeDtypeStruct((), jnp.int32)
     total = StepSums(any_piece.shapes(sums, dims), {LOSS: WeightedSum(one, one)})
-    state = any_piece.shapes(shapes, lies)
+    state = any_piece.shapes(shapes, shard_dims)
     try:
         jax.eval_shape(of_piece, number, state, total, shapes.extras, shapes.reduction)
     except LooksAtWhole as error:

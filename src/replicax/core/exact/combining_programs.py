@@ -43,7 +43,9 @@ class Meetings:
 
         `local` takes the local arrays of a device and returns a list of them, laid out as in `out`.
         """
-        places, results = ([sharding_of(self.mesh, own).spec for own in lie] for lie in (into, out))
+        places, results = (
+            [sharding_of(self.mesh, own).spec for own in shard_dims] for shard_dims in (into, out)
+        )
         return jax.jit(
             jax.shard_map(
                 local,
@@ -126,7 +128,7 @@ class TreeSum:
         wires = [eqn.params["wire"] for eqn in eqns for sent in eqn.params["sent"] if sent]
         self._wire: Wire = wires[0] if wires else _PLAIN  # a step has only one
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
-        self._dims: list[ShardDim] = [each for eqn in eqns for each in eqn.params["lie"]]
+        self._dims: list[ShardDim] = [each for eqn in eqns for each in eqn.params["shard_dims"]]
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
         self._shapes = [aval.shape for aval in avals]
         into: list[ShardDim] = [0] * len(self._shapes)

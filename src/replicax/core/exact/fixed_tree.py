@@ -155,7 +155,7 @@ class OfMicroShard:
             leaves,
             wire=self.wire,
             sent=[True] * gradient + [False] * rest,
-            lie=[*dims, *[None] * rest],
+            shard_dims=[*dims, *[None] * rest],
             count=self.piece.count,
         )
         sums, floats = jax.tree.unflatten(structure, total)

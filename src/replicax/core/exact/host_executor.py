@@ -56,7 +56,7 @@ class Parted:
     @property
     def out(self) -> list[ShardDim]:
         """Return the layout of each result."""
-        return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
+        return [self._shard_dim(atom) for atom in self._cut.jaxpr.outvars]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Return the results for the arguments: arrays equal on all devices, and `MicroShardValues`."""
@@ -94,8 +94,8 @@ class Parted:
         """Return a constant as an array replicated on all devices."""
         return from_host(value, sharding_of(self.meetings.mesh, None))
 
-    def _lies(self, atom: Any) -> ShardDim:
-        return None if isinstance(atom, Literal) else self._cut.lie.get(atom)
+    def _shard_dim(self, atom: Any) -> ShardDim:
+        return None if isinstance(atom, Literal) else self._cut.shard_dims.get(atom)
 
     def _read(self, atom: Any, known: Known) -> Any:
         return self.placed(atom.val) if isinstance(atom, Literal) else known[atom]
@@ -109,8 +109,10 @@ class Parted:
             operate = self.meetings.gathered(eqns)
         else:
             [eqn] = eqns
-            lies = ([self._lies(atom) for atom in each] for each in (eqn.invars, eqn.outvars))
-            operate = _HOST_LOOPS[primitive.name](self, eqn, *lies)
+            shard_dims = (
+                [self._shard_dim(atom) for atom in each] for each in (eqn.invars, eqn.outvars)
+            )
+            operate = _HOST_LOOPS[primitive.name](self, eqn, *shard_dims)
         operands = [atom for eqn in eqns for atom in eqn.invars]
         results = [var for eqn in eqns for var in eqn.outvars]
 
@@ -133,7 +135,7 @@ class Parted:
     def _own(self, item: Segment) -> Callable[[Known], None]:
         into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
         program = self.program(
-            item.jaxpr, *([self._lies(var) for var in each] for each in (into, out))
+            item.jaxpr, *([self._shard_dim(var) for var in each] for each in (into, out))
         )
         place: dict[Any, int] = {var: number for number, var in enumerate(out)}
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
@@ -181,7 +183,7 @@ def _scan(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDi
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = shapes_of(eqn.invars)
-    owned, _ = scanned(eqn, [lie is not None for lie in into])
+    owned, _ = scanned(eqn, [shard_dims is not None for shard_dims in into])
     split = consts + carried
     carry_owned, carry_avals = owned[consts:split], avals[consts:split]
 
@@ -204,9 +206,9 @@ def _scan(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDi
             lambda *each: [jnp.stack(each)],
             [jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)] * length,
             [how] * length,
-            [lie],
+            [shard_dims],
         )
-        for aval, how, lie in zip(gathered, turns.out[carried:], out[carried:], strict=True)
+        for aval, how, shard_dims in zip(gathered, turns.out[carried:], out[carried:], strict=True)
     ]
     order = range(length)[::-1] if eqn.params["reverse"] else range(length)
 
@@ -228,7 +230,7 @@ def _while_loop(
 ) -> Operation:
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, shapes_of(eqn.invars)
-    owned = turned(eqn, [lie is not None for lie in into])
+    owned = turned(eqn, [shard_dims is not None for shard_dims in into])
     body = jaxpr_as_fun(eqn.params["body_jaxpr"])
     begin = parted.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:], out)
     goes_on = parted.inner(
@@ -254,7 +256,7 @@ def _while_loop(
 
 
 def _cond(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]) -> Operation:
-    owned = own_of(eqn, [lie is not None for lie in into])
+    owned = own_of(eqn, [shard_dims is not None for shard_dims in into])
     avals = shapes_of(eqn.invars[1:])
 
     def compiled(branch: ClosedJaxpr) -> Any:

@@ -23,7 +23,7 @@ own_p = Primitive("of_micro_shard")
 """Identity that marks a value as differing between micro-shards, whatever it depends on."""
 
 sum_p = Primitive("sum_of_micro_shards")
-"""The sum of each operand over all micro-shards, in a fixed order; if its entry of `lie` names a
+"""The sum of each operand over all micro-shards, in a fixed order; if its entry of `shard_dims` names a
 dim, each micro-shard gets one piece of the sum."""
 sum_p.multiple_results = True
 
@@ -42,15 +42,15 @@ def sum_all(
     *,
     wire: Wire,
     sent: Sequence[bool],
-    lie: Sequence[int | None],
+    shard_dims: Sequence[int | None],
     count: int,
 ) -> list[jax.Array]:
     """Return the sums of `values` over `count` micro-shards, rounded by `wire` where `sent`.
 
-    For each value, `lie` is the dim of which every micro-shard gets a piece; None for the whole
+    For each value, `shard_dims` is the dim of which every micro-shard gets a piece; None for the whole
     sum.
     """
-    options = {"wire": wire, "sent": tuple(sent), "lie": tuple(lie), "count": count}
+    options = {"wire": wire, "sent": tuple(sent), "shard_dims": tuple(shard_dims), "count": count}
     found: list[jax.Array] = sum_p.bind(*map(own, values), **options)
     return found
 
@@ -61,10 +61,10 @@ def gather(value: jax.Array, *, dim: int, count: int) -> jax.Array:
     return found
 
 
-def _sum_avals(*avals: Any, lie: Sequence[int | None], count: int, **_: Any) -> list[Any]:
+def _sum_avals(*avals: Any, shard_dims: Sequence[int | None], count: int, **_: Any) -> list[Any]:
     return [
         ShapedArray(_scaled(aval.shape, dim, 1 / count), aval.dtype)
-        for aval, dim in zip(avals, lie, strict=True)
+        for aval, dim in zip(avals, shard_dims, strict=True)
     ]
 
 
@@ -72,9 +72,9 @@ def _scaled(shape: tuple[int, ...], dim: int | None, factor: float) -> tuple[int
     return tuple(int(size * factor) if at == dim else size for at, size in enumerate(shape))
 
 
-def _sum_batched(values: Any, at: Any, *, lie: Sequence[int | None], **options: Any) -> Any:
-    assert all(dim is None for dim in lie)  # only the built-in step has pieces
-    return sum_p.bind(*values, lie=lie, **options), at
+def _sum_batched(values: Any, at: Any, *, shard_dims: Sequence[int | None], **options: Any) -> Any:
+    assert all(dim is None for dim in shard_dims)  # only the built-in step has pieces
+    return sum_p.bind(*values, shard_dims=shard_dims, **options), at
 
 
 def _sum_jvp(values: Any, tangents: Any, **options: Any) -> Any:
@@ -83,10 +83,10 @@ def _sum_jvp(values: Any, tangents: Any, **options: Any) -> Any:
 
 
 def _sum_transposed(
-    cotangents: Any, *values: Any, lie: Sequence[int | None], count: int, **_: Any
+    cotangents: Any, *values: Any, shard_dims: Sequence[int | None], count: int, **_: Any
 ) -> list[Any]:
     """Gather the cotangents of the pieces of a sum: the transpose of a reduce-scatter."""
-    pieces = zip(map(ad.instantiate_zeros, cotangents), lie, strict=True)
+    pieces = zip(map(ad.instantiate_zeros, cotangents), shard_dims, strict=True)
     return [gather(cotangent, dim=cast("int", dim), count=count) for cotangent, dim in pieces]
 
 
@@ -99,7 +99,7 @@ def _gather_transposed(cotangent: Any, value: Any, *, dim: int, count: int) -> l
     """Sum, for the rows of each micro-shard, the cotangents from all micro-shards."""
     if type(cotangent) is ad.Zero:
         return [ad.Zero(value.aval)]
-    options: dict[str, Any] = {"wire": REDUCTIONS["float32"], "sent": [False], "lie": [dim]}
+    options: dict[str, Any] = {"wire": REDUCTIONS["float32"], "sent": [False], "shard_dims": [dim]}
     [found] = sum_all([to_sum(cotangent)], **options, count=count)
     return [found.astype(cotangent.dtype)]
 
@@ -139,7 +139,7 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
     if primitive is gather_p:
         return [False]
     if primitive is sum_p:
-        return [dim is not None for dim in eqn.params["lie"]]
+        return [dim is not None for dim in eqn.params["shard_dims"]]
     if not meets(eqn):
         return [any(own)] * len(eqn.outvars)
     if calls_meeting(eqn):

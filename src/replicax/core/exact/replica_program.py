@@ -152,11 +152,11 @@ class SameProgram:
                     tuple(n * count if dim == own else n for dim, n in enumerate(leaf.shape)),
                     leaf.dtype,
                 )
-                for leaf, own in zip(leaves, lie, strict=True)
+                for leaf, own in zip(leaves, shard_dims, strict=True)
             ]
-            for leaves, lie in ((shapes, into), (results, out))
+            for leaves, shard_dims in ((shapes, into), (results, out))
         ]
-        places = [[sharding_of(mesh, own) for own in lie] for lie in (into, out)]
+        places = [[sharding_of(mesh, own) for own in shard_dims] for shard_dims in (into, out)]
         loaded = jax_internals.UnloadedMeshExecutable(
             xla_executable=executable,
             device_list=device_list,

@@ -55,7 +55,7 @@ class Cut:
     consts: tuple[Any, ...]
     items: tuple[Item, ...]
     """Segments and meetings in execution order."""
-    lie: dict[Var, ShardDim]
+    shard_dims: dict[Var, ShardDim]
     """Placement of each own value passed between items."""
     unneeded: tuple[tuple[Var, ...], ...]
     """For each item, the values not read after it."""
@@ -71,31 +71,31 @@ def cut(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) 
     jaxpr = jaxpr.replace(invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[])
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     given = zip(jaxpr.invars[len(consts) :], into, strict=True)
-    lie: dict[Var, ShardDim] = {var: how for var, how in given if how is not None}
-    owned, of_own = set(lie), []
+    shard_dims: dict[Var, ShardDim] = {var: how for var, how in given if how is not None}
+    owned, of_own = set(shard_dims), []
 
     def own_results(eqn: JaxprEqn, operands: list[bool]) -> list[bool]:
         found = own_of(eqn, operands)
         owned.update(var for var, each in zip(eqn.outvars, found, strict=True) if each)
         of_own.append(any(found) or (not found and any(operands)))
         if eqn.primitive is sum_p:
-            dims = zip(eqn.outvars, eqn.params["lie"], strict=True)
-            lie.update({var: dim for var, dim in dims if dim is not None})
+            dims = zip(eqn.outvars, eqn.params["shard_dims"], strict=True)
+            shard_dims.update({var: dim for var, dim in dims if dim is not None})
         return found
 
     evaluate(jaxpr, [var in owned for var in jaxpr.invars], own_results, lambda _: False)
     for atom, how in zip(jaxpr.outvars, out, strict=True):
         if isinstance(atom, Var) and atom in owned and how is not None:
-            lie.setdefault(atom, how)
+            shard_dims.setdefault(atom, how)
     for var in owned:
-        lie.setdefault(var, 0)
+        shard_dims.setdefault(var, 0)
     items = tuple(_items(jaxpr, of_own))
     seen, unneeded = set(variables(jaxpr.outvars)), []
     for item in reversed(items):
         read = dict.fromkeys(variables(inputs_of(item)))
         unneeded.append(tuple(var for var in read if var not in seen))
         seen |= set(read)
-    return Cut(jaxpr, consts, items, lie, tuple(unneeded[::-1]))
+    return Cut(jaxpr, consts, items, shard_dims, tuple(unneeded[::-1]))
 
 
 def inputs_of(item: Item) -> list[Any]:
