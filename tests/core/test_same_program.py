@@ -14,7 +14,11 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.exact.micro_shard_step import MicroSharded
-from replicax.core.exact.replica_program import SameProgram, as_global, with_deterministic_attention
+from replicax.core.exact.replica_program import (
+    ReplicaProgram,
+    as_global,
+    with_deterministic_attention,
+)
 from replicax.core.placement.mesh import sharding_of
 from replicax.errors import LossError
 from replicax.train.fingerprint import sha256
@@ -49,7 +53,7 @@ def products(devices: int, scale: float = 1.0) -> tuple[str, list[np.ndarray]]:
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((WIDTH, 8), (8, WIDTH))]
     closed = jax.make_jaxpr(lambda w, x: [jnp.tanh(x @ w * scale), jnp.sum(x)])(*shapes)
     mesh = mesh_of(devices)
-    program = SameProgram("products", closed.jaxpr, mesh, [None, 0], [0, 0])
+    program = ReplicaProgram("products", closed.jaxpr, mesh, [None, 0], [0, 0])
     weights = jax.device_put(MODEL["in"], sharding_of(mesh, None))
     rows = jax.device_put(X[: 8 * devices], sharding_of(mesh, 0))
     return program.digest, [np.asarray(as_global(each)) for each in program(weights, rows)]
@@ -207,7 +211,7 @@ def test_a_step_that_keeps_rows_is_refused() -> None:
         trained(keeps, 1)
 
 
-def programs(optimizer: Any, devices: int = 2, **settings: Any) -> list[SameProgram]:
+def programs(optimizer: Any, devices: int = 2, **settings: Any) -> list[ReplicaProgram]:
     dp = rx.DataParallel(loss, optimizer, mesh=mesh_of(devices), mode="exact", **settings)
     state = dp.init(MODEL)
     step = dp.program(state).step

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from replicax.core.exact.combining_programs import Meetings, MicroShardValues, TreeSum
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
-from replicax.core.exact.replica_program import SameProgram
+from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.split_trace import Item, Segment, cut
 from replicax.core.ground.leaves import from_host
 from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
@@ -44,7 +44,7 @@ class Parted:
         donated: Sequence[bool] = (),
     ) -> None:
         self.name, self.meetings = name, meetings
-        self.programs: list[SameProgram] = []
+        self.programs: list[ReplicaProgram] = []
         """The parts that perform arithmetic, in execution order."""
         self._cut = cut(closed, into, out)
         self._consts = [self.placed(const) for const in self._cut.consts]
@@ -74,7 +74,7 @@ class Parted:
     ) -> Any:
         """Compile and return one of its programs."""
         name = f"{self.name}.{len(self.programs)}"
-        self.programs.append(SameProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
+        self.programs.append(ReplicaProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
         return self.programs[-1]
 
     def inner(

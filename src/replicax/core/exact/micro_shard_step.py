@@ -13,7 +13,7 @@ from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch
 from replicax.core.exact.combining_programs import Meetings
 from replicax.core.exact.host_executor import Parted
-from replicax.core.exact.replica_program import SameProgram
+from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.sharded_update import Piece
 from replicax.core.ground.leaves import PyTree, by_path, from_host
 from replicax.core.ground.train_state import TrainState
@@ -70,7 +70,7 @@ class MicroSharded:
         self._meetings = Meetings(mesh, config.micro_shards // mesh.size, config.job.in_flight)
         self._compiled: dict[Any, _Compiled] = {}
 
-    def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
+    def programs(self, state: TrainState, batch: Batch) -> list[ReplicaProgram]:
         """Return the compiled programs that compute it, in execution order."""
         return self._of(state, batch).parted.programs
 

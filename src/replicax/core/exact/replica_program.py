@@ -28,7 +28,7 @@ _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloMod
 
 
 def as_global(array: jax.Array) -> jax.Array:
-    """Return a split result of `SameProgram` as an array that can be read as a whole.
+    """Return a split result of `ReplicaProgram` as an array that can be read as a whole.
 
     Since jax 0.12 the host reads all devices at once, by the shape of the program's result, which
     is that of one device.
@@ -57,7 +57,7 @@ def with_deterministic_attention(module: ir.Module) -> ir.Module:
     return module
 
 
-class SameProgram:
+class ReplicaProgram:
     """A jaxpr for one device's arrays, compiled for one device and run on all as replicas.
 
     It has no constants; arguments are laid out as in `into`, and results as in `out`. Results reuse
