@@ -27,7 +27,7 @@ Operation = Callable[[list[Any]], list[Any]]
 """A function from the operands of an equation to its results."""
 
 
-class Parted:
+class HostExecutor:
     """A jaxpr cut where micro-shards are combined, each part compiled once for all devices.
 
     Arguments are laid out as in `into`, and results that differ by micro-shard as in `out`; the
@@ -83,10 +83,10 @@ class Parted:
         shapes: Sequence[Any],
         into: Sequence[ShardDim],
         out: Sequence[ShardDim],
-    ) -> "Parted":
+    ) -> "HostExecutor":
         """Return `function`, written for arrays of one micro-shard, on values of all of them."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
-        found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
+        found = HostExecutor(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
         self.programs += found.programs
         return found
 
@@ -179,7 +179,9 @@ def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[i
 # Loops and branches around sums.
 
 
-def _scan(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]) -> Operation:
+def _scan(
+    parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
+) -> Operation:
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = shapes_of(eqn.invars)
@@ -226,7 +228,7 @@ def _scan(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDi
 
 
 def _while_loop(
-    parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
+    parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
 ) -> Operation:
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, shapes_of(eqn.invars)
@@ -255,7 +257,9 @@ def _while_loop(
     return run
 
 
-def _cond(parted: Parted, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]) -> Operation:
+def _cond(
+    parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
+) -> Operation:
     owned = own_of(eqn, [shard_dims is not None for shard_dims in into])
     avals = shapes_of(eqn.invars[1:])
 
@@ -272,7 +276,9 @@ def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
     return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]
 
 
-_HOST_LOOPS: dict[str, Callable[[Parted, JaxprEqn, list[ShardDim], list[ShardDim]], Operation]] = {
+_HOST_LOOPS: dict[
+    str, Callable[[HostExecutor, JaxprEqn, list[ShardDim], list[ShardDim]], Operation]
+] = {
     "scan": _scan,
     "while": _while_loop,
     "cond": _cond,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch
 from replicax.core.exact.combining_programs import Meetings
-from replicax.core.exact.host_executor import Parted
+from replicax.core.exact.host_executor import HostExecutor
 from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.sharded_update import Piece
 from replicax.core.ground.leaves import PyTree, by_path, from_host
@@ -105,7 +105,7 @@ class MicroSharded:
         of_state = len(jax.tree.leaves(state))
         donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
         each_once = _each_once(closed)
-        parted = Parted(self._name, each_once, [0, *into], out, self._meetings, donated)
+        parted = HostExecutor(self._name, each_once, [0, *into], out, self._meetings, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
@@ -142,7 +142,11 @@ class _Compiled:
     """The programs for batches of one size, on arrays placed as in the layout."""
 
     def __init__(
-        self, parted: Parted, into: Sequence[ShardDim], out: Sequence[ShardDim], structure: Any
+        self,
+        parted: HostExecutor,
+        into: Sequence[ShardDim],
+        out: Sequence[ShardDim],
+        structure: Any,
     ) -> None:
         self.parted, self._structure, meetings = parted, structure, parted.meetings
         self._where = [sharding_of(meetings.mesh, own) for own in into]
