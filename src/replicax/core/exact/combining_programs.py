@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 25
 Local = Callable[[list[list[jax.Array]]], list[Any]]
 
 
-class Meetings:
+class CollectivePrograms:
     """Creates the functions that combine the micro-shards of a mesh, `shares` per device."""
 
     def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
@@ -123,8 +123,8 @@ class Meetings:
 class TreeSum:
     """Sums over all micro-shards by a binary tree: neighbours first, then neighbouring pairs."""
 
-    def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
-        self._meetings = meetings
+    def __init__(self, collectives: CollectivePrograms, eqns: Sequence[JaxprEqn]) -> None:
+        self._collectives = collectives
         wires = [eqn.params["wire"] for eqn in eqns for sent in eqn.params["sent"] if sent]
         self._wire: Wire = wires[0] if wires else _PLAIN  # a step has only one
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
@@ -132,11 +132,11 @@ class TreeSum:
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
         self._shapes = [aval.shape for aval in avals]
         into: list[ShardDim] = [0] * len(self._shapes)
-        size = meetings.shares * sum(aval.size * aval.dtype.itemsize for aval in avals)
-        self._at_once = meetings.shares if size <= _AT_ONCE else 1
-        self._pair = meetings.mapped(lambda lists: self._add(*lists), into, 2, into)
-        self._total = meetings.mapped(self._of_all, into, self._at_once, self._dims)
-        self._cut = meetings.cut(self._dims)
+        size = collectives.shares * sum(aval.size * aval.dtype.itemsize for aval in avals)
+        self._at_once = collectives.shares if size <= _AT_ONCE else 1
+        self._pair = collectives.mapped(lambda lists: self._add(*lists), into, 2, into)
+        self._total = collectives.mapped(self._of_all, into, self._at_once, self._dims)
+        self._cut = collectives.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
         """Return the sums, or their `MicroShardValues`, of `compute(n)` of each device's micro-shard n.
@@ -145,13 +145,13 @@ class TreeSum:
         small ones are added in one program with those of other devices.
         """
         held: list[list[jax.Array]] = []
-        for number in range(self._meetings.shares):
+        for number in range(self._collectives.shares):
             held.append(compute(number))
             while number & 1 and self._at_once == 1:
                 right = held.pop()
                 held.append(self._pair([held.pop(), right]))
                 number >>= 1
-        return self._cut(self._meetings.run(self._total, held))
+        return self._cut(self._collectives.run(self._total, held))
 
     def _of_all(self, lists: list[list[jax.Array]]) -> list[jax.Array]:
         """Return the sums over all devices, or this device's part of them."""
@@ -159,7 +159,7 @@ class TreeSum:
             lists = [self._add(*each) for each in zip(lists[0::2], lists[1::2], strict=True)]
         pairs = zip(self._rounded(lists[0]), self._shapes, strict=True)
         local = [leaf.reshape(shape) for leaf, shape in pairs]
-        axis, dims = row_axis(self._meetings.mesh), self._dims
+        axis, dims = row_axis(self._collectives.mesh), self._dims
         sent: dict[int, Any] = {}
         others: dict[int, Any] = {}
         for n, leaf in enumerate(local):

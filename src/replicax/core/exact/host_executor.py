@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax.core.exact.combining_programs import Meetings, MicroShardValues, TreeSum
+from replicax.core.exact.combining_programs import CollectivePrograms, MicroShardValues, TreeSum
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
 from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.split_trace import Item, Segment, cut
@@ -40,10 +40,10 @@ class HostExecutor:
         closed: ClosedJaxpr,
         into: Sequence[ShardDim],
         out: Sequence[ShardDim],
-        meetings: Meetings,
+        collectives: CollectivePrograms,
         donated: Sequence[bool] = (),
     ) -> None:
-        self.name, self.meetings = name, meetings
+        self.name, self.collectives = name, collectives
         self.programs: list[ReplicaProgram] = []
         """The parts that perform arithmetic, in execution order."""
         self._cut = cut(closed, into, out)
@@ -74,7 +74,7 @@ class HostExecutor:
     ) -> Any:
         """Compile and return one of its programs."""
         name = f"{self.name}.{len(self.programs)}"
-        self.programs.append(ReplicaProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
+        self.programs.append(ReplicaProgram(name, jaxpr, self.collectives.mesh, into, out, **more))
         return self.programs[-1]
 
     def inner(
@@ -86,13 +86,15 @@ class HostExecutor:
     ) -> "HostExecutor":
         """Return `function`, written for arrays of one micro-shard, on values of all of them."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
-        found = HostExecutor(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
+        found = HostExecutor(
+            f"{self.name}.{len(self.programs)}", closed, into, out, self.collectives
+        )
         self.programs += found.programs
         return found
 
     def placed(self, value: Any) -> jax.Array:
         """Return a constant as an array replicated on all devices."""
-        return from_host(value, sharding_of(self.meetings.mesh, None))
+        return from_host(value, sharding_of(self.collectives.mesh, None))
 
     def _shard_dim(self, atom: Any) -> ShardDim:
         return None if isinstance(atom, Literal) else self._cut.shard_dims.get(atom)
@@ -106,7 +108,7 @@ class HostExecutor:
             return self._own(item) if item.own else self._alike(item, unneeded)
         primitive, eqns = item.eqns[0].primitive, item.eqns
         if primitive is gather_p:
-            operate = self.meetings.gathered(eqns)
+            operate = self.collectives.gathered(eqns)
         else:
             [eqn] = eqns
             shard_dims = (
@@ -141,7 +143,7 @@ class HostExecutor:
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
         kept = [number for number in range(len(out)) if number not in summed]
         totals = [var for eqn in item.sums for var in eqn.outvars]
-        sums = TreeSum(self.meetings, item.sums) if totals else None
+        sums = TreeSum(self.collectives, item.sums) if totals else None
 
         def run(known: Known) -> None:
             shards: list[MicroShardValues] = [[] for _ in kept]
@@ -155,7 +157,7 @@ class HostExecutor:
                 return [found[n] for n in summed]
 
             if sums is None:
-                for number in range(self.meetings.shares):
+                for number in range(self.collectives.shares):
                     compute(number)
             else:
                 known.update(zip(totals, sums(compute), strict=True))

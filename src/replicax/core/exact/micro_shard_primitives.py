@@ -126,7 +126,7 @@ def meets(eqn: JaxprEqn) -> bool:
     )
 
 
-def calls_meeting(eqn: JaxprEqn) -> bool:
+def calls_collective(eqn: JaxprEqn) -> bool:
     """Whether an equation only calls a function that combines micro-shards."""
     return eqn.primitive.name in CALLS | REMATS and meets(eqn)
 
@@ -142,7 +142,7 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
         return [dim is not None for dim in eqn.params["shard_dims"]]
     if not meets(eqn):
         return [any(own)] * len(eqn.outvars)
-    if calls_meeting(eqn):
+    if calls_collective(eqn):
         return _results(called(eqn), own)
     if primitive.name == "scan":
         return scanned(eqn, own)[1]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch
-from replicax.core.exact.combining_programs import Meetings
+from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.host_executor import HostExecutor
 from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.sharded_update import Piece
@@ -67,7 +67,9 @@ class MicroSharded:
         self.trace, self.lower = whole.trace, whole.lower
         self._name, self._function, self._count = name, function, config.micro_shards
         self._mesh, self._donate, self._where, self._out = mesh, donate, where, out
-        self._meetings = Meetings(mesh, config.micro_shards // mesh.size, config.job.in_flight)
+        self._collectives = CollectivePrograms(
+            mesh, config.micro_shards // mesh.size, config.job.in_flight
+        )
         self._compiled: dict[Any, _Compiled] = {}
 
     def programs(self, state: TrainState, batch: Batch) -> list[ReplicaProgram]:
@@ -105,7 +107,7 @@ class MicroSharded:
         of_state = len(jax.tree.leaves(state))
         donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
         each_once = _each_once(closed)
-        parted = HostExecutor(self._name, each_once, [0, *into], out, self._meetings, donated)
+        parted = HostExecutor(self._name, each_once, [0, *into], out, self._collectives, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
@@ -148,14 +150,14 @@ class _Compiled:
         out: Sequence[ShardDim],
         structure: Any,
     ) -> None:
-        self.parted, self._structure, meetings = parted, structure, parted.meetings
-        self._where = [sharding_of(meetings.mesh, own) for own in into]
-        self._cut = meetings.cut(into)
+        self.parted, self._structure, collectives = parted, structure, parted.collectives
+        self._where = [sharding_of(collectives.mesh, own) for own in into]
+        self._cut = collectives.cut(into)
         self._pieces = [n for n, own in enumerate(out) if own is not None]
-        self._paste = meetings.pasted([own for own in out if own is not None])
-        firsts = np.arange(meetings.mesh.size, dtype=np.int32) * meetings.shares
-        where = sharding_of(meetings.mesh, 0)
-        self._numbers = [from_host(firsts + n, where) for n in range(meetings.shares)]
+        self._paste = collectives.pasted([own for own in out if own is not None])
+        firsts = np.arange(collectives.mesh.size, dtype=np.int32) * collectives.shares
+        where = sharding_of(collectives.mesh, 0)
+        self._numbers = [from_host(firsts + n, where) for n in range(collectives.shares)]
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         leaves = zip(jax.tree.leaves((state, batch)), self._where, strict=True)

@@ -1,8 +1,8 @@
 """Cut the trace of a step into programs, with cross-micro-shard operations between them.
 
 A value is either shared (equal on all devices) or own (per micro-shard, as it depends on rows). The
-trace is cut into levels at the meetings, where micro-shards exchange data. Each level has a shared
-program, run once; an own program, run per micro-shard; and then the meetings. The cut does not
+trace is cut into levels at the collectives, where micro-shards exchange data. Each level has a shared
+program, run once; an own program, run per micro-shard; and then the collectives. The cut does not
 depend on the number of devices.
 """
 
@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.exact.micro_shard_primitives import calls_meeting, gather_p, meets, own_of, sum_p
+from replicax.core.exact.micro_shard_primitives import (
+    calls_collective,
+    gather_p,
+    meets,
+    own_of,
+    sum_p,
+)
 from replicax.core.jaxprs.jaxpr import evaluate, inlined, variables
 from replicax.core.placement.mesh import ShardDim
 
@@ -26,7 +32,7 @@ _FEW = 64
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Equations between two meetings, compiled as one program."""
+    """Equations between two collectives, compiled as one program."""
 
     jaxpr: Jaxpr
     own: bool
@@ -36,13 +42,13 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Collective:
     """Other equations that combine micro-shards: gathered rows, or a loop around sums."""
 
     eqns: tuple[JaxprEqn, ...]
 
 
-Item = Segment | Meeting
+Item = Segment | Collective
 _Place = tuple[int, bool]
 
 
@@ -51,10 +57,10 @@ class Cut:
     """A jaxpr cut into items."""
 
     jaxpr: Jaxpr
-    """Jaxpr with calls around meetings inlined; its constants are its first arguments."""
+    """Jaxpr with calls around collectives inlined; its constants are its first arguments."""
     consts: tuple[Any, ...]
     items: tuple[Item, ...]
-    """Segments and meetings in execution order."""
+    """Segments and collectives in execution order."""
     shard_dims: dict[Var, ShardDim]
     """Placement of each own value passed between items."""
     unneeded: tuple[tuple[Var, ...], ...]
@@ -66,7 +72,7 @@ def cut(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) 
 
     `into` gives the placement of its arguments, `out` that of its own results.
     """
-    closed = inlined(closed, calls_meeting)
+    closed = inlined(closed, calls_collective)
     jaxpr, consts = closed.jaxpr, tuple(closed.consts)
     jaxpr = jaxpr.replace(invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[])
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -106,7 +112,7 @@ def inputs_of(item: Item) -> list[Any]:
 
 
 def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
-    """Yield segments and meetings, level by level."""
+    """Yield segments and collectives, level by level."""
     levels, last = _levels(jaxpr)
     few = _few(jaxpr)
     read = [var for eqn in jaxpr.eqns if meets(eqn) for var in variables(eqn.invars)]
@@ -132,8 +138,8 @@ def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
                 part = _part(jaxpr, numbers, set(members[level, own]), handed)
                 yield Segment(part, own, sums if own else ())
         if gathers:
-            yield Meeting(gathers)
-        yield from (Meeting((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
+            yield Collective(gathers)
+        yield from (Collective((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
 
 
 def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list[_Place]:
@@ -155,9 +161,9 @@ def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list
 
 
 def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
-    """Return each equation's level, the number of meetings before it, and the last level.
+    """Return each equation's level, the number of collectives before it, and the last level.
 
-    Meetings are placed as early as possible, other equations as late as possible, near their uses.
+    Collectives are placed as early as possible, other equations as late as possible, near their uses.
     """
     level: dict[Any, int] = collections.defaultdict(int)
     levels = []
