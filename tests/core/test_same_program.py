@@ -13,7 +13,7 @@ import pytest
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.exact.micro_shard_step import MicroSharded
+from replicax.core.exact.micro_shard_step import MicroShardStep
 from replicax.core.exact.replica_program import (
     ReplicaProgram,
     as_global,
@@ -215,7 +215,7 @@ def programs(optimizer: Any, devices: int = 2, **settings: Any) -> list[ReplicaP
     dp = rx.DataParallel(loss, optimizer, mesh=mesh_of(devices), mode="exact", **settings)
     state = dp.init(MODEL)
     step = dp.program(state).step
-    assert isinstance(step, MicroSharded)
+    assert isinstance(step, MicroShardStep)
     return step.programs(state, next(iter(dp.feed(DATA, 32))))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch
-from replicax.core.exact.sharded_update import LooksAtWhole, Piece, by_pieces
+from replicax.core.exact.sharded_update import LooksAtWhole, MicroShard, by_pieces
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -128,7 +128,7 @@ def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainSt
 
 def written_step_of_micro_shard(
     on: ModelOnMesh,
-) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]] | None:
+) -> Callable[[TrainState, Batch, MicroShard], tuple[TrainState, Metrics]] | None:
     """Return the same step for a micro-shard; None if the mode is not bitwise reproducible.
 
     `ConfigError` if an optimizer reads whole arrays of a state that is split.
@@ -146,7 +146,7 @@ def written_step_of_micro_shard(
         shard_dims = list(map(split_dim, jax.tree.leaves(on.shardings)))
         _check_pieces(on, apply, shard_dims, dims)
 
-    def step(state: TrainState, batch: Batch, piece: Piece) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, piece: MicroShard) -> tuple[TrainState, Metrics]:
         sums = partial(
             step_sums,
             axis=None,
@@ -169,12 +169,12 @@ def _check_pieces(
     count, shapes = on.configuration.micro_shards, on.shapes
 
     def of_piece(number: jax.Array, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
-        piece = Piece(number, count)
+        piece = MicroShard(number, count)
         return by_pieces(apply, [*shard_dims, *dims], shard_dims, piece)(state, total, *rest)
 
     one: Any = jax.ShapeDtypeStruct((), jnp.float32)
     sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, on.updater.read))
-    any_piece, number = Piece(None, count), jax.ShapeDtypeStruct((), jnp.int32)
+    any_piece, number = MicroShard(None, count), jax.ShapeDtypeStruct((), jnp.int32)
     total = StepSums(any_piece.shapes(sums, dims), {LOSS: WeightedSum(one, one)})
     state = any_piece.shapes(shapes, shard_dims)
     try:

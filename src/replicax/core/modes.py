@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.data.batch import Batch
-from replicax.core.exact.fixed_tree import FixedTree, OfMicroShard, check_threads
-from replicax.core.exact.sharded_update import Piece
+from replicax.core.exact.fixed_tree import FixedTree, MicroShardAccumulator, check_threads
+from replicax.core.exact.sharded_update import MicroShard
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import Layout
@@ -203,7 +203,9 @@ class Mode:
     """The mode that computes the same on GPUs if rows are independent."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
-    of_micro_shard: Callable[[Piece, Any, tuple[ShardDim, ...] | None], OfMicroShard] | None = None
+    of_micro_shard: (
+        Callable[[MicroShard, Any, tuple[ShardDim, ...] | None], MicroShardAccumulator] | None
+    ) = None
     """If bitwise reproducible, the accumulator of a step that is traced on one micro-shard."""
     reduce: Callable[[Reduction, GradientShards | None], Reduce] = of_each_replica
     """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of
@@ -294,7 +296,7 @@ MODES = {
             per_replica=True,
             splits_optimizer=True,
             accumulator=fixed_tree,
-            of_micro_shard=OfMicroShard,
+            of_micro_shard=MicroShardAccumulator,
             reduce=in_order,
             analysed="as one program, which does not run: micro-shards have programs of their own",
         ),

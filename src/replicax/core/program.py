@@ -14,7 +14,7 @@ from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
-from replicax.core.exact.micro_shard_step import MicroSharded, OnMicroShard, on_micro_shard
+from replicax.core.exact.micro_shard_step import MicroShardStep, OnMicroShard, on_micro_shard
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, check_outside_jit
@@ -45,7 +45,7 @@ class Program(ModelOnMesh):
 
     @cached_property
     def step(self) -> Any:
-        """The function `(state, batch) -> (state, metrics)`: from `jax.jit`, or `MicroSharded`.
+        """The function `(state, batch) -> (state, metrics)`: from `jax.jit`, or `MicroShardStep`.
 
         `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
@@ -104,15 +104,15 @@ class Program(ModelOnMesh):
     def _run(
         self, name: str, of_micro_shard: OnMicroShard | None, whole: Any, out: PyTree, donate: bool
     ) -> Any:
-        """Return `whole`, or `MicroSharded` programs that are the same on any number of devices."""
+        """Return `whole`, or `MicroShardStep` programs that are the same on any number of devices."""
         if of_micro_shard is None or not isinstance(self.mesh, Mesh):
             return whole
         config, where = self.configuration, self.shardings
-        return MicroSharded(name, of_micro_shard, whole, config, self.mesh, where, out, donate)
+        return MicroShardStep(name, of_micro_shard, whole, config, self.mesh, where, out, donate)
 
     def compiled(self, state: TrainState, batch: Batch) -> list[Any]:
         """Return the compiled programs of `step` for these arguments, with `memory_analysis()`."""
-        if isinstance(self.step, MicroSharded):
+        if isinstance(self.step, MicroShardStep):
             return list(self.step.programs(state, batch))
         return [self.step.lower(state, batch).compile()]
 

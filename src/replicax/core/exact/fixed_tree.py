@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from replicax.core.data.batch import Batch
 from replicax.core.exact import micro_shard_primitives
-from replicax.core.exact.sharded_update import Piece
+from replicax.core.exact.sharded_update import MicroShard
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import CallContext
@@ -44,7 +44,7 @@ class FixedTree:
     from the extras before the step; afterwards they are averaged over the micro-shards.
 
     This is the step as one program, used to analyse its computation, traffic and memory. The
-    programs actually run are those of one micro-shard: `OfMicroShard`.
+    programs actually run are those of one micro-shard: `MicroShardAccumulator`.
     """
 
     micro_shards: int
@@ -124,10 +124,10 @@ class FixedTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfMicroShard:
+class MicroShardAccumulator:
     """Sum the rows of one micro-shard with those of all others, while a step is traced on it."""
 
-    piece: Piece
+    piece: MicroShard
     """Its number and the number of micro-shards."""
     wire: Wire
     """Rounds the gradients that are reduced."""

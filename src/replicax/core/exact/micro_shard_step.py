@@ -14,7 +14,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.host_executor import HostExecutor
 from replicax.core.exact.replica_program import ReplicaProgram
-from replicax.core.exact.sharded_update import Piece
+from replicax.core.exact.sharded_update import MicroShard
 from replicax.core.ground.leaves import PyTree, by_path, from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.jaxpr import shapes_of
@@ -23,7 +23,7 @@ from replicax.core.placement.mesh import ShardDim, batch_shardings, sharding_of,
 from replicax.core.step.reduction import Reduction, no_reduction
 from replicax.errors import LossError
 
-OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
+OnMicroShard = Callable[[TrainState, Batch, MicroShard], Any]
 """A function of the state, the rows of one micro-shard, and which micro-shard it is."""
 
 
@@ -37,7 +37,7 @@ def on_micro_shard(
     if of_micro_shard is None:
         return None
 
-    def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
+    def traced(state: TrainState, batch: Batch, piece: MicroShard) -> Any:
         accumulator = of_micro_shard(piece, reduction, None)
         more = {"gather": accumulator.gather} if gathers else {}
         return function(state, batch, None, accumulator=accumulator, reduce=no_reduction, **more)
@@ -45,7 +45,7 @@ def on_micro_shard(
     return traced
 
 
-class MicroSharded:
+class MicroShardStep:
     """Runs a function of one micro-shard on all micro-shards of a batch.
 
     `whole` is the same computation as one `jax.jit` function of the state and the whole batch; it
@@ -96,11 +96,11 @@ class MicroSharded:
         count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
         shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
         into = [split_dim(each) for each in jax.tree.leaves(shardings)]
-        shapes, structure = jax.tree.flatten(Piece(None, count).shapes((state, batch), into))
+        shapes, structure = jax.tree.flatten(MicroShard(None, count).shapes((state, batch), into))
 
         def traced(number: jax.Array, *arrays: jax.Array) -> Any:
             state, batch = jax.tree.unflatten(structure, arrays)
-            return self._function(state, batch, Piece(number, count))
+            return self._function(state, batch, MicroShard(number, count))
 
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
         out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
@@ -119,8 +119,8 @@ class MicroSharded:
 
 
 def program_text(function: Any, state: TrainState, batch: Batch) -> str:
-    """Return the program that computes `function`, a `jax.jit` function or `MicroSharded`."""
-    if isinstance(function, MicroSharded):
+    """Return the program that computes `function`, a `jax.jit` function or `MicroShardStep`."""
+    if isinstance(function, MicroShardStep):
         return "\n".join(each.text for each in function.programs(state, batch))
     text: str = function.lower(state, batch).as_text()
     return text

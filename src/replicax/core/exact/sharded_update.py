@@ -35,7 +35,7 @@ class LooksAtWhole(Exception):  # noqa: N818
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class MicroShard:
     """The piece being computed."""
 
     number: Any
@@ -56,7 +56,7 @@ class Piece:
 
 
 def by_pieces(
-    apply: Apply, into: Sequence[ShardDim], out: Sequence[ShardDim], piece: Piece
+    apply: Apply, into: Sequence[ShardDim], out: Sequence[ShardDim], piece: MicroShard
 ) -> Apply:
     """Transform `apply`, a function of whole arrays, to run on one piece of split arrays.
 
@@ -87,7 +87,7 @@ class _Value:
     compute: Callable[[int], Any] | None = None
     """Computes the part along a dim from parts of the arrays that the whole array depends on."""
 
-    def part(self, dim: int, piece: Piece) -> Any:
+    def part(self, dim: int, piece: MicroShard) -> Any:
         """Return this piece along `dim`, or a scalar unchanged."""
         if self.dim == dim or not jnp.ndim(self.array):
             return self.array
@@ -96,7 +96,7 @@ class _Value:
         size = self.array.shape[dim] // piece.count
         return lax.dynamic_slice_in_dim(self.array, piece.number * size, size, dim)
 
-    def placed(self, dim: int | None, piece: Piece) -> Any:
+    def placed(self, dim: int | None, piece: MicroShard) -> Any:
         """Return the part along `dim`, or the whole array if it is None."""
         if dim is not None:
             return self.part(dim, piece)
@@ -105,18 +105,18 @@ class _Value:
         return gather(self.array, dim=self.dim, count=piece.count)
 
 
-def _whole_shape(value: _Value, piece: Piece) -> jax.ShapeDtypeStruct:
+def _whole_shape(value: _Value, piece: MicroShard) -> jax.ShapeDtypeStruct:
     sizes = list(value.array.shape)
     if value.dim is not None:
         sizes[value.dim] *= piece.count
     return jax.ShapeDtypeStruct(tuple(sizes), value.array.dtype)
 
 
-def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: Piece) -> list[_Value]:
+def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: MicroShard) -> list[_Value]:
     return evaluate(closed, inputs, partial(_apply, piece=piece), _Value)
 
 
-def _apply(eqn: JaxprEqn, values: list[_Value], piece: Piece) -> list[_Value]:
+def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
     dims = {value.dim for value in values if value.dim is not None}
     if not dims:
         found = bind(eqn, [value.array for value in values])
@@ -136,7 +136,7 @@ def _apply(eqn: JaxprEqn, values: list[_Value], piece: Piece) -> list[_Value]:
     return [_Value(x, dim) for x in bind(eqn, [value.part(dim, piece) for value in values])]
 
 
-def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
+def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: MicroShard) -> _Value:
     """Return a reduction of an array split along `dim`, combining all pieces over that dim."""
     axes = eqn.params["axes"]
     [found] = bind(eqn, [array])
@@ -147,7 +147,7 @@ def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
 
 
 def _in_parts(
-    eqn: JaxprEqn, values: list[_Value], found: list[Any], piece: Piece
+    eqn: JaxprEqn, values: list[_Value], found: list[Any], piece: MicroShard
 ) -> Callable[[int, int], Any] | None:
     """Return `(n, dim)` -> part of `found[n]` from parts of `values`; None if it needs more.
 
@@ -161,7 +161,7 @@ def _in_parts(
     return cache(lambda n, dim: bind(eqn, [value.part(dim, piece) for value in values])[n])
 
 
-def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -> list[_Value]:
+def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroShard) -> list[_Value]:
     """Evaluate a cond on parts; results that are split in one branch are split in all."""
     index, *operands = values
 
