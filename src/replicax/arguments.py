@@ -8,6 +8,7 @@ import collections.abc
 import functools
 import inspect
 import math
+import numbers
 import operator
 import os
 import types
@@ -15,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import numpy as np
 
 from replicax.errors import ConfigError
 
@@ -43,6 +42,7 @@ class Range:
         return None
 
 
+_NUMPY_BOOLS = ("numpy.bool", "numpy.bool_")
 Natural = Annotated[int, Range(0, 2**63 - 1)]
 Count = Annotated[int, Range(1, 2**63 - 1)]
 Rows = Annotated[int, Range(1, 2**31 - 1)]
@@ -179,18 +179,24 @@ def _contained(kind: Any, inner: Sequence[Any], value: Any) -> Any:
     return [_fitted(inner[0], each) for each in value]
 
 
+def _is_bool(value: Any) -> bool:
+    kind = type(value)  # this module is imported where NumPy is not
+    return isinstance(value, bool) or f"{kind.__module__}.{kind.__name__}" in _NUMPY_BOOLS
+
+
 def _whole(value: Any) -> int:
-    if not isinstance(value, bool | np.bool_):
+    if not _is_bool(value):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    same = isinstance(value, float | np.floating) and float(value).is_integer()
+    real = isinstance(value, numbers.Real) and not _is_bool(value)
+    same = real and float(value).is_integer()
     raise _UnfitError(f"it must be a whole number: {f'pass {int(value)}' if same else 'change it'}")
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, bool | np.bool_ | str | bytes):
+    if not isinstance(value, str | bytes) and not _is_bool(value):
         try:
             if not math.isnan(number := float(value)):
                 return number
@@ -200,7 +206,7 @@ def _number(value: Any) -> float:
 
 
 def _flag(value: Any) -> bool:
-    return bool(_is(isinstance(value, bool | np.bool_), value, "True or False"))
+    return bool(_is(_is_bool(value), value, "True or False"))
 
 
 def _path(value: Any) -> Any:

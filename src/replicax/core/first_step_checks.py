@@ -255,7 +255,7 @@ def _real(rows: int) -> Division:
 def _run_step(
     own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
 ) -> tuple[PyTree, None]:
-    """Run a custom step for `LossExamination`: the state and the metrics must not depend on rows."""
+    """Run a custom step to examine it: the state and the metrics must not depend on rows."""
     try:
         after, metrics = own_step(
             *(state, batch, None),

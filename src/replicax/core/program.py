@@ -104,7 +104,7 @@ class Program(ModelOnMesh):
     def _run(
         self, name: str, of_micro_shard: OnMicroShard | None, whole: Any, out: PyTree, donate: bool
     ) -> Any:
-        """Return `whole`, or `MicroShardStep` programs that are the same on any number of devices."""
+        """Return `whole`, or programs that are the same on any number of devices."""
         if of_micro_shard is None or not isinstance(self.mesh, Mesh):
             return whole
         config, where = self.configuration, self.shardings

@@ -104,7 +104,7 @@ def read_config(path: Path, kind: type[Any] = _Sections, *, edited: bool = False
     try:
         config = unsealed(read_bytes(path), dict[str, Any], older=True, edited=edited)
         msgspec.convert(config, kind)
-        if not config.keys() & _Sections.__annotations__.keys():
+        if not edited and not config.keys() & _Sections.__annotations__.keys():
             raise ValueError("it has no section that Replicax writes")
     except (OSError, ValueError, msgspec.ValidationError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -27,7 +27,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.guarded import guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
-from replicax.train.places import exists, place
+from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
 from replicax.train.records import CONFIG, plain_config
@@ -201,8 +201,7 @@ class Run(Loop):
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             # Called again, as in a notebook, with a state that is used up, it can resume.
-            known = self.resumable and self._run_dir and exists(self._run_dir / CONFIG)
-            self._donated = bool(known) and was_donated(self.state)
+            self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
@@ -252,6 +251,13 @@ class Run(Loop):
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
         self.hooks("end", self)
+
+    def _is_known(self) -> bool:
+        """Whether an earlier start left a run from which this one can resume."""
+        if self._run_dir is None or not self.resumable:
+            return False
+        with writing(self._run_dir):
+            return exists(self._run_dir / CONFIG)
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         self._storage, self._ledger = None, Ledger(None)

@@ -57,7 +57,7 @@ class CollectivePrograms:
         )
 
     def cut(self, into: Sequence[ShardDim]) -> Callable[[list[jax.Array]], list[Any]]:
-        """Return a function that cuts each device's part of global arrays into `MicroShardValues`."""
+        """Return a function that cuts a device's part of global arrays by micro-shard."""
         split = [dim for dim in into if dim is not None]
         if self.shares == 1 or not split:
             return lambda arrays: [
@@ -84,7 +84,7 @@ class CollectivePrograms:
     def pasted(
         self, into: Sequence[ShardDim]
     ) -> Callable[[list[MicroShardValues]], list[jax.Array]]:
-        """Return the inverse of `cut`: a function that concatenates the `MicroShardValues` of each device."""
+        """Return the inverse of `cut`: a function that concatenates values by device."""
         if self.shares == 1:
             return lambda values: [as_global(array) for [array] in values]
 
@@ -139,7 +139,7 @@ class TreeSum:
         self._cut = collectives.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
-        """Return the sums, or their `MicroShardValues`, of `compute(n)` of each device's micro-shard n.
+        """Return the sums, or their values, of `compute(n)` of each device's micro-shard n.
 
         Large sums are added as soon as they are ready, so that one per level of the tree is held;
         small ones are added in one program with those of other devices.

@@ -59,7 +59,7 @@ class HostExecutor:
         return [self._shard_dim(atom) for atom in self._cut.jaxpr.outvars]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Return the results for the arguments: arrays equal on all devices, and `MicroShardValues`."""
+        """Return the results for the arguments: arrays equal on all devices, or by shard."""
         values = [*self._consts, *values]
         known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
         del values

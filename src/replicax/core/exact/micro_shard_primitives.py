@@ -23,8 +23,8 @@ own_p = Primitive("of_micro_shard")
 """Identity that marks a value as differing between micro-shards, whatever it depends on."""
 
 sum_p = Primitive("sum_of_micro_shards")
-"""The sum of each operand over all micro-shards, in a fixed order; if its entry of `shard_dims` names a
-dim, each micro-shard gets one piece of the sum."""
+"""The sum of each operand over all micro-shards, in a fixed order; if its entry of `shard_dims`
+names a dim, each micro-shard gets one piece of the sum."""
 sum_p.multiple_results = True
 
 gather_p = Primitive("gather_of_micro_shards")
@@ -47,8 +47,8 @@ def sum_all(
 ) -> list[jax.Array]:
     """Return the sums of `values` over `count` micro-shards, rounded by `wire` where `sent`.
 
-    For each value, `shard_dims` is the dim of which every micro-shard gets a piece; None for the whole
-    sum.
+    For each value, `shard_dims` is the dim of which every micro-shard gets a piece; None for the
+    whole sum.
     """
     options = {"wire": wire, "sent": tuple(sent), "shard_dims": tuple(shard_dims), "count": count}
     found: list[jax.Array] = sum_p.bind(*map(own, values), **options)

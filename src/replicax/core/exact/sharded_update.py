@@ -36,7 +36,7 @@ class LooksAtWhole(Exception):  # noqa: N818
 
 @dataclasses.dataclass(frozen=True)
 class MicroShard:
-    """The piece being computed."""
+    """A micro-shard: the rows, and the piece of each split array, that are computed together."""
 
     number: Any
     """int32 scalar, counted from 0."""

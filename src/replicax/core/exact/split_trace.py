@@ -1,9 +1,9 @@
 """Cut the trace of a step into programs, with cross-micro-shard operations between them.
 
 A value is either shared (equal on all devices) or own (per micro-shard, as it depends on rows). The
-trace is cut into levels at the collectives, where micro-shards exchange data. Each level has a shared
-program, run once; an own program, run per micro-shard; and then the collectives. The cut does not
-depend on the number of devices.
+trace is cut into levels at the collectives, where micro-shards exchange data. Each level has a
+shared program, run once; an own program, run per micro-shard; and then the collectives. The cut
+does not depend on the number of devices.
 """
 
 import collections
@@ -42,13 +42,13 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Exchange:
     """Other equations that combine micro-shards: gathered rows, or a loop around sums."""
 
     eqns: tuple[JaxprEqn, ...]
 
 
-Item = Segment | Collective
+Item = Segment | Exchange
 _Place = tuple[int, bool]
 
 
@@ -138,8 +138,8 @@ def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
                 part = _part(jaxpr, numbers, set(members[level, own]), handed)
                 yield Segment(part, own, sums if own else ())
         if gathers:
-            yield Collective(gathers)
-        yield from (Collective((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
+            yield Exchange(gathers)
+        yield from (Exchange((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
 
 
 def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list[_Place]:
@@ -163,7 +163,8 @@ def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list
 def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
     """Return each equation's level, the number of collectives before it, and the last level.
 
-    Collectives are placed as early as possible, other equations as late as possible, near their uses.
+    Collectives are placed as early as possible, other equations as late as possible, near their
+    uses.
     """
     level: dict[Any, int] = collections.defaultdict(int)
     levels = []

@@ -17,7 +17,7 @@ from replicax.core.placement.mesh import Axis
 SumsFunction = Callable[..., tuple[PyTree, PyTree]]
 """`part(params, extras, batch, view) -> (sums, extras)`, like `Objective.step_sums`."""
 Apply = Callable[..., tuple[PyTree, PyTree]]
-"""`apply(state, total, extras, reduction_state) -> (state, metrics)`; see `replicax.core.step.update`."""
+"""`apply(state, total, extras, reduction_state) -> (state, metrics)`; see `step.update`."""
 
 
 class Accumulator(Protocol):

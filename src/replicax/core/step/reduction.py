@@ -18,7 +18,7 @@ from replicax.errors import choose
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: this replica's part, along `dim`, of the sum over `axis`."""
 Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
-"""`reduce(sums, reduction_state, axis) -> (total, reduction_state)`; `axis` is None in the global view."""
+"""`reduce(sums, reduction_state, axis) -> (total, reduction_state)`; `axis` is None in jit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GradientShards:
 
 
 def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> GradientShards:
-    """Return the parts given by the shardings of a gradient's leaves; see `GradientShards.summed`."""
+    """Return the parts given by the shardings of a gradient's leaves."""
     dims = tuple(split_dim(sharding) for sharding in jax.tree.leaves(gradient))
     specs = [list(sharding.spec) for sharding in jax.tree.leaves(gradient)]
     axes = {spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim is not None}
