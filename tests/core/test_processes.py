@@ -14,8 +14,8 @@ from support.job_cases import (
     DATA,
     MORE,
     Rows,
+    custom_step,
     joined_batches,
-    own_step,
     predict,
     train,
     train_network,
@@ -126,7 +126,7 @@ def test_every_process_has_all_predictions(job: str, results: Results) -> None:
 
 @in_small_and_large_jobs
 def test_a_step_of_ones_own_is_that_of_one_device(job: str, results: Results) -> None:
-    one, found = own_step(rx.make_mesh(devices=jax.devices()[:1])), results(job)["own step"]
+    one, found = custom_step(rx.make_mesh(devices=jax.devices()[:1])), results(job)["own step"]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
         found,

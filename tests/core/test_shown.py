@@ -52,8 +52,8 @@ def test_a_data_parallel_says_what_was_chosen(settings: dict[str, Any], shown: s
 
 
 def test_a_step_of_ones_own_is_named() -> None:
-    dp = rx.DataParallel(step=own_step, mesh=mesh(2))
-    assert repr(dp) == "DataParallel(mode='jit', layout='replicated', step='own_step', 2 x cpu)"
+    dp = rx.DataParallel(step=custom_step, mesh=mesh(2))
+    assert repr(dp) == "DataParallel(mode='jit', layout='replicated', step='custom_step', 2 x cpu)"
 
 
 def test_a_state_says_where_it_stands_and_what_it_takes() -> None:

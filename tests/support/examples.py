@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import numpy as np
 from flax import nnx
-from support.plain_steps import PLAIN_STEPS, mean_of_rows, own_step, plain_forms
+from support.plain_steps import PLAIN_STEPS, custom_step, mean_of_rows, plain_forms
 
 import replicax as rx
 
@@ -73,7 +73,7 @@ def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> l
             with mock.patch.dict(example.step.__globals__, rx=plain_forms(number)):
                 return example.step(state, batch, None)
 
-        return [told(found) for found in own_step(on_one_device, example.state(), batches)]
+        return [told(found) for found in custom_step(on_one_device, example.state(), batches)]
 
     def numbered(params: Any, batch: Any, key: Any, number: Any) -> Any:
         with mock.patch.object(rx, "step_number", return_value=number):
@@ -124,7 +124,7 @@ def largest_difference(found: list[Metrics], expected: list[Metrics]) -> float:
 def plain_lines(name: str) -> int:
     """Lines of the step, its update and the loop over batches, in plain JAX."""
     own = lines_of_own_step(name)
-    text = inspect.getsource(own_step if own else PLAIN_STEPS.get(name, mean_of_rows))
+    text = inspect.getsource(custom_step if own else PLAIN_STEPS.get(name, mean_of_rows))
     body = [line.strip() for line in text.splitlines()[1:]]
     return own + len([line for line in body if line and not line.startswith("yield")])
 

@@ -208,7 +208,7 @@ MORE: dict[str, Callable[[Job], Any]] = {
     "reductions": reductions,
     "network": lambda job: train_network(job=job),
     "predictions": lambda job: predict(job=job),
-    "own step": lambda job: own_step(job=job),
+    "own step": lambda job: custom_step(job=job),
 }
 
 

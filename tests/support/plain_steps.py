@@ -1,6 +1,6 @@
 """The training of `examples/` on one device in plain JAX, as short as it gets.
 
-Each is a generator of losses, `own_step` of metrics; `docs/examples.md` counts its lines without
+Each is a generator of losses, `custom_step` of metrics; `docs/examples.md` counts its lines without
 the `yield`.
 """
 
@@ -184,4 +184,4 @@ PLAIN_STEPS = {
     "torch_dataloader": with_metrics,
     "vae": annealed,
 }
-"""By example; all others are `mean_of_rows`, or `own_step` where they have a step of their own."""
+"""By example; all others are `mean_of_rows`, or `custom_step` where they have a step of their own."""
