@@ -132,7 +132,7 @@ def parallel(draw: Draw, devices: int, job: Job | None = None) -> rx.DataParalle
     settings["accumulate"] = min(draw.accumulate, draw.micro_shards // devices)
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     settings |= {"mode": "exact", "mesh": mesh, "job": job}
-    if not draw.own_step:
+    if not draw.custom_step:
         optimizer = exact_optimizers.optimizer(draw.optimizer)
         return rx.DataParallel(loss_of(draw), optimizer, **settings)
     of_model = loss_of(draw)
@@ -146,7 +146,7 @@ def parallel(draw: Draw, devices: int, job: Job | None = None) -> rx.DataParalle
 def begin(draw: Draw) -> Any:
     """What `init` is given."""
     model = model_of(draw)
-    if not draw.own_step:
+    if not draw.custom_step:
         return model
     moments = exact_optimizers.optimizer(draw.optimizer).init(jax.tree.map(jnp.asarray, model))
     return {"model": model, "moments": moments, "center": jnp.zeros(draw.features)}
@@ -205,12 +205,12 @@ def _step(draw: Draw) -> Callable[..., Any]:
         return once(held, batch, key)
 
     kinds = {"twice": twice, "scan": scan, "while": until, "cond": either, "two losses": two}
-    train = kinds.get(draw.own_step, once)
+    train = kinds.get(draw.custom_step, once)
 
     def step(state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
         (model, moments), means = train((state["model"], state["moments"]), batch, key)
         center = state["center"]
-        if draw.own_step == "gather":
+        if draw.custom_step == "gather":
             x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
             center = jnp.sum(x * real[:, None], 0) / jnp.sum(real)
             center = center + jax.vmap(rx.mean, in_axes=-1)(batch["x"])

@@ -29,7 +29,7 @@ class Draw:
     """That of Flax NNX in place of the layers, if any."""
     head: str
     penalty: str
-    own_step: str
+    custom_step: str
     """Kind of a step of one's own, if it is one."""
     optimizer: tuple[str, ...]
     features: int
@@ -78,8 +78,8 @@ class Draw:
 
 def drawn(choose: Choose, micro_shards: int) -> Draw:
     """A case of what is chosen; what cannot be together is not."""
-    own_step, network = choose(STEPS), choose(NETWORKS)
-    network = "" if own_step else network
+    custom_step, network = choose(STEPS), choose(NETWORKS)
+    network = "" if custom_step else network
     names = tuple(LAYERS)
     width = choose(WIDTHS)
     layers = [
@@ -91,13 +91,13 @@ def drawn(choose: Choose, micro_shards: int) -> Draw:
     if base in BY_VALUE:
         around = {name for name in around if "multi_steps" not in name}
     batch_size = micro_shards * choose((1, 2, 3, 4, 8, 16, 33))
-    plain = not own_step
+    plain = not custom_step
     return Draw(
         layers=() if network else tuple(layers),
         network=network,
         head=choose(HEADS),
         penalty=choose(PENALTIES),
-        own_step=own_step,
+        custom_step=custom_step,
         optimizer=(base, *sorted(around)),
         features=choose((4, 1, 3, 8, 9, 16, 31)),
         rows=batch_size * 3 - choose((0, 1, 5)),

@@ -184,4 +184,4 @@ PLAIN_STEPS = {
     "torch_dataloader": with_metrics,
     "vae": annealed,
 }
-"""By example; all others are `mean_of_rows`, or `custom_step` where they have a step of their own."""
+"""By example; all others are `mean_of_rows`, or `custom_step`."""
