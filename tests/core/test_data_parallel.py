@@ -44,7 +44,7 @@ def test_a_second_step_and_a_padded_batch_compile_nothing(mode: str) -> None:
         state, _ = dp.step(state, batch)
         seen += 1
     assert seen == 3
-    assert dp.program(state).step._cache_size() == 1
+    assert dp.program(state).step.cache_size() == 1
 
 
 def test_step_takes_a_plain_batch_and_pads_it() -> None:

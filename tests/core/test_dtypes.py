@@ -101,7 +101,7 @@ def test_a_leaf_of_another_dtype_trains_as_in_plain_jax(
     expected, params = plain(OPTIMIZERS[optimizer], model(low), function)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     check_params(state, params, low)
-    assert dp.program(state).step._cache_size() == 1
+    assert dp.program(state).step.cache_size() == 1
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])

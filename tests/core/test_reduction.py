@@ -21,7 +21,7 @@ from support.tiers import exhaustive, only
 import replicax as rx
 from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import inspect
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.train.fingerprint import sha256
 

@@ -13,7 +13,6 @@ import pytest
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.exact.micro_shard_step import MicroShardStep
 from replicax.core.exact.replica_program import (
     ReplicaProgram,
     as_global,
@@ -214,9 +213,7 @@ def test_a_step_that_keeps_rows_is_refused() -> None:
 def programs(optimizer: Any, devices: int = 2, **settings: Any) -> list[ReplicaProgram]:
     dp = rx.DataParallel(loss, optimizer, mesh=mesh_of(devices), mode="exact", **settings)
     state = dp.init(MODEL)
-    step = dp.program(state).step
-    assert isinstance(step, MicroShardStep)
-    return step.programs(state, next(iter(dp.feed(DATA, 32))))
+    return list(dp.program(state).step.compiled(state, next(iter(dp.feed(DATA, 32)))))
 
 
 @pytest.mark.parametrize(

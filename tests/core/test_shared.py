@@ -81,7 +81,7 @@ def test_every_replica_sees_them_whole(place: str) -> None:
         found.append((float(metrics["loss"]), float(metrics["clipped"])))
     np.testing.assert_allclose(found, told, rtol=1e-5)
     np.testing.assert_allclose(dp.model(state)["w"], expected["w"], rtol=1e-4, atol=1e-6)
-    assert dp.program(state).step._cache_size() == 1
+    assert dp.program(state).step.cache_size() == 1
 
 
 @places

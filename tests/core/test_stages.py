@@ -35,8 +35,8 @@ from support.tiers import EXHAUSTIVE, exhaustive, only
 import replicax as rx
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.pipeline_schedules import SCHEDULES, bubble
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
-from replicax.core.step.objective import StepSums
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

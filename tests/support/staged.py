@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import replicax as rx
 from replicax.core.models.definition import CallContext
 from replicax.core.pipeline.staged_objective import Staged
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import StepSums
 
 LAYERS, WIDTH, TOKENS, WORDS, ROWS = 4, 8, 6, 24, 51
 RULES = [("'h'", P("stage")), ("", P())]

@@ -15,7 +15,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.checks import Check
 from replicax.core.modes import MODES
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.verify.facts import examine
 from replicax.verify.program_cases import ProgramCases

@@ -28,7 +28,7 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
-from replicax.core.step.accumulate import Accumulator, Apply
+from replicax.core.step.base import Accumulator, Apply
 from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable, check_decay
@@ -38,8 +38,10 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """The arguments of a `DataParallel`, documented there."""
+    """The arguments of a `DataParallel` as values, documented there."""
 
+    arguments: "Arguments" = dataclasses.field(compare=False, repr=False)
+    """As they were given."""
     loss: LossFunction
     optimizer: optax.GradientTransformation
     step: StepFunction | None
@@ -105,8 +107,8 @@ class Configuration:
     @property
     def placing(self) -> Layout:
         """The layout used to place the arrays of a state."""
-        pieces = self.micro_shards if self.mode.bitwise else None
-        return dataclasses.replace(self.layout, pieces=pieces)
+        shards = self.micro_shards if self.mode.bitwise else None
+        return dataclasses.replace(self.layout, shards=shards)
 
     def wrapped(self, apply: Apply) -> Apply:
         """Return the optimizer part of the step, wrapped if configured."""
@@ -130,58 +132,97 @@ def _no_loss(*_: Any) -> Any:
     )
 
 
-def configure(
-    *,
-    mesh: Mesh | None,
-    mode: str | Mode,
-    layout: str | Rules | Layout,
-    precision: str | Precision,
-    reduction: str | Reduction,
-    job: Job | None,
-    **rest: Any,
-) -> Configuration:
-    """Build the configuration from a `DataParallel`'s arguments, replacing names by values."""
-    mode, layout = as_mode(mode), as_layout(layout)
-    if rest["step"] is None:
-        check_loss(rest["loss"])
-        check_optimizer(rest["optimizer"])
-    else:
-        if rest["optimizer"] is _NO_OPTIMIZER:  # from `Configured.replace`
-            rest["optimizer"] = None
-        check_custom_step(layout=layout, precision=precision, **rest)
-        rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
-    check_decay(rest["ema"])
-    job = Alone() if job is None else job
-    if mesh is None:
-        most = mode.most_devices
-        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
-    mesh = check_mesh(mesh)
-    check_processes(mesh, job)
-    mode.check(mesh, layout)
-    check_axes(layout, mesh)
-    stages = mesh.shape.get(STAGE, 1)
-    if stages > 1 and rest["step"] is not None:
-        raise ConfigError(
-            f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a custom "
-            "step: pass the loss instead, or use a mesh without stages"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of a `DataParallel` as they were given, documented there."""
+
+    loss: LossFunction | None
+    optimizer: optax.GradientTransformation | None
+    step: StepFunction | None
+    mesh: Mesh | None
+    mode: str | Mode
+    layout: str | Rules | Layout
+    accumulate: int
+    micro_shards: int
+    precision: str | Precision
+    reduction: str | Reduction
+    trainable: Trainable
+    ema: float | None
+    donate: bool
+    compiler_options: Mapping[str, Any] | None
+    job: Job | None
+    wrap_apply: Callable[[Apply], Apply] | None = None
+
+    def resolved(self) -> Configuration:
+        """Return the configuration: names replaced by values, defaults chosen, all checked."""
+        mode, layout = as_mode(self.mode), as_layout(self.layout)
+        precision = as_precision(self.precision)
+        self._check_functions(layout, precision)
+        check_decay(self.ema)
+        job = Alone() if self.job is None else self.job
+        mesh = self._mesh(mode, job)
+        mode.check(mesh, layout)
+        check_axes(layout, mesh)
+        self._check_step(mesh)
+        configuration = Configuration(
+            arguments=self,
+            loss=self.loss or _no_loss,
+            optimizer=self.optimizer or _NO_OPTIMIZER,
+            step=self.step,
+            mesh=mesh,
+            mode=mode,
+            layout=layout,
+            accumulate=self.accumulate,
+            micro_shards=self.micro_shards,
+            precision=precision,
+            reduction=as_reduction(self.reduction),
+            trainable=self.trainable,
+            ema=self.ema,
+            donate=self.donate,
+            job=job,
+            compiler_options=self.compiler_options,
+            wrap_apply=self.wrap_apply,
         )
-    if rest["accumulate"] < 1:
-        raise ConfigError(
-            f"accumulate={rest['accumulate']}; a step needs at least 1 micro-batch: raise it"
+        _check_split(configuration)
+        configuration.accumulator(mesh)
+        mode.reduce(configuration.reduction, None)
+        return configuration
+
+    def _check_functions(self, layout: Layout, precision: Precision) -> None:
+        if self.step is None:
+            check_loss(self.loss)
+            check_optimizer(self.optimizer)
+            return
+        check_custom_step(
+            step=self.step,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            trainable=self.trainable,
+            ema=self.ema,
+            layout=layout,
+            precision=precision,
         )
-    configuration = Configuration(
-        mesh=mesh,
-        mode=mode,
-        layout=layout,
-        precision=as_precision(precision),
-        reduction=as_reduction(reduction),
-        job=job,
-        **rest,
-    )
-    _check_split(configuration)
-    configuration.accumulator(mesh)
-    mode.reduce(configuration.reduction, None)
-    return configuration
+
+    def _mesh(self, mode: Mode, job: Job) -> Mesh:
+        mesh = self.mesh
+        if mesh is None:
+            most = mode.most_devices
+            mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
+        mesh = check_mesh(mesh)
+        check_processes(mesh, job)
+        return mesh
+
+    def _check_step(self, mesh: Mesh) -> None:
+        stages = mesh.shape.get(STAGE, 1)
+        if stages > 1 and self.step is not None:
+            raise ConfigError(
+                f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a "
+                "custom step: pass the loss instead, or use a mesh without stages"
+            )
+        if self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate={self.accumulate}; a step needs at least 1 micro-batch: raise it"
+            )
 
 
 def _check_split(configuration: Configuration) -> None:

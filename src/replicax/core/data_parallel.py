@@ -1,5 +1,6 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Self
@@ -9,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.arguments import Count, Natural, Rows, Seed, typed, typed_but
-from replicax.core.config import Configuration, configure
+from replicax.core.config import Arguments, Configuration
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
 from replicax.core.data.sources import as_source
@@ -27,7 +28,7 @@ from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import of_one_thread
 from replicax.core.program import Program, program_of
-from replicax.core.step.accumulate import Apply
+from replicax.core.step.base import Apply
 from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import LossFunction
@@ -101,8 +102,24 @@ class DataParallel:
         compiler_options: Mapping[str, Any] | None = None,
         job: Job | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._configure(configure(**arguments))
+        arguments = Arguments(
+            loss=loss,
+            optimizer=optimizer,
+            step=step,
+            mesh=mesh,
+            mode=mode,
+            layout=layout,
+            accumulate=accumulate,
+            micro_shards=micro_shards,
+            precision=precision,
+            reduction=reduction,
+            trainable=trainable,
+            ema=ema,
+            donate=donate,
+            compiler_options=compiler_options,
+            job=job,
+        )
+        self._configure(arguments.resolved())
 
     def __repr__(self) -> str:
         usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}
@@ -284,7 +301,9 @@ class DataParallel:
         With an `AbstractMesh`, the copy compiles for devices that need not exist and runs nothing.
         """
         other = object.__new__(type(self))
-        other._configure(configure(**{**vars(self.configuration), **changes}))
+        chosen = {"mesh": self.mesh, "job": self.job, **changes}
+        arguments = dataclasses.replace(self.configuration.arguments, **chosen)
+        other._configure(arguments.resolved())
         return other
 
     @of_one_thread

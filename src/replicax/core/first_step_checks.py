@@ -16,7 +16,6 @@ from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, host_rows
 from replicax.core.data.feed import Feed
 from replicax.core.data.host_arrays import opened
-from replicax.core.exact.micro_shard_step import program_text
 from replicax.core.first_step import row_errors
 from replicax.core.first_step.argument_checks import check_kind, check_state
 from replicax.core.first_step.examiner import RowExaminer, of_loss
@@ -29,6 +28,7 @@ from replicax.core.ground.train_state import Metrics, TrainState, check_outside_
 from replicax.core.placement.mesh import by_rows
 from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
+from replicax.core.step.base import CompiledFunction
 from replicax.core.step.custom_step import keep
 from replicax.core.step.loss import LOSS
 from replicax.core.step.reduction import no_reduction
@@ -56,7 +56,9 @@ class FirstStepChecks:
         self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
 
-    def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> Batch:
+    def check(
+        self, what: str, function: CompiledFunction[Any], state: TrainState, batch: Batch
+    ) -> Batch:
         """Check the state and the loss, and that all processes agree on `function`.
 
         Returns the batch to compute: without its padding, if the loss depends on padded rows and
@@ -77,7 +79,7 @@ class FirstStepChecks:
         if configuration.job.processes > 1:
             shapes = _shapes(what, batch)
             if shapes not in self._agreed:
-                text = partial(program_text, function, state, batch)
+                text = partial(function.text, state, batch)
                 agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
         return batch
@@ -97,7 +99,7 @@ class FirstStepChecks:
     def check_memory(self, state: TrainState, batch: Batch) -> None:
         """Raise `ConfigError` if the first step needs more memory than available."""
         if not self._fits and self._program.holds(state, batch):
-            compiled = self._program.compiled(state, batch)
+            compiled = self._program.step.compiled(state, batch)
             check_fits(compiled, self._program.configuration.mesh, batch.size)
             self._fits = True
 
@@ -259,11 +261,10 @@ def _run_step(
     try:
         after, metrics = own_step(
             *(state, batch, None),
-            accumulator=Sequential(),
+            accumulator=Sequential(gather=examiner.gather),
             reduce=no_reduction,
             apply=keep,
             examiner=examiner,
-            gather=examiner.gather,
         )
     except NameError as error:
         if "unbound axis name" not in str(error):

@@ -6,9 +6,9 @@ one reduction covers all gradients, in float32, and overlaps with the backward p
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,22 +16,38 @@ import jax
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import of_loss
 from replicax.core.first_step.loss_check import LossExamination
+from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import TrainState
+from replicax.core.mapping import of_each_replica, shard_map
+from replicax.core.placement.mesh import is_data_only
+from replicax.core.step.base import CompiledFunction, MappedSums, StepSums
 from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
+from replicax.core.step_builder import StepParts, jitted, mapped
 
-Sums = Callable[[TrainState, Batch], Any]
+
+def build_where_rows_are_apart(parts: StepParts) -> CompiledFunction[Any]:
+    """Return the program of `parts` in the global view, with sums by replica where it can."""
+    whole = mapped(parts)
+    by_replica = parts.mesh.size > 1 and is_data_only(parts.mesh) and parts.layout.is_whole
+    if parts.apply is None or not by_replica:
+        return jitted(parts, whole)
+    reduce = of_each_replica(parts.reduction)
+    apart = mapped(dataclasses.replace(parts, wrap=shard_map, reduce=reduce))
+    return jitted(parts, where_rows_are_apart(parts.objective, apart, whole))
 
 
-def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums) -> Sums:
+def where_rows_are_apart(
+    objective: Objective, by_replica: MappedSums, otherwise: MappedSums
+) -> MappedSums:
     """Return sums traced as `by_replica` on GPUs if each row's loss is independent of other rows.
 
     `by_replica` computes the sums of a step with each replica seeing its own rows; `otherwise`
     computes them from the whole batch at once.
     """
 
-    def sums(state: TrainState, batch: Batch) -> Any:
+    def sums(state: TrainState, batch: Batch) -> tuple[StepSums, PyTree, PyTree]:
         if cuda_capability() is not None:
             shapes = jax.eval_shape(lambda *given: given, state, batch)
             if _are_apart(objective, *shapes) and _can(by_replica, *shapes):
@@ -58,7 +74,7 @@ def _of_other_rows(batch: Batch) -> Batch:
     return batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype))
 
 
-def _can(sums: Sums, state: TrainState, batch: Batch) -> bool:
+def _can(sums: MappedSums, state: TrainState, batch: Batch) -> bool:
     """Whether the loss accepts fewer rows than the global batch: it may hard-code that number."""
     try:
         jax.eval_shape(sums, state, batch)

@@ -7,20 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from replicax.core.built_in_step import ModelOnMesh, written_step, written_step_of_micro_shard
+from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
-from replicax.core.exact.micro_shard_step import MicroShardStep, OnMicroShard, on_micro_shard
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
-from replicax.core.ground.train_state import TrainState, check_outside_jit
-from replicax.core.models.definition import SplitModel
+from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit
+from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
-from replicax.core.modes import lift
 from replicax.core.placement.layout import on_devices_of
 from replicax.core.placement.mesh import (
     AnyMesh,
@@ -29,47 +26,71 @@ from replicax.core.placement.mesh import (
     replica_count,
     replicated,
 )
+from replicax.core.step.base import CompiledFunction, ReplicaSums, StepProgram, StepSums
 from replicax.core.step.custom_step import custom_update, keep
+from replicax.core.step.loss import WeightedSum
 from replicax.core.step.loss_scale import first_scale
-from replicax.core.step.objective import LossFunction, only_read
+from replicax.core.step.objective import LossFunction, Objective, only_read
 from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of
-from replicax.core.step.reduction import REDUCTIONS
-from replicax.core.step.update import score
+from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, shards_of
+from replicax.core.step.update import score, step_sums
+from replicax.core.step_builder import StepParts
 from replicax.errors import ConfigError, StateError
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(ModelOnMesh):
+class Program:
     """The step and the score of one model on one mesh, traced when first run."""
 
+    configuration: Configuration
+    mesh: AnyMesh
+    definition: Definition
+    updater: Updater
+    """The optimizer, restricted to trainable parameters, with averaging if requested."""
+    shapes: TrainState
+    """Shapes and dtypes of a state."""
+
     @cached_property
-    def step(self) -> Any:
-        """The function `(state, batch) -> (state, metrics)`: from `jax.jit`, or `MicroShardStep`.
+    def shardings(self) -> TrainState:
+        """The shardings of a state."""
+        return self.configuration.placing.shardings(self.shapes, self.mesh)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The loss of the model on whole parameters."""
+        config = self.configuration
+        return Objective(self.definition, config.loss, config.precision, self.updater.read)
+
+    @cached_property
+    def split_objective(self) -> Objective:
+        """`objective` on parameters split according to the layout."""
+        return split_objective(self.objective, self.configuration, self.mesh, self.shardings)
+
+    @cached_property
+    def step(self) -> StepProgram:
+        """The step, as the mode builds it.
 
         `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
-        config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
-        into = self.shardings, batch_shardings(mesh)
-        out = self.shardings, replicated(mesh)
-        of_micro_shard: OnMicroShard | None
-        if config.step is None:
-            step, of_micro_shard = written_step(self), written_step_of_micro_shard(self)
-        else:
-            step = mode.wrap(self.custom_step, mesh, into, out)
-            of_micro_shard = on_micro_shard(self.custom_step, mode, config.reduction, gathers=True)
-        whole = jax.jit(
-            step,
-            in_shardings=into,
-            out_shardings=out,
-            donate_argnums=0 if config.donate else (),
-            compiler_options=config.options(mesh) or None,
+        config = self.configuration
+        parts = self._built_in_step() if config.step is None else self._custom_step()
+        options = config.options(self.mesh) or None
+        return config.mode.build(
+            dataclasses.replace(parts, donate=config.donate, compiler_options=options)
         )
-        return self._run("step", of_micro_shard, whole, out, donate=config.donate)
 
     @cached_property
-    def custom_step(self) -> Any:
-        """The custom step from a replica's view, `(state, batch, axis)`, with parts by keyword."""
+    def score(self) -> CompiledFunction[dict[str, WeightedSum]]:
+        """The function `(state, batch) -> sums of loss and metrics`, as the mode builds it."""
+        everywhere = replicated(self.mesh)
+        sums = partial(score, objective=self.split_objective)
+        parts = self._parts("score", sums, everywhere, everywhere, REDUCTIONS["float32"])
+        return self.configuration.mode.build(parts)
+
+    @cached_property
+    def custom_step(self) -> "partial[tuple[TrainState, Metrics]]":
+        """The custom step as `ReplicaSums`; what it returns is the result already."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
@@ -83,38 +104,65 @@ class Program(ModelOnMesh):
             step=config.step,
             definition=definition,
             precision=config.precision,
-            accumulator=config.accumulator(self.mesh),
-            reduce=config.mode.reduce(config.reduction, None),
             apply=config.wrapped(keep),
         )
 
-    @cached_property
-    def score(self) -> Any:
-        """The function `(state, batch) -> sums of loss and metrics`, of the same kind as `step`."""
-        config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
-        plain, out = REDUCTIONS["float32"], replicated(mesh)
-        of_objective = partial(score, objective=self.split_objective)
-        evaluation = partial(
-            of_objective, accumulator=config.accumulator(mesh), reduce=mode.reduce(plain, None)
+    def _custom_step(self) -> StepParts:
+        out = self.shardings, replicated(self.mesh)
+        return self._parts("step", self.custom_step, out, out, self.configuration.reduction)
+
+    def _built_in_step(self) -> StepParts:
+        config, mesh, shards = self.configuration, self.mesh, None
+        gradient, everywhere = None, replicated(mesh)
+        if config.mode.per_replica and config.layout.splits_optimizer:
+            whole = config.placing.gradient_shardings(self.shapes.params, mesh)
+            gradient = only_read(whole, self.updater.read)
+            shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
+        weighted: Any = everywhere
+        total = StepSums(everywhere if gradient is None else gradient, weighted)
+        parts = self._parts(
+            "step",
+            partial(step_sums, objective=self.split_objective),
+            (total, everywhere, by_rows(mesh)),
+            (self.shardings, everywhere),
+            config.reduction,
+            shards,
         )
-        whole = lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), out)
-        of_micro_shard = on_micro_shard(of_objective, mode, plain)
-        return self._run("score", of_micro_shard, whole, out, donate=False)
+        apply = optimizer_update(config, self.updater)
+        return dataclasses.replace(parts, apply=apply, gradient=gradient)
 
-    def _run(
-        self, name: str, of_micro_shard: OnMicroShard | None, whole: Any, out: PyTree, donate: bool
-    ) -> Any:
-        """Return `whole`, or programs that are the same on any number of devices."""
-        if of_micro_shard is None or not isinstance(self.mesh, Mesh):
-            return whole
-        config, where = self.configuration, self.shardings
-        return MicroShardStep(name, of_micro_shard, whole, config, self.mesh, where, out, donate)
-
-    def compiled(self, state: TrainState, batch: Batch) -> list[Any]:
-        """Return the compiled programs of `step` for these arguments, with `memory_analysis()`."""
-        if isinstance(self.step, MicroShardStep):
-            return list(self.step.programs(state, batch))
-        return [self.step.lower(state, batch).compile()]
+    def _parts(
+        self,
+        name: str,
+        sums: ReplicaSums,
+        total: PyTree,
+        out: PyTree,
+        reduction: Reduction,
+        shards: GradientShards | None = None,
+    ) -> StepParts:
+        config, mode = self.configuration, self.configuration.mode
+        return StepParts(
+            name=name,
+            sums=sums,
+            apply=None,
+            objective=self.objective,
+            mesh=self.mesh,
+            layout=config.placing,
+            shapes=self.shapes,
+            state=self.shardings,
+            total=total,
+            out=out,
+            gradient=None,
+            wrap=mode.wrap,
+            accumulator=config.accumulator(self.mesh),
+            reduction=reduction,
+            reduce=mode.reduce(reduction, shards),
+            names_replicas=self.updater.names_replicas and mode.per_replica,
+            micro_shards=config.micro_shards,
+            donate=False,
+            compiler_options=None,
+            in_flight=config.job.in_flight,
+        )
 
     def scoring(self, loss: LossFunction) -> "Program":
         """Return this program with `loss` for evaluation, unaccumulated, as it may gather rows."""

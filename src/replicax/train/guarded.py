@@ -13,10 +13,10 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import is_trainable
-from replicax.core.step.accumulate import Apply
+from replicax.core.step.base import Apply, StepSums
 from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import unless
-from replicax.core.step.objective import StepSums, only_read
+from replicax.core.step.objective import only_read
 from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"

@@ -12,7 +12,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.data.sources import Source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
-from replicax.core.step.accumulate import Apply
+from replicax.core.step.base import Apply
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record, as_floats

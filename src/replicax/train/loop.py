@@ -312,7 +312,7 @@ class Loop(Running):
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
         if self._storage is not None and self.dp.mode.bitwise:
-            compiled = self.dp.program(self.state).compiled(self.state, batch)
+            compiled = self.dp.program(self.state).step.compiled(self.state, batch)
             self._storage.check_bits({each.name: each.digest for each in compiled})
         self._interrupt.hold()
 

@@ -26,7 +26,8 @@ from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step_checks import agree_on_program
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes import MODES, lift
+from replicax.core.mapping import lift
+from replicax.core.modes import MODES
 from replicax.core.placement.mesh import batch_shardings, replicated, row_axis
 from replicax.core.step.accumulate import Sequential, cut, folded, zeros_like
 from replicax.core.step.loss_scale import unscaled

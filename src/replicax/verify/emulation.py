@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
+from replicax.core.mapping import Mode, by_compiler, global_view
 from replicax.core.models.definition import CallContext
-from replicax.core.modes import Mode, by_compiler, global_view
 from replicax.core.placement.mesh import DATA, AnyMesh, Axis
-from replicax.core.step.accumulate import Sequential, SumsFunction, add_in_turn, scale_of
+from replicax.core.step.accumulate import Sequential, add_in_turn, scale_of
+from replicax.core.step.base import StepSums, SumsFunction
 from replicax.core.step.loss import LOSS
-from replicax.core.step.objective import Objective, StepSums
+from replicax.core.step.objective import Objective
 from replicax.core.step.reduction import Reduction, Wire
 
 

@@ -57,7 +57,7 @@ def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
     Raises:
         LossError: a step is skipped because its results are not finite.
     """
-    compiled = program.compiled(state, batch)
+    compiled = program.step.compiled(state, batch)
     steps = []
     for _ in range(STEPS):
         state, metrics = program.step(state, batch)

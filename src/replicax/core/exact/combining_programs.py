@@ -13,10 +13,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
+from replicax.core.exact.ordered_reduction import add_in_order, scatter_in_order
 from replicax.core.exact.replica_program import as_global
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.placement.mesh import ShardDim, row_axis, sharding_of
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Wire
 
 MicroShardValues = list[jax.Array]
@@ -165,12 +166,12 @@ class TreeSum:
         for n, leaf in enumerate(local):
             if dims[n] is None:
                 (sent if self._sent[n] else others)[n] = leaf
-        whole = self._wire.add(StepSums(sent, others), axis, ordered=True)  # type: ignore[arg-type]
+        whole = add_in_order(self._wire, StepSums(sent, others), axis)  # type: ignore[arg-type]
         found: dict[int, Any] = {**whole.gradient, **whole.weighted}
         for n, dim in enumerate(dims):
             if dim is not None:
                 wire = self._wire if self._sent[n] else _PLAIN
-                found[n] = wire.scatter(local[n], axis, dim, ordered=True)
+                found[n] = scatter_in_order(wire, local[n], axis, dim)
         return [found[n] for n in range(len(dims))]
 
     def _add(self, left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:

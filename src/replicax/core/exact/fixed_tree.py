@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,17 @@ from jax.sharding import Mesh
 
 from replicax.core.data.batch import Batch
 from replicax.core.exact import micro_shard_primitives
+from replicax.core.exact.ordered_reduction import add_in_order
 from replicax.core.exact.sharded_update import MicroShard
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis, ShardDim
-from replicax.core.step.accumulate import SumsFunction, folded, scale_of, zeros_like
-from replicax.core.step.objective import StepSums
-from replicax.core.step.reduction import Wire
+from replicax.core.step.accumulate import folded, scale_of, zeros_like
+from replicax.core.step.base import StepSums, SumsFunction
+from replicax.core.step.reduction import REDUCTIONS, Wire
 from replicax.errors import ConfigError
 
 MICRO_SHARDS = 8
@@ -49,6 +51,7 @@ class FixedTree:
 
     micro_shards: int
     wire: Wire
+    gather: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
@@ -70,8 +73,13 @@ class FixedTree:
         return self.micro_shards // replicas
 
     def __call__(
-        self, part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
-    ) -> tuple[PyTree, PyTree]:
+        self,
+        function: SumsFunction,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array | None,
+        axis: Axis | None,
+    ) -> tuple[StepSums, PyTree]:
         own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
@@ -80,7 +88,7 @@ class FixedTree:
             held = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows), batch
             )
-            sums, floats, after = _local(part, state, held, key, start + number, gather)
+            sums, floats, after = _local(function, state, held, key, start + number, gather)
             return (self.wire.rounded(sums), floats), after
 
         def alone(number: Any) -> PyTree:
@@ -98,7 +106,7 @@ class FixedTree:
             each, after = together(jnp.arange(own))
             local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
             extras = jax.tree.map(lambda leaf: leaf[0], after)
-        floats = Wire("float32").add(floats, axis, ordered=True)
+        floats = add_in_order(REDUCTIONS["float32"], floats, axis)
         return local, _after(extras, floats, self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
@@ -139,14 +147,14 @@ class MicroShardAccumulator:
 
     def __call__(
         self,
-        part: SumsFunction,
-        state: Any,
+        function: SumsFunction,
+        state: TrainState,
         batch: Batch,
         key: jax.Array | None,
         _axis: Axis | None,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[StepSums, PyTree]:
         number = self.piece.number
-        sums, floats, extras = _local(part, state, batch, key, number, self.gather)
+        sums, floats, extras = _local(function, state, batch, key, number, self.gather)
         leaves, structure = jax.tree.flatten((sums, floats))
         gradient = len(jax.tree.leaves(sums.gradient)) if isinstance(sums, StepSums) else 0
         rest = len(leaves) - gradient
@@ -184,14 +192,19 @@ def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
 
 
 def _local(
-    part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, number: Any, gather: Gather
-) -> tuple[PyTree, list[jax.Array], PyTree]:
+    function: SumsFunction,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array | None,
+    number: Any,
+    gather: Gather,
+) -> tuple[StepSums, list[jax.Array], PyTree]:
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)
     view = CallContext(
         folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
     )
-    sums, after = part(state.params, state.extras, batch, view)
+    sums, after = function(state.params, state.extras, batch, view)
     if isinstance(after, Stateful):  # depends on gathered rows, or on none
         return sums, [], after
     return sums, _floats(after), state.extras

@@ -1,6 +1,6 @@
 """Functions of a state and a batch that run the same programs on any number of devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,75 +9,47 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch
 from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.host_executor import HostExecutor
+from replicax.core.exact.micro_shard_function import OnMicroShard
 from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.sharded_update import MicroShard
-from replicax.core.ground.leaves import PyTree, by_path, from_host
+from replicax.core.ground.leaves import by_path, from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.jaxpr import shapes_of
-from replicax.core.modes import Mode
 from replicax.core.placement.mesh import ShardDim, batch_shardings, sharding_of, split_dim
-from replicax.core.step.reduction import Reduction, no_reduction
+from replicax.core.step.base import CompiledFunction
+from replicax.core.step_builder import StepParts
 from replicax.errors import LossError
-
-OnMicroShard = Callable[[TrainState, Batch, MicroShard], Any]
-"""A function of the state, the rows of one micro-shard, and which micro-shard it is."""
-
-
-def on_micro_shard(
-    function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
-) -> OnMicroShard | None:
-    """Return `function(state, batch, axis)` of a replica, with its parts by keyword, as a
-    function of a micro-shard; None if the mode is not bitwise reproducible.
-    """
-    of_micro_shard = mode.of_micro_shard
-    if of_micro_shard is None:
-        return None
-
-    def traced(state: TrainState, batch: Batch, piece: MicroShard) -> Any:
-        accumulator = of_micro_shard(piece, reduction, None)
-        more = {"gather": accumulator.gather} if gathers else {}
-        return function(state, batch, None, accumulator=accumulator, reduce=no_reduction, **more)
-
-    return traced
 
 
 class MicroShardStep:
-    """Runs a function of one micro-shard on all micro-shards of a batch.
+    """Runs `function`, which `on_micro_shard` returns, on all micro-shards of a batch.
 
     `whole` is the same computation as one `jax.jit` function of the state and the whole batch; it
-    is only analyzed (computation, communication, memory), not run. `where` holds the shardings of
-    the state, and `out` those of the results. With `donate` the state's memory is reused.
+    is only analysed (computation, communication, memory), not run.
     """
 
     def __init__(
-        self,
-        name: str,
-        function: OnMicroShard,
-        whole: Any,
-        config: Configuration,
-        mesh: Mesh,
-        where: TrainState,
-        out: PyTree,
-        donate: bool,
+        self, parts: StepParts, mesh: Mesh, function: OnMicroShard, whole: CompiledFunction[Any]
     ) -> None:
         self.trace, self.lower = whole.trace, whole.lower
-        self._name, self._function, self._count = name, function, config.micro_shards
-        self._mesh, self._donate, self._where, self._out = mesh, donate, where, out
-        self._collectives = CollectivePrograms(
-            mesh, config.micro_shards // mesh.size, config.job.in_flight
-        )
+        self._name, self._function, self._count = parts.name, function, parts.micro_shards
+        self._mesh, self._donate, self._where = mesh, parts.donate, parts.state
+        self._out = parts.out
+        shares = parts.micro_shards // mesh.size
+        self._collectives = CollectivePrograms(mesh, shares, parts.in_flight)
         self._compiled: dict[Any, _Compiled] = {}
 
-    def programs(self, state: TrainState, batch: Batch) -> list[ReplicaProgram]:
+    def compiled(self, state: TrainState, batch: Batch) -> Sequence[ReplicaProgram]:
         """Return the compiled programs that compute it, in execution order."""
         return self._of(state, batch).parted.programs
 
-    def _cache_size(self) -> int:
-        """Return the number of batch sizes it is compiled for, as a `jax.jit` function does."""
+    def text(self, state: TrainState, batch: Batch) -> str:
+        return "\n".join(each.text for each in self.compiled(state, batch))
+
+    def cache_size(self) -> int:
         return len(self._compiled)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
@@ -116,14 +88,6 @@ class MicroShardStep:
                     "them, or rx.gather them"
                 )
         return _Compiled(parted, into, out, jax.tree.structure(found))
-
-
-def program_text(function: Any, state: TrainState, batch: Batch) -> str:
-    """Return the program that computes `function`, a `jax.jit` function or `MicroShardStep`."""
-    if isinstance(function, MicroShardStep):
-        return "\n".join(each.text for each in function.programs(state, batch))
-    text: str = function.lower(state, batch).as_text()
-    return text
 
 
 def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:

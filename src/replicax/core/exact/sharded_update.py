@@ -19,7 +19,7 @@ from replicax.core.exact.micro_shard_primitives import gather
 from replicax.core.jaxprs.jaxpr import CALLS, bind, called, evaluate
 from replicax.core.jaxprs.row_rules import BY_ENTRY
 from replicax.core.placement.mesh import ShardDim
-from replicax.core.step.accumulate import Apply
+from replicax.core.step.base import Apply
 
 _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "reduce_sum": jnp.sum,

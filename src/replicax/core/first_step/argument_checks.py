@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from replicax.core.ground.leaves import by_path
-from replicax.core.ground.precision import Precision, as_precision
+from replicax.core.ground.precision import Precision
 from replicax.core.ground.train_state import TrainState, check_outside_jit, check_unused
 from replicax.core.placement.layout import Layout
 from replicax.errors import ConfigError, StateError
@@ -65,8 +65,7 @@ def check_custom_step(
     trainable: Any,
     ema: Any,
     layout: Layout,
-    precision: str | Precision,
-    **_others: Any,
+    precision: Precision,
 ) -> None:
     """Raise `ConfigError` if `step` is not callable, or given with options it must implement."""
     _check_function("step", step, ("state", "batch", "key"))
@@ -79,7 +78,7 @@ def check_custom_step(
             f"step= and {' and '.join(given)} were given; a custom step updates its state "
             "itself, including optimizers, averages and frozen parameters: do so in the step"
         )
-    if as_precision(precision).scales:
+    if precision.scales:
         raise ConfigError(
             "step= with precision='float16', which has a single loss scale; a custom step may "
             "need several: use 'bfloat16' or 'float32'"

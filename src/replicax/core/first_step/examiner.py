@@ -21,9 +21,10 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
 from replicax.core.models.definition import CallContext
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, Weighted, has_weights, sums, values_by_name
 from replicax.core.step.loss_context import LossContext, weighs
-from replicax.core.step.objective import Objective, StepSums, only_read, restored
+from replicax.core.step.objective import Objective, only_read, restored
 from replicax.errors import LossError
 
 Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]

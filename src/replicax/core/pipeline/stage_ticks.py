@@ -21,8 +21,9 @@ from replicax.core.pipeline.split_at_scan import StageParts
 from replicax.core.placement.mesh import STAGE
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.accumulate import folded, zeros_like
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
-from replicax.core.step.objective import StepSums, differentiated, only_read, restored
+from replicax.core.step.objective import differentiated, only_read, restored
 
 Arrays = list[jax.Array]
 WeightedSums = dict[str, WeightedSum]

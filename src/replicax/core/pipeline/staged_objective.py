@@ -22,8 +22,9 @@ from replicax.core.pipeline.stage_ticks import Stage
 from replicax.core.placement.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.placement.sharding_rules import axes_of
 from replicax.core.step.accumulate import cut, folded
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
-from replicax.core.step.objective import Objective, StepSums, only_read
+from replicax.core.step.objective import Objective, only_read
 from replicax.core.step.reduction import all_reduce
 from replicax.errors import ConfigError, LossError
 

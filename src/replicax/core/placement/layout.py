@@ -38,8 +38,8 @@ class Layout:
     """Specs over the other axes: `model` shards each layer, `stage` stacks of layers."""
     schedule: str = "1f1b"
     """Order of the micro-batches in pipeline stages, if any."""
-    pieces: int | None = None
-    """Number of equal pieces of each sharded array, over all replicas; None: one per device along
+    shards: int | None = None
+    """Number of equal shards of each sharded array, over all replicas; None: one per device along
     one axis."""
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ class Layout:
 
     def _placed(self, params: Any, mesh: AnyMesh) -> Callable[[Any, bool], Any]:
         ruled = spec_by_rule(params, mesh, self.rules)
-        axis = shard_axis(mesh) if self.pieces is None else row_axis(mesh)
-        parts = self.pieces or mesh.shape[axis]
+        axis = shard_axis(mesh) if self.shards is None else row_axis(mesh)
+        parts = self.shards or mesh.shape[axis]
 
         def placed(tree: Any, splits: bool) -> Any:
             def sharding(path: Any, leaf: Any) -> NamedSharding:

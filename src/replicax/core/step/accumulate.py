@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +11,10 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
-
-SumsFunction = Callable[..., tuple[PyTree, PyTree]]
-"""`part(params, extras, batch, view) -> (sums, extras)`, like `Objective.step_sums`."""
-Apply = Callable[..., tuple[PyTree, PyTree]]
-"""`apply(state, total, extras, reduction_state) -> (state, metrics)`; see `step.update`."""
-
-
-class Accumulator(Protocol):
-    """Sums the micro-batches of a replica."""
-
-    def micro_batches(self, replicas: int, /) -> int:
-        """Return the number of micro-batches each of `replicas` computes in sequence."""
-
-    def __call__(
-        self,
-        part: SumsFunction,
-        state: Any,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: Axis | None,
-        /,
-    ) -> tuple[PyTree, PyTree]:
-        """Return the sums of `part` over this replica's rows, and the extras after the step.
-
-        `key` is the step's key, None in evaluation. Without an `axis`, `batch` is the global batch.
-        """
-
-    def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
-        """Return a replica's key, derived from the step's key."""
+from replicax.core.step.base import StepSums, SumsFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +28,8 @@ class Sequential:
     parts: int = 1
     within: int = dataclasses.field(default=1, kw_only=True)
     """Micro-batches that the objective makes of each, as a pipelined one does."""
+    gather: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
+    """Gathers the rows of all parts of a batch, if no axis does."""
 
     def micro_batches(self, _replicas: int) -> int:
         return self.parts * self.within
@@ -63,15 +38,27 @@ class Sequential:
         return jax.random.fold_in(key, lax.axis_index(axis))
 
     def __call__(
-        self, part: SumsFunction, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
-    ) -> tuple[PyTree, PyTree]:
+        self,
+        function: SumsFunction,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array | None,
+        axis: Axis | None,
+    ) -> tuple[StepSums, PyTree]:
         if key is not None and axis is not None:
             key = self.replica_key(key, axis)
         some, scale = self.parts > 1, scale_of(state)
 
-        def one(extras: PyTree, number: Any, rows: Batch) -> tuple[PyTree, PyTree]:
-            view = CallContext(folded(key, number), axis, part=some, step=state.step, scale=scale)
-            return part(state.params, extras, rows, view)
+        def one(extras: PyTree, number: Any, rows: Batch) -> tuple[StepSums, PyTree]:
+            context = CallContext(
+                folded(key, number),
+                axis,
+                part=some,
+                step=state.step,
+                scale=scale,
+                gather=self.gather,
+            )
+            return function(state.params, extras, rows, context)
 
         if not some:
             return one(state.extras, 0, batch)

@@ -16,11 +16,12 @@ from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.pytree import CustomState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.accumulate import Accumulator, Apply, Sequential
+from replicax.core.step.accumulate import Sequential
+from replicax.core.step.base import Accumulator, Apply, Reduce, StepSums
 from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
-from replicax.core.step.objective import LossFunction, Objective, StepSums
-from replicax.core.step.reduction import Reduce, no_reduction
+from replicax.core.step.objective import LossFunction, Objective
+from replicax.core.step.reduction import no_reduction
 from replicax.core.step.update import Summing, mean_gradient, step_key
 from replicax.errors import ConfigError, LossError, StateError
 
@@ -160,18 +161,16 @@ def custom_update(
     precision: Precision,
     apply: Apply,
     examiner: Examiner | None = None,
-    gather: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Run one custom step; all arrays of its state are the `params`.
 
-    `apply` is `keep`, or a wrapper. `examiner` observes the step's parts while it is checked, and
-    `gather` gathers rows if there is no axis.
+    `apply` is `keep`, or a wrapper. `examiner` observes the step's parts while it is checked.
     """
     key = step_key(state)
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    view = CallContext(key, axis, step=state.step, gather=gather)
+    view = CallContext(key, axis, step=state.step, gather=accumulator.gather)
     with inside(batch.mask, view, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:

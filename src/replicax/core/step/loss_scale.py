@@ -11,9 +11,9 @@ from jax import lax
 
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.step.accumulate import Apply, scale_of, zeros_like
+from replicax.core.step.accumulate import scale_of, zeros_like
+from replicax.core.step.base import Apply, StepSums
 from replicax.core.step.loss import LOSS
-from replicax.core.step.objective import StepSums
 
 LARGEST = 2.0**15
 """The initial and largest scale: the largest float16 is 65,504."""

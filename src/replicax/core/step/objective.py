@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -12,32 +11,13 @@ from replicax.core.data.batch import Batch, unshared
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.models.definition import CallContext, Definition
-from replicax.core.step.fsdp_gather import Gathering
+from replicax.core.placement.fsdp_gather import Gathering
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum, call, sums
 from replicax.core.step.loss_context import inside
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
 """`loss(model, batch, key)`; see `replicax.core.step.loss.sums` for what it may return."""
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class StepSums:
-    """The sums over rows that a step needs, combined in one reduction."""
-
-    gradient: PyTree
-    """Gradient of the total loss with respect to the params."""
-    weighted: dict[str, WeightedSum]
-    """The loss and the metrics, before the division."""
-
-    @property
-    def weight(self) -> jax.Array:
-        """Return the weight of the loss: the divisor of the gradient."""
-        return self.weighted[LOSS].weight
-
-    def means(self) -> dict[str, jax.Array]:
-        """Return the weighted means of loss and metrics; NaN if the total weight is 0."""
-        return {name: value.mean() for name, value in self.weighted.items()}
 
 
 @dataclasses.dataclass(frozen=True)

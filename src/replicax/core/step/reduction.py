@@ -12,13 +12,13 @@ from jax.flatten_util import ravel_pytree
 
 from replicax.core.ground.leaves import PyTree, by_dtype, divided, merged
 from replicax.core.placement.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis, split_dim
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import StepSums
 from replicax.errors import choose
 
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: this replica's part, along `dim`, of the sum over `axis`."""
-Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
-"""`reduce(sums, reduction_state, axis) -> (total, reduction_state)`; `axis` is None in jit."""
+Total = Callable[[jax.Array], jax.Array]
+"""Adds an array over its first dim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class GradientShards:
         return dataclasses.replace(total, gradient=jax.tree.unflatten(structure, leaves))
 
 
-def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> GradientShards:
-    """Return the parts given by the shardings of a gradient's leaves."""
+def shards_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> GradientShards:
+    """Return the shards given by the shardings of a gradient's leaves."""
     dims = tuple(split_dim(sharding) for sharding in jax.tree.leaves(gradient))
     specs = [list(sharding.spec) for sharding in jax.tree.leaves(gradient)]
     axes = {spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim is not None}
@@ -121,36 +121,29 @@ class Wire:
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         return self.add(sums, axis), state
 
-    def add(self, sums: PyTree, axis: Axis | None, ordered: bool = False) -> PyTree:
-        """Return the sums over all replicas along `axis`.
-
-        If `ordered`, they are added in a binary tree that rounds at each node, so that results are
-        bitwise independent of where it is cut; the number of replicas is then a power of 2.
-        """
-        plain = REDUCTIONS["float32"]
-        if axis is None or (ordered and lax.axis_size(axis) == 1):
+    def add(self, sums: PyTree, axis: Axis | None) -> PyTree:
+        """Return the sums over all replicas along `axis`."""
+        if axis is None:
             return sums
-        if not ordered and self.dtype is None:
+        if self.dtype is None:
             return all_reduce(sums, axis)
-        if self.dtype is None or not isinstance(sums, StepSums):
-            return plain._add_in_parts(sums, axis, ordered)
-        gradient = self._add_in_parts(sums.gradient, axis, ordered)
-        return StepSums(gradient, plain.add(sums.weighted, axis, ordered))
+        plain = REDUCTIONS["float32"]
+        if not isinstance(sums, StepSums):
+            return plain.add_in_parts(sums, axis)
+        gradient = self.add_in_parts(sums.gradient, axis)
+        return StepSums(gradient, plain.add(sums.weighted, axis))
 
-    def scatter(self, leaf: jax.Array, axis: Axis, dim: int, ordered: bool = False) -> jax.Array:
+    def scatter(self, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
         """Return this replica's part, along `dim`, of the sum that `add` computes."""
-        if not ordered and self.dtype is None:
-            part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
-            return part
-        front = jnp.moveaxis(leaf, dim, 0)
-        total = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, ordered)
-        return jnp.moveaxis(total.reshape(-1, *front.shape[1:]), 0, dim)
+        if self.dtype is not None:
+            return self.scatter_in_parts(leaf, axis, dim)
+        part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
+        return part
 
     def error(self, roundings: int = 2) -> float:
         """Return the largest error of a total, relative to the sum of its parts' magnitudes.
 
-        In mode `exact` each micro-shard's sums are one part, and `roundings` is one plus the number
-        of levels of the tree.
+        Each part is rounded, and then the total: `roundings` times on the way.
         """
         unit = 0.0 if self.dtype is None else float(jnp.finfo(self.dtype).eps) / 2  # type: ignore[no-untyped-call]
         return (1 + unit) ** roundings - 1
@@ -161,25 +154,33 @@ class Wire:
             return sums
         return dataclasses.replace(sums, gradient=jax.tree.map(self.round, sums.gradient))
 
-    def _add_in_parts(self, sums: PyTree, axis: Axis, ordered: bool) -> PyTree:
-        """Return the sums over all replicas. Each replica adds one part of a vector, received
-        from all, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as in a ring
-        all-reduce.
+    def add_in_parts(self, sums: PyTree, axis: Axis, total: Total | None = None) -> PyTree:
+        """Return the sums over all replicas. Each replica adds one part of a vector by `total`,
+        received from all, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as in a
+        ring all-reduce.
         """
         replicas = lax.axis_size(axis)
 
         def add(vector: jax.Array) -> jax.Array:
-            total = self._own_part(vector.reshape(replicas, -1), axis, ordered)
-            return self._send(total, lambda array: lax.all_gather(array, axis, tiled=True))
+            part = self._own_part(vector.reshape(replicas, -1), axis, total)
+            return self._send(part, lambda array: lax.all_gather(array, axis, tiled=True))
 
         return _as_vectors(sums, add, replicas)
 
-    def _own_part(self, parts: jax.Array, axis: Axis, ordered: bool) -> jax.Array:
-        """Sum `parts[own index]` over all replicas, in a binary tree if `ordered`."""
+    def scatter_in_parts(
+        self, leaf: jax.Array, axis: Axis, dim: int, total: Total | None = None
+    ) -> jax.Array:
+        """Return this replica's part, along `dim`, of the sum that `add_in_parts` computes."""
+        front = jnp.moveaxis(leaf, dim, 0)
+        part = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, total)
+        return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
+
+    def _own_part(self, parts: jax.Array, axis: Axis, total: Total | None) -> jax.Array:
+        """Sum `parts[own index]` over all replicas."""
         parts = self._send(parts, lambda array: lax.all_to_all(array, axis, 0, 0))
-        while ordered and len(parts) > 1:
-            parts = self.round(parts[0::2] + parts[1::2])
-        return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
+        if len(parts) == 1:
+            return parts[0]
+        return jnp.sum(parts, axis=0) if total is None else total(parts)
 
     def round(self, leaf: jax.Array) -> jax.Array:
         """Return `leaf` rounded to the wire dtype."""

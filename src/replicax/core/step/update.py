@@ -1,7 +1,6 @@
 """The mathematics of one training step, as a function of one replica's view."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,15 +12,21 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.accumulate import Accumulator, Apply, SumsFunction
+from replicax.core.step.base import (
+    Accumulator,
+    Apply,
+    MappedSums,
+    Reduce,
+    StepSums,
+    SumsFunction,
+)
 from replicax.core.step.loss import LOSS, WeightedSum
-from replicax.core.step.objective import Objective, StepSums, with_zeros
+from replicax.core.step.objective import Objective, with_zeros
 from replicax.core.step.optimizer import Updater
-from replicax.core.step.reduction import Reduce
 
 
 def update(
-    state: TrainState, batch: Batch, *, sums: Callable[..., Any], apply: Apply
+    state: TrainState, batch: Batch, *, sums: MappedSums, apply: Apply
 ) -> tuple[TrainState, Metrics]:
     """Run one step: sums over the global batch, one division, one optimizer update.
 
@@ -65,13 +70,13 @@ class Summing:
     """The replica axis, or None if the batch is the global one."""
 
     def __call__(
-        self, part: SumsFunction, state: TrainState, batch: Batch, key: jax.Array | None
+        self, function: SumsFunction, state: TrainState, batch: Batch, key: jax.Array | None
     ) -> tuple[StepSums, PyTree, PyTree]:
-        """Return the sums of `part` over the global batch, and the model's other arrays and the
+        """Return the sums of `function` over the global batch, and the model's other arrays and the
         reduction's state after it.
         """
         with jax.named_scope("gradient"):
-            sums, extras = self.accumulator(part, state, batch.whole(), key, self.axis)
+            sums, extras = self.accumulator(function, state, batch.whole(), key, self.axis)
         with jax.named_scope("reduction"):
             total, reduction_state = self.reduce(
                 sums, state.reduction, self.axis

@@ -13,8 +13,7 @@ from replicax.arguments import NotNegative, typed
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.step.accumulate import Apply
-from replicax.core.step.objective import StepSums
+from replicax.core.step.base import Apply, StepSums
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running

@@ -1,0 +1,55 @@
+"""Sums over replicas in a fixed order: a binary tree that rounds at each node.
+
+The bits are those of any number of replicas, a power of two, as the tree may be cut anywhere: a
+replica adds a subtree of micro-shards, and the reduction adds the rest.
+"""
+
+from functools import partial
+
+import jax
+from jax import lax
+
+from replicax.core.ground.leaves import PyTree
+from replicax.core.placement.mesh import Axis
+from replicax.core.step.base import Reduce, StepSums
+from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, Total, Wire
+
+
+def reduce_in_order(reduction: Reduction, shards: GradientShards | None = None) -> Reduce:
+    """Return the reduction of mode `exact`, as `Mode.reduce` does."""
+    assert isinstance(reduction, Wire)
+    add, scatter = partial(add_in_order, reduction), partial(scatter_in_order, reduction)
+
+    def reduce(
+        sums: StepSums, reduction_state: PyTree, axis: Axis | None
+    ) -> tuple[StepSums, PyTree]:
+        assert axis is not None
+        total = add(sums, axis) if shards is None else shards.reduce(sums, axis, add, scatter)
+        return total, reduction_state
+
+    return reduce
+
+
+def add_in_order(wire: Wire, sums: PyTree, axis: Axis | None) -> PyTree:
+    """Return the sums over all replicas along `axis`."""
+    if axis is None or lax.axis_size(axis) == 1:
+        return sums
+    plain = REDUCTIONS["float32"]
+    if wire.dtype is None or not isinstance(sums, StepSums):
+        return plain.add_in_parts(sums, axis, _by_tree(plain))
+    gradient = wire.add_in_parts(sums.gradient, axis, _by_tree(wire))
+    return StepSums(gradient, add_in_order(plain, sums.weighted, axis))
+
+
+def scatter_in_order(wire: Wire, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """Return this replica's part, along `dim`, of the sum that `add_in_order` computes."""
+    return wire.scatter_in_parts(leaf, axis, dim, _by_tree(wire))
+
+
+def _by_tree(wire: Wire) -> Total:
+    def total(parts: jax.Array) -> jax.Array:
+        while len(parts) > 1:
+            parts = wire.round(parts[0::2] + parts[1::2])
+        return parts[0]
+
+    return total

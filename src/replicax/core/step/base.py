@@ -1,0 +1,152 @@
+"""The seams of a step: what is summed, how it is reduced, and what makes an update of it.
+
+Each is a protocol with named arguments, so that the step can be followed from signature to
+signature: a `StepProgram` runs `update`, which calls `MappedSums` (a mode maps `ReplicaSums` onto
+the mesh) and then `Apply`. `ReplicaSums` calls an `Accumulator` with a `SumsFunction`, and then
+`Reduce`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import jax
+
+from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.models.definition import CallContext
+from replicax.core.placement.mesh import Axis
+from replicax.core.step.loss import LOSS, WeightedSum
+
+Result = TypeVar("Result", covariant=True)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StepSums:
+    """The sums over rows that a step needs, combined in one reduction."""
+
+    gradient: PyTree
+    """Gradient of the total loss with respect to the params."""
+    weighted: dict[str, WeightedSum]
+    """The loss and the metrics, before the division."""
+
+    @property
+    def weight(self) -> jax.Array:
+        """Return the weight of the loss: the divisor of the gradient."""
+        return self.weighted[LOSS].weight
+
+    def means(self) -> dict[str, jax.Array]:
+        """Return the weighted means of loss and metrics; NaN if the total weight is 0."""
+        return {name: value.mean() for name, value in self.weighted.items()}
+
+
+class SumsFunction(Protocol):
+    """Sums over some rows of a batch: `Objective.step_sums`, or those of an evaluation."""
+
+    def __call__(
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext, /
+    ) -> tuple[StepSums, PyTree]:
+        """Return the sums over the rows of `batch`, and the model's other arrays after them."""
+
+
+class Accumulator(Protocol):
+    """Sums the micro-batches of a replica."""
+
+    @property
+    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
+        """Gathers the rows of all parts of a batch, if no axis does."""
+
+    def micro_batches(self, replicas: int, /) -> int:
+        """Return the number of micro-batches each of `replicas` computes in sequence."""
+
+    def __call__(
+        self,
+        function: SumsFunction,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array | None,
+        axis: Axis | None,
+        /,
+    ) -> tuple[StepSums, PyTree]:
+        """Return the sums of `function` over this replica's rows, and the extras after the step.
+
+        `key` is the step's key, None in evaluation. Without an `axis`, `batch` is the global batch.
+        """
+
+    def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
+        """Return a replica's key, derived from the step's key."""
+
+
+class Reduce(Protocol):
+    """Adds the sums of all replicas: the only communication of a step."""
+
+    def __call__(
+        self, sums: StepSums, reduction_state: PyTree, axis: Axis | None, /
+    ) -> tuple[StepSums, PyTree]:
+        """Return the total, and the state of the reduction after it.
+
+        Without an `axis` the sums are those of the global batch already.
+        """
+
+
+class ReplicaSums(Protocol):
+    """The sums of a step from one replica's view: local sums, then one reduction."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch,
+        axis: Axis | None,
+        *,
+        accumulator: Accumulator,
+        reduce: Reduce,
+    ) -> Any:
+        """Return what `MappedSums` returns, or the result of a program without an update.
+
+        `batch` has this replica's rows, or all rows if there is no `axis`.
+        """
+
+
+class MappedSums(Protocol):
+    """`ReplicaSums` as a mode maps them onto the mesh: a function of global arrays."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> tuple[StepSums, PyTree, PyTree]:
+        """Return the total, the model's other arrays, and the reduction's state, after the step."""
+
+
+class Apply(Protocol):
+    """The optimizer part of a step: `apply_gradient`, or a wrapper of it."""
+
+    def __call__(
+        self, state: TrainState, total: StepSums, extras: PyTree, reduction_state: PyTree, /
+    ) -> tuple[TrainState, Metrics]:
+        """Return the state after the step, and metrics in addition to the means of `total`."""
+
+
+class CompiledFunction(Protocol[Result]):
+    """A function of a state and a batch, compiled at its first call for each batch size."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> Result:
+        """Return the result; wait for no device."""
+
+    def trace(self, state: TrainState, batch: Batch, /) -> jax.stages.Traced:
+        """Return the whole computation as one trace, to be analysed."""
+
+    def lower(self, state: TrainState, batch: Batch, /) -> jax.stages.Lowered:
+        """Return the whole computation as one lowered program, to be analysed."""
+
+    def compiled(self, state: TrainState, batch: Batch, /) -> Sequence[Any]:
+        """Return the compiled programs that run, each with a `memory_analysis()`."""
+
+    def text(self, state: TrainState, batch: Batch, /) -> str:
+        """Return the programs that run as text, equal in processes that run the same."""
+
+    def cache_size(self) -> int:
+        """Return the number of shapes that it is compiled for."""
+
+
+StepProgram = CompiledFunction[tuple[TrainState, Metrics]]
+"""`step(state, batch) -> (state, metrics)`, on global arrays."""

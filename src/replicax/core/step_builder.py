@@ -1,0 +1,166 @@
+"""Build a step, or the scoring of an evaluation, of its parts: by default one `jax.jit` program."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol
+
+import jax
+
+from replicax.core.data.batch import Batch
+from replicax.core.ground.in_flight import InFlight
+from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.layout import Layout
+from replicax.core.placement.mesh import AnyMesh, Axis, batch_shardings, by_rows, replicated
+from replicax.core.step.base import (
+    Accumulator,
+    Apply,
+    CompiledFunction,
+    MappedSums,
+    Reduce,
+    ReplicaSums,
+    Result,
+)
+from replicax.core.step.objective import Objective
+from replicax.core.step.reduction import Reduction
+from replicax.core.step.update import update
+from replicax.errors import ConfigError
+
+
+class ReplicaFunction(Protocol):
+    """A function from one replica's view: of its rows, and the axis to reduce over.
+
+    Without an axis it sees the whole batch.
+    """
+
+    def __call__(self, state: TrainState, batch: Batch, axis: Axis | None, /) -> Any:
+        """Return results that are equal on all replicas, or shards of them."""
+
+
+class Wrap(Protocol):
+    """Maps a `ReplicaFunction` onto a mesh."""
+
+    def __call__(
+        self, function: ReplicaFunction, mesh: Any, into: tuple[PyTree, PyTree], out: PyTree, /
+    ) -> Callable[[TrainState, Batch], Any]:
+        """Return a function of global arrays.
+
+        Args:
+            function: the function from one replica's view.
+            mesh: a `jax.sharding.Mesh`, or one of described devices.
+            into: the shardings of the state and the batch.
+            out: the shardings of the result, or one for the whole tree.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """What a program is built of; a mode may build it in its own way."""
+
+    name: str
+    """Its name in profiles: `step` or `score`."""
+    sums: ReplicaSums
+    apply: Apply | None
+    """The update of global arrays from what `sums` returns; None if that is the result."""
+    objective: Objective
+    """The loss of the model on whole parameters."""
+    mesh: AnyMesh
+    layout: Layout
+    shapes: TrainState
+    """Shapes and dtypes of a state."""
+    state: TrainState
+    """Shardings of a state."""
+    total: PyTree
+    """Shardings of what `sums` returns."""
+    out: PyTree
+    """Shardings of the result."""
+    gradient: PyTree
+    """Shardings of the reduced gradient, where it is used, if the layout splits the optimizer."""
+    wrap: Wrap
+    accumulator: Accumulator
+    reduction: Reduction
+    reduce: Reduce
+    """`reduction`, as the mode calls it."""
+    names_replicas: bool
+    """Whether `apply` names the replica axis, as `lax.pmean` in an optimizer does."""
+    micro_shards: int
+    donate: bool
+    """Whether the memory of the state is reused."""
+    compiler_options: dict[str, Any] | None
+    in_flight: InFlight
+    """Tracks and limits the steps that were dispatched."""
+
+
+def build(parts: StepParts) -> CompiledFunction[Any]:
+    """Return the program of `parts`: one `jax.jit` function."""
+    return jitted(parts, mapped(parts))
+
+
+def mapped(parts: StepParts) -> MappedSums:
+    """Return the sums of `parts` as a function of global arrays."""
+    sums = partial(parts.sums, accumulator=parts.accumulator, reduce=parts.reduce)
+    return parts.wrap(sums, parts.mesh, (parts.state, batch_shardings(parts.mesh)), parts.total)
+
+
+def jitted(parts: StepParts, sums: MappedSums) -> "Jitted[Any]":
+    """Return the program that updates the state from `sums`."""
+    function: Callable[[TrainState, Batch], Any] = sums
+    if parts.apply is not None:
+        apply = _of_each_replica(parts, parts.apply) if parts.names_replicas else parts.apply
+        function = partial(update, sums=sums, apply=apply)
+    return Jitted(
+        jax.jit(
+            function,
+            in_shardings=(parts.state, batch_shardings(parts.mesh)),
+            out_shardings=parts.out,
+            donate_argnums=0 if parts.donate else (),
+            compiler_options=parts.compiler_options,
+        )
+    )
+
+
+class Jitted(Generic[Result]):
+    """A `jax.jit` function as a `CompiledFunction`."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.trace, self.lower, self.cache_size = (
+            *(function.trace, function.lower),
+            function._cache_size,
+        )
+
+    def __call__(self, state: TrainState, batch: Batch) -> Result:
+        result: Result = self._function(state, batch)
+        return result
+
+    def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
+        return [self.lower(state, batch).compile()]
+
+    def text(self, state: TrainState, batch: Batch) -> str:
+        text: str = self.lower(state, batch).as_text()
+        return text
+
+
+def check_whole(layout: Layout) -> None:
+    """Raise `ConfigError` if `layout` splits a state whose optimizer names the replica axis."""
+    if not layout.is_whole:
+        raise ConfigError(
+            f"layout={layout.name!r} with an optimizer that names the replica axis, over which the "
+            "layout splits arrays: use layout='replicated', or remove lax.pmean from it"
+        )
+
+
+def _of_each_replica(parts: StepParts, apply: Apply) -> Apply:
+    """Return `apply` with the replica axis in scope; all arrays are whole."""
+    check_whole(parts.layout)
+    everywhere, by_replica = replicated(parts.mesh).spec, by_rows(parts.mesh).spec
+    names = (field.name for field in dataclasses.fields(TrainState))
+    state = TrainState(**{**dict.fromkeys(names, everywhere), "reduction": by_replica})
+    return jax.shard_map(
+        apply,
+        mesh=parts.mesh,
+        in_specs=(state, everywhere, everywhere, by_replica),
+        out_specs=(state, everywhere),
+        check_vma=False,
+    )
