@@ -40,7 +40,7 @@ from replicax.errors import ConfigError
 class Configuration:
     """The arguments of a `DataParallel` as values, documented there."""
 
-    arguments: "Arguments" = dataclasses.field(compare=False, repr=False)
+    arguments: "DataParallelArguments" = dataclasses.field(compare=False, repr=False)
     """As they were given."""
     loss: LossFunction
     optimizer: optax.GradientTransformation
@@ -133,7 +133,7 @@ def _no_loss(*_: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class DataParallelArguments:
     """The arguments of a `DataParallel` as they were given, documented there."""
 
     loss: LossFunction | None

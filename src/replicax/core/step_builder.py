@@ -56,7 +56,7 @@ class Wrap(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a program is built of; a mode may build it in its own way."""
+    """Everything that a program is built of; a mode may build it in its own way."""
 
     name: str
     """Its name in profiles: `step` or `score`."""
