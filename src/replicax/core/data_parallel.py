@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.arguments import Count, Natural, Rows, Seed, typed, typed_but
-from replicax.core.config import DataParallelArguments, Configuration
+from replicax.core.config import Configuration, DataParallelArguments
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
 from replicax.core.data.sources import as_source
