@@ -205,6 +205,18 @@ def test_no_two_classes_have_one_name() -> None:
     assert public == {"Network"}  # the models of two recipes
 
 
+def test_rooms_of_the_core_name_their_files_in_the_order_to_read_them() -> None:
+    """The docstring of a room's `__init__` names each of its files, and where its tests are."""
+    unnamed = set()
+    for module, path in FILES.items():
+        if path.name == "__init__.py" and part(module, 1) == "core":
+            text = ast.get_docstring(parsed(path)) or ""
+            files = {file.name for file in path.parent.glob("*.py")} - {path.name}
+            tests = "/".join(["tests", *module.split(".")[1:], ""])
+            unnamed |= {(module, name) for name in {*files, tests} if name not in text}
+    assert unnamed == set()
+
+
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     begins = re.compile(r'^ *"""(Of|What|Whoever|Those|That)\b', re.M)
     assert [module for module, path in FILES.items() if begins.search(path.read_text())] == []

@@ -1,1 +1,8 @@
-"""Inside each process: detect its rank, join the others, compare values, and watch for hangs."""
+"""Cluster, inside each process: detect its rank, join the others, compare values, watch for hangs.
+
+Read `join.py` (`initialize`), `place.py` with `engines.py` (rank and coordinator, from a launcher),
+`rendezvous.py`, `hub.py` and `link.py` (process 0, and connections to it), and `cluster_job.py`,
+the `Job` that the core is handed. It imports `errors`, `arguments`, and of the core only
+`core.ground`; the core imports nothing here. Tests: `tests/cluster/`, and real launchers in
+`tests/engines/`. Public: `rx.initialize`, `rx.Patience` (`docs/processes.md`).
+"""

@@ -1,1 +1,8 @@
-"""Plan memory and speed of a step on hardware that is described rather than attached."""
+"""Plan memory and speed of a step on hardware that is described rather than attached.
+
+Read `planner.py` (`plan`), `target.py` (the hardware), `steps.py` (steps of any size, compiled by
+`compiler.py` if the platform's compiler is installed, else by `memory_formula.py`), `speed.py` and
+`forecast.py`, `largest.py`, `advice.py`; `planned.py` has the records, `plan_table.py` the screen.
+It may import `core`, `train`, `cluster`, `analysis` and `recipes`, and no other command. Tests:
+`tests/plan/`. Public: `rx.plan`, `rx.Plan` (`docs/plan.md`).
+"""

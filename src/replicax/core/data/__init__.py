@@ -1,1 +1,12 @@
-"""."""
+"""Data: from the user's rows to batches on devices.
+
+Read in this order:
+
+    batch.py         `Batch`, rows with their mask and index, of one size; padding, and `Shared`
+    host_arrays.py   arrays and mappings of other libraries as NumPy arrays and dicts
+    sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process
+    feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
+
+It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
+`rx.Batch`, `rx.Shared`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
+"""

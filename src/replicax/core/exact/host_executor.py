@@ -1,6 +1,26 @@
 """Run a jaxpr of one micro-shard on all micro-shards, cut into programs.
 
-Loops and branches around sums run on the host; every iteration uses the same programs.
+For example, the step in `replicax.core.exact.split_trace`, with `w` 0.5 and the rows 0 to 7 in four
+micro-shards, on two devices. Entry n of a `MicroShardValues` holds the n-th micro-shard of every
+device, here separated by bars; so each call of a program computes one micro-shard on every device:
+
+    x               [0, 1 | 4, 5], [2, 3 | 6, 7]
+    step.0  w x[0]  g = [0.462 | 4.159]     micro-shards 0 and 2
+    step.0  w x[1]  g = [2.311 | 6.008]     micro-shards 1 and 3
+    TreeSum         h = (0.462 + 2.311) + (4.159 + 6.008) = 12.939
+    step.1  w h     i = -12.489, on both devices
+
+On one device `x` has four entries, and `step.0` is called four times. It is the same program, with
+the same operands for each micro-shard, so `g` has the same bits; `TreeSum` adds the same pairs.
+
+Loops and branches around sums run on the host; every iteration uses the same programs. A scan of
+three turns over that step, which also returns `w * 2` of each turn, calls
+
+    step.0.0  step.0.0  step.0.1     in each turn, on two devices: the sums, and the update
+    step.2.0                         after the last: it stacks what the turns return
+
+A `lax.cond` whose predicate is `w > 0` is three programs: `step.0` computes the predicate, the host
+reads it, and `step.1.0` and `step.1.1`, those of the branch around the sum, are called if it holds.
 """
 
 import collections
@@ -62,6 +82,8 @@ class HostExecutor:
         """Return the results for the arguments: arrays equal on all devices, or by shard."""
         values = [*self._consts, *values]
         known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
+        # Values are dropped after the last item that reads them, so that the next one may have
+        # their memory: `values` must not hold them meanwhile.
         del values
         for run, after in self._runs:
             run(known)
@@ -125,6 +147,8 @@ class HostExecutor:
         return meet
 
     def _alike(self, item: Segment, unneeded: Sequence[Var]) -> Callable[[Known], None]:
+        # Only these reuse memory. The program of a micro-shard does not, as its next call reads the
+        # shared arguments again.
         into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
         taken = _reusable(into, out, self._free & set(unneeded))
         program = self.program(item.jaxpr, [None] * len(into), [None] * len(out), donated=taken)
@@ -140,6 +164,8 @@ class HostExecutor:
             item.jaxpr, *([self._shard_dim(var) for var in each] for each in (into, out))
         )
         place: dict[Any, int] = {var: number for number, var in enumerate(out)}
+        # Operands of sums are only held until they are added; `kept` are the other results, of all
+        # micro-shards.
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
         kept = [number for number in range(len(out)) if number not in summed]
         totals = [var for eqn in item.sums for var in eqn.outvars]
@@ -191,12 +217,15 @@ def _scan(
     split = consts + carried
     carry_owned, carry_avals = owned[consts:split], avals[consts:split]
 
+    # The number of the turn is an argument, so that all turns are one program.
     def turn(*values: Any) -> list[Any]:
         *held, number = values
         rows = [lax.dynamic_index_in_dim(each, number, 0, keepdims=False) for each in held[split:]]
         found = body(*held[:split], *rows)
         return [*_as_own(found[:carried], carry_owned), *found[carried:]]
 
+    # A carry may be shared before the first turn, and depend on rows after it. Every turn takes
+    # what the one before returns, so it is made a value of each micro-shard beforehand.
     begin = parted.inner(
         lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split], out[:carried]
     )

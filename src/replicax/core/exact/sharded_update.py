@@ -2,6 +2,28 @@
 
 Elementwise operations are computed on one piece. A reduction, such as the norm of a gradient, is
 computed per piece and then over all pieces. Any other use of a whole array is rejected.
+
+For example, an update of 8 weights in 4 pieces. `w` is whole on all devices; of `m` and `g` each
+micro-shard has two entries. The update is traced on shapes of whole arrays, and evaluated:
+
+    def update(w, m, g):
+        norm = jnp.sqrt(jnp.sum(g * g))
+        m = m * 0.9 + g / norm
+        return w * 0.99 - m, m
+
+    mul g g               [2]    a piece: elementwise
+    reduce_sum            []     whole: the piece's sum, gathered from all micro-shards, [4], added
+    sqrt                  []     whole, as its operand is
+    mul m 0.9, div, add   [2]    a piece; a scalar operand is the same for all pieces
+    mul w 0.99            [8]    whole
+    sub                   [2]    a piece: `mul w 0.99` is computed again, on two entries of `w`
+    new w, new m                 gathered to [8], since the layout has `w` whole; the piece as it is
+
+The whole product `mul w 0.99` is dead code then. `split_trace` cuts this into a program with the
+sum of a piece, the gather, a program with the rest, and the gather of `w`.
+
+`jnp.sort(m)`, `g @ g` and `m.at[0].set(0)` raise `LooksAtWhole`, which names the primitives `sort`,
+`dot_general` and `scatter`.
 """
 
 import dataclasses
@@ -119,6 +141,8 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: MicroShard) 
 def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
     dims = {value.dim for value in values if value.dim is not None}
     if not dims:
+        # Nothing is split yet, but the result may meet a piece later. It is computed whole, for
+        # reductions and results, and `again` computes a part of it, if asked.
         found = bind(eqn, [value.array for value in values])
         again = _in_parts(eqn, values, found, piece)
         return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
@@ -126,6 +150,7 @@ def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Valu
         return _evaluate(called(eqn), values, piece)
     if eqn.primitive.name == "cond":
         return _cond(eqn.params["branches"], values, piece)
+    # Pieces along different dims, as of a matrix and its transpose, hold different entries.
     if len(dims) > 1:
         raise LooksAtWhole(eqn.primitive.name)
     [dim] = dims
@@ -140,6 +165,7 @@ def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: MicroShard) -> _Value:
     """Return a reduction of an array split along `dim`, combining all pieces over that dim."""
     axes = eqn.params["axes"]
     [found] = bind(eqn, [array])
+    # Each entry of a result that keeps the split dim is reduced from entries of one piece.
     if dim not in axes:
         return _Value(found, dim - sum(axis < dim for axis in axes))
     each = gather(found[None], dim=0, count=piece.count)
@@ -169,6 +195,9 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroSha
         pairs = zip(arrays, operands, strict=True)
         return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], piece)
 
+    # Only evaluating a branch tells which of its results are split, and a traced function cannot
+    # return that, so it is put into `found`. All branches must agree: where one returns a piece,
+    # such as an updated moment, another may return a whole array, such as zeros.
     found: list[list[int | None]] = []
 
     def dims_of(branch: ClosedJaxpr, arrays: list[Any]) -> None:
@@ -185,7 +214,8 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroSha
         pairs = zip(of_values(branch, arrays), split, strict=True)
         return [value.placed(dim, piece) for value, dim in pairs if (dim is not None) == is_split]
 
-    # Separately, since whole results do not depend on a piece.
+    # Two conds, one of the whole results and one of the pieces: as results of one, whole values
+    # would count as different between micro-shards, like everything computed with a piece.
     taken = [
         iter(lax.switch(index.array, [partial(run, each, branch) for branch in branches], arrays))
         for each in (False, True)

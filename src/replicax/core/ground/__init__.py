@@ -1,1 +1,15 @@
-"""."""
+"""Ground: what every other room stands on, and knows nothing of steps, modes or layouts.
+
+Read in this order:
+
+    train_state.py     `TrainState`, the state of training, and whether its arrays may still be used
+    leaves.py          leaves of pytrees: group by dtype, paths, random keys as numbers
+    precision.py       the dtype of the model's computation, and that of sums
+    job.py             `Job`, the methods of a job of many processes that the core calls
+    in_flight.py       the steps that are dispatched and not finished
+    traced_for.py      the devices that a step is traced for, attached or described
+    jax_internals.py   every name that comes from `jax._src`
+
+It imports `errors` and nothing else of Replicax. `cluster` may import this room, and no other of
+the core. Tests: `tests/core/ground/`. Public: `rx.TrainState`, `rx.Job`.
+"""

@@ -1,6 +1,23 @@
 """Determine from jaxprs whether each row of a result depends on only one row of a batch.
 
 Unknown primitives count as mixing rows, so independence is never assumed without proof.
+
+The rules in `row_rules` locate rows that are still there. To tell a mean from a sum, or a constant
+from the number of rows, a function is traced twice, with different numbers of rows, here 8 and 4.
+For rows `h` of shapes `[8, 2]` and `[4, 2]`, which are `Rows(0)`:
+
+    result                      last equation, in both     place            parts of a batch
+    jnp.sum(h * h, axis=1)      reduce_sum                 Rows(0)          have the same rows
+    jnp.sum(h)                  reduce_sum                 Total(0)         add up
+    jnp.mean(h, axis=0)         div _ 8.0     div _ 4.0    Total(-1)        average to it
+    h * len(h)                  mul _ 8.0     mul _ 4.0    Rows(0, power=1) differ by a factor
+    h / 8                       div _ 8.0     div _ 8.0    Rows(0)          have the same rows
+    h - jnp.mean(h, axis=0)     sub                        MIXED            have other rows
+    jnp.max(h)                  reduce_max                 MIXED            have other maxima
+
+The literals 8.0 and 4.0 grow with the rows, so they are a `Count(1)`, and a `Total(0)` divided by
+it is a `Total(-1)` (`row_counts`). One trace would show the same `div _ 8.0` for a division by the
+number of rows and for one by 8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,6 +128,7 @@ class Follow:
                 raise Unlike
             places = list(map(place_of, eqn.invars, twin.invars))
             found = self._outputs(eqn, twin, places)
+            # Only the first primitive that mixes is worth naming, not all that read its result.
             if MIXED in found and MIXED not in places:
                 self.mixing.add(eqn.primitive.name)
             set_all(eqn.outvars, found)
@@ -224,6 +242,8 @@ class Follow:
                 return Index(dim) if each == 1 else MIXED
             return Rows(dim, each, getattr(places[0], "power", 0) if places else 0)
         found = _of(eqn, places, out.aval)
+        # The traces check the rule: the dim where it locates the rows must have grown, and only
+        # that one, by as much as the number of rows.
         if isinstance(found, Rows) and found != MIXED and self._rows[0] != self._rows[1]:
             sizes = (each.aval.shape[found.dim] for each in (out, twin))
             if [found.each * count for count in self._rows] != list(sizes):

@@ -1,4 +1,22 @@
-"""Rules, one per primitive, that locate the rows of its inputs in its output, if still separate."""
+"""Rules, one per primitive, that locate the rows of its inputs in its output, if still separate.
+
+For example, for rows `x` of shape `[8, 3]`, which are `Rows(0)`, weights `w` of shape `[3, 2]`,
+which are None, and `h = jnp.tanh(x @ w)`:
+
+    h                      dot_general, tanh   [8, 2]   Rows(0)
+    jnp.sum(h, axis=1)     reduce_sum          [8]      Rows(0)           each row by itself
+    h.T                    transpose           [2, 8]   Rows(1)
+    h.reshape(-1)          reshape             [16]     Rows(0, each=2)   2 entries, side by side
+    h.T.reshape(-1)        reshape             [16]     MIXED             2 entries, 8 apart
+    h[::-1]                rev                 [8, 2]   MIXED             row 0 is where row 7 was
+    jnp.sort(h, axis=1)    sort                [8, 2]   Rows(0)
+    jnp.sort(h, axis=0)    sort                [8, 2]   MIXED             compares rows
+    h @ h.T                dot_general         [8, 8]   MIXED             rows along both dims
+
+A rule may call rows mixed that are separate, as those of `h[::-1]`: then symbols decide
+(`row_symbols`), or it is an error. The opposite would be another number, without an error; so a
+rule returns a place only for the cases that it checks, and all others are `MIXED`.
+"""
 
 import dataclasses
 import math
@@ -21,7 +39,7 @@ class Rows:
 Place = Rows | None
 """None if an array does not depend on the rows."""
 MIXED = Rows(-1)
-"""Rows may have been mixed."""
+"""Rows may have been mixed. True, unlike None: a value that depends on rows, wherever they are."""
 Rule = Callable[[Any, list[Place], list[Shape], Shape], Place]
 
 
@@ -53,6 +71,8 @@ def _broadcast(params: Any, places: list[Place], shapes: list[Shape], out: Shape
 
 
 def _reshape(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    # Rows stay together if the dims before that of the rows have the same product as before, and
+    # that dim a whole number of entries per row.
     rows, shape = places[0], shapes[0]
     if rows is None or params["dimensions"] is not None:
         return MIXED
@@ -126,6 +146,8 @@ def _top_k(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -
 
 
 def _dot(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+    # Dims of the result: the batch dims, the free ones of the left operand, those of the right one.
+    # `free` is where those of the current operand begin.
     contracted, batched = params["dimension_numbers"]
     free, found = len(batched[0]), []
     for rows, shape, summed, kept in zip(places, shapes, contracted, batched, strict=True):

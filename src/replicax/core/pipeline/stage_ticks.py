@@ -1,4 +1,30 @@
-"""One pipeline stage of a replica: forward and backward passes of micro-batches by tick."""
+"""One pipeline stage of a replica: forward and backward passes of micro-batches by tick.
+
+All stages run one compiled loop over ticks. In a tick a stage computes the forward pass of one
+micro-batch, or nothing, and then the backward pass of one, or nothing. For two stages and three
+micro-batches, `F1` and `B1` being the passes of micro-batch 1:
+
+    1f1b      tick 0   1       2       3       4
+    stage 0   F0       F1      F2 B0   B1      B2
+    stage 1            F0 B0   F1 B1   F2 B2
+
+    gpipe     tick 0   1       2       3       4       5       6       7
+    stage 0   F0       F1      F2                      B0      B1      B2
+    stage 1            F0      F1      F2      B0      B1      B2
+
+Stage s computes the forward pass of micro-batch n in tick n + s, as the carry needs one tick from
+stage to stage. Backward passes begin at the last stage in tick `turn`, here 1 and 4, and the
+cotangent of the carry needs one tick from stage to stage too: `turn` + (stages - 1 - s) + n.
+
+Micro-batch 1 in `1f1b`: in tick 1 stage 0 computes the part before the scan and its layers, and
+keeps the residuals in slot 1 of a ring. In tick 2 stage 1 computes its layers from that carry, the
+rest of the loss and its gradient, and the backward pass of its layers. In tick 3 stage 0 computes
+the backward pass of its own.
+
+The ring has as many slots as micro-batches that may be between their passes: here 3 in both
+schedules, and with eight micro-batches 3 in `1f1b` and 8 in `gpipe`. In `1f1b` stage 0 keeps
+micro-batch n from tick n to tick n + 2, and micro-batch n + 3 takes its slot in the next.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -63,6 +89,8 @@ class Stage:
                     lambda: total,
                 )
 
+            # Stages send outside of the cond, since all of them take part in it in every tick, also
+            # idle ones. What these send is not read: the receiver is idle in the next tick.
             sent, total = lax.cond(self._has(number), work, lambda: (received, total))
             return (self._shift(sent, 1), total), None
 
@@ -77,6 +105,10 @@ class Stage:
 
         together = partial(merged, flags=self._floating)
 
+        # The loss of a micro-batch is two functions, as their derivatives are taken at different
+        # times: `layers` by each stage, whose residuals wait in the ring for the cotangent from the
+        # next stage, and `loss`, the rest, by the last stage, when it begins a backward pass.
+        # Integers in the carry, such as masks, travel with it, and have no cotangent.
         def layers(wanted: PyTree, given: tuple[Arrays, jax.Array]) -> tuple[Arrays, Arrays]:
             return divided(self.own_layers(whole(wanted), *given), self._floating)
 
@@ -90,6 +122,7 @@ class Stage:
 
         def tick(carried: Any, time: jax.Array) -> tuple[Any, None]:
             received, cotangent, ring, sums = carried
+            # The micro-batches whose forward and backward passes are due; see `_has`.
             number, back = time - self.index, time - turn - (self.stages - 1 - self.index)
 
             def forward() -> tuple[Arrays, Any]:
@@ -105,11 +138,15 @@ class Stage:
                     )
                     return gradients[1], _add(sums, _as_sums(gradients[0], weighted))
 
+                # The last stage makes the first cotangent; the others have received theirs.
                 own, total = lax.cond(self._is_last, at_the_end, lambda: (cotangent, sums))
                 gradient, (by_carry, _) = later.backward(wanted, kept, own)
                 before, _ = divided(by_carry, self._floating)
                 return before, _add(total, _as_sums(gradient, self._no_sums))
 
+            # Without a forward pass the slot's own values are written back: the cond returns only
+            # one slot, not the ring. This comes before `backward` reads a slot, since in `1f1b`
+            # the last stage computes both passes of a micro-batch in one tick.
             idle = partial(_slot, ring, number % slots)
             sent, kept = lax.cond(self._has(number), forward, lambda: (received, idle()))
             ring = jax.tree.map(
@@ -201,6 +238,9 @@ class Later:
     floats in `given`, inputs that change between iterations; `more` is auxiliary. Only residuals
     that depend on `given` are kept. Those that depend only on the parameters, such as their casts
     and transposes, are the same in every iteration and are recomputed.
+
+    For `jnp.tanh(x @ w.astype(bfloat16))`, differentiated by `w` and `x`, it keeps three arrays of
+    the shape of rows, `x`, the tanh and 1 minus it; `backward` casts `w` again.
     """
 
     def __init__(
@@ -214,10 +254,14 @@ class Later:
             kept, self._vjp = jax.tree.flatten(vjp)
             return (outputs, more), kept
 
+        # Traced once: the forward pass is this jaxpr without the residuals that can be recomputed,
+        # and `backward` begins with only these. `self._vjp`, noted while tracing, is the treedef of
+        # a `jax.vjp` function, to be filled with residuals.
         closed, found = jax.make_jaxpr(forward, return_shape=True)(wanted, given)
         outputs, kept = found
         self._result = jax.tree.structure(outputs)
         count, params = self._result.num_leaves, len(jax.tree.leaves(wanted))
+        # The row rules, with `given` as the rows, tell what depends on `given` at all.
         places = follow(closed, [None] * params + [MIXED] * len(jax.tree.leaves(given)))
         self._changes = [place is not None for place in places[count:]]
         self._keys = [

@@ -41,7 +41,7 @@ class Staged(Objective):
     micro_batches: int
     """Number of micro-batches that the rows of a replica are split into."""
     schedule: str = "1f1b"
-    """See `replicax.core.pipeline.stage_ticks.SCHEDULES`."""
+    """See `replicax.core.placement.pipeline_schedules.SCHEDULES`."""
     per_replica: ClassVar[bool] = True
 
     def loss_sums(

@@ -1,0 +1,57 @@
+"""The examples in the docstrings of `row_rules` and `row_dependence`: where rows are."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from replicax.core.jaxprs.row_counts import Place, Total
+from replicax.core.jaxprs.row_dependence import Follow
+from replicax.core.jaxprs.row_rules import MIXED, Rows
+
+COUNTS = (8, 4)
+Function = Callable[[jax.Array], jax.Array]
+
+
+def place(function: Function) -> Place:
+    """Return the place of `function` of rows, traced with 8 of them and with 4."""
+    shapes = (jax.ShapeDtypeStruct((count, 2), np.float32) for count in COUNTS)
+    one, two = (jax.make_jaxpr(function)(shape) for shape in shapes)
+    [found] = Follow(COUNTS)(one, two, [Rows(0)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda h: jnp.tanh(h @ jnp.ones((2, 3))), Rows(0)),
+        (lambda h: jnp.sum(h, axis=1), Rows(0)),
+        (lambda h: h.T, Rows(1)),
+        (lambda h: h.reshape(-1), Rows(0, each=2)),
+        (lambda h: h.T.reshape(-1), MIXED),
+        (lambda h: h[::-1], MIXED),
+        (lambda h: jnp.sort(h, axis=1), Rows(0)),
+        (lambda h: jnp.sort(h, axis=0), MIXED),
+        (lambda h: h @ h.T, MIXED),
+    ],
+)
+def test_rows_in_a_result(function: Function, expected: Place) -> None:
+    assert place(function) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda h: jnp.sum(h * h, axis=1), Rows(0)),
+        (jnp.sum, Total(0)),
+        (lambda h: jnp.mean(h, axis=0), Total(-1)),
+        (lambda h: h * len(h), Rows(0, power=1)),
+        (lambda h: h / 8, Rows(0)),
+        (lambda h: h - jnp.mean(h, axis=0), MIXED),
+        (jnp.max, MIXED),
+    ],
+)
+def test_two_traces_tell_a_mean_from_a_sum(function: Function, expected: Place) -> None:
+    assert place(function) == expected
