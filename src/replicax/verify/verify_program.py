@@ -108,7 +108,7 @@ def _checks(
     depends = facts.rows.kind == DEPENDENT
     splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
-    if facts.constant_key and not facts.rows.placed:
+    if facts.constant_key and not facts.rows.positional:
         yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
     cases = _cases(subject, modes)
