@@ -151,8 +151,8 @@ API: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ),
     ),
     "make_mesh": (rx.make_mesh, ("data", "model", "stage", "devices", "fsdp")),
-    "Patience": (
-        rx.Patience,
+    "Timeouts": (
+        rx.Timeouts,
         ("stall_multiple", "stall_seconds", "start_seconds", "silent_seconds"),
     ),
     "init": (

@@ -379,20 +379,22 @@ def test_a_loss_that_needs_the_key_in_evaluation_is_told_so(draw: str, trained: 
     state = dp.init(MODEL)
     if trained:
         state, _ = dp.step(state, ROWS)
-    refused(LossError, lambda: dp.evaluate(state, [ROWS]), "evaluation", "key is not None")
+    with pytest.raises((TypeError, ValueError)) as caught:
+        dp.evaluate(state, [ROWS])
+    assert "key=None" in caught.value.__notes__[0]
 
 
 def test_an_error_of_the_loss_in_evaluation_is_its_own() -> None:
-    def always_wrong(*arguments: Any) -> Any:
+    calls = []
+
+    def wrong(*arguments: Any) -> Any:
+        calls.append(arguments)
         return loss(*arguments) @ jnp.ones((4, 4))
 
-    def wrong(model: Any, batch: Any, key: Any) -> Any:
-        return (always_wrong if key is None else loss)(model, batch, key)
-
-    for function, raised in ((always_wrong, TypeError), (wrong, LossError)):
-        dp = make(function)
-        with pytest.raises(raised, match=r"\(4, 4\)|\(4,\)"):
-            dp.evaluate(dp.init(MODEL), [ROWS])
+    dp = make(wrong)
+    with pytest.raises(TypeError, match=r"\(4, 4\)|\(4,\)"):
+        dp.evaluate(dp.init(MODEL), [ROWS])
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])

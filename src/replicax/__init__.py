@@ -49,7 +49,8 @@ if typing.TYPE_CHECKING:
     from replicax.bench.bench_result import Bench as Bench
     from replicax.bench.run import bench as bench
     from replicax.cluster.join import initialize as initialize
-    from replicax.cluster.patience import Patience as Patience
+    from replicax.cluster.watchdog import Patience as Patience
+    from replicax.cluster.watchdog import Timeouts as Timeouts
     from replicax.load_run import load as load
     from replicax.plan.planned import Plan as Plan
     from replicax.plan.planner import plan as plan
@@ -98,13 +99,14 @@ _LATER = {
     "Logger": "train.hooks.logger",
     "MLflow": "train.hooks.trackers",
     "NoiseMeter": "train.noise_scale",
-    "Patience": "cluster.patience",
+    "Patience": "cluster.watchdog",
     "Plan": "plan.planned",
     "Profile": "train.hooks.profile",
     "Run": "train.fit",
     "Saving": "train.storage",
     "TensorBoard": "train.hooks.trackers",
     "Throughput": "train.hooks.figures",
+    "Timeouts": "cluster.watchdog",
     "Verification": "verify.verification",
     "WandB": "train.hooks.trackers",
     "bench": "bench.run",
@@ -186,6 +188,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "Stateful",
     "TensorBoard",
     "Throughput",
+    "Timeouts",
     "TrainState",
     "Verification",
     "WandB",

@@ -119,9 +119,9 @@ def _failed_saves() -> None:
 
 def _watchdog() -> None:
     from replicax.cluster import join
-    from replicax.cluster.patience import Patience
+    from replicax.cluster.watchdog import Timeouts
 
-    join.find_patience = lambda env: Patience(silent_seconds=3600.0)  # type: ignore[assignment]
+    join.read_timeouts = lambda env: Timeouts(silent_seconds=3600.0)  # type: ignore[assignment]
 
 
 DEFENCES = {

@@ -15,8 +15,7 @@ from support.waiting import HANG_SECONDS
 
 from replicax.cluster import failure, link
 from replicax.cluster.cluster_job import set_job
-from replicax.cluster.pulse import Pulse
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import LoopProgress, Verdict
 from replicax.core.ground.in_flight import InFlight
 from replicax.errors import AgreementError, interrupted
 
@@ -76,7 +75,7 @@ def test_a_verdict_is_said_and_written(
     process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="1"):
-        failure.stop_now(process, Pulse(InFlight()), Verdict("process 1 is late", [1]))
+        failure.stop_now(process, LoopProgress(InFlight()), Verdict("process 1 is late", [1]))
     assert capsys.readouterr().err == f"replicax: process {process}{said}process 1 is late\n"
     assert written(path)["blames"] == [1]
 
@@ -85,7 +84,7 @@ def test_a_stop_with_everything_saved_is_no_failure(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="75"):
-        failure.stop_now(1, Pulse(InFlight()), Verdict(WHY, [], code=75))
+        failure.stop_now(1, LoopProgress(InFlight()), Verdict(WHY, [], code=75))
     said = f"replicax: process 1 stops: {WHY}\n"
     assert capsys.readouterr().err == said
     assert not path.exists()
@@ -138,11 +137,11 @@ def test_who_stops_all_ends_even_if_process_0_does_not_answer(
 def test_the_stacks_come_with_it(path: Path) -> None:
     script = (
         "from replicax.cluster.failure import stop_now\n"
-        "from replicax.cluster.pulse import Pulse\n"
-        "from replicax.cluster.verdict import Verdict\n"
+        "from replicax.cluster.watchdog import LoopProgress\n"
+        "from replicax.cluster.watchdog import Verdict\n"
         "from replicax.core.ground.in_flight import InFlight\n"
-        "pulse, late = Pulse(InFlight()), Verdict('late', [1], stacks=True)\n"
-        "def waiting_here(): stop_now(0, pulse, late)\n"
+        "progress, late = LoopProgress(InFlight()), Verdict('late', [1], stacks=True)\n"
+        "def waiting_here(): stop_now(0, progress, late)\n"
         "waiting_here()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

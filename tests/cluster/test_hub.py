@@ -14,8 +14,7 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import door
 from replicax.cluster import hub as hub_module
-from replicax.cluster.patience import Patience
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import Timeouts, Verdict
 from replicax.cluster.wire import Bye, Failed, Hello, encode
 from replicax.errors import AgreementError, ClusterError
 
@@ -58,7 +57,7 @@ def test_all_come_and_learn_the_same() -> None:
 
 
 def test_what_is_prepared_reaches_all() -> None:
-    job = Job(2, Patience(), HANG_SECONDS)
+    job = Job(2, Timeouts(), HANG_SECONDS)
     job.open(lambda hellos: (700, [[hello.process] for hello in hellos]))
     try:
         told = [(p.go.port, p.go.local_devices) for p in job.start()]
@@ -71,7 +70,7 @@ def test_what_cannot_be_prepared_ends_all() -> None:
     def prepare(hellos: list[Hello]) -> list[Any]:
         raise ValueError("2 GPUs for 3 processes")
 
-    job = Job(2, Patience(), HANG_SECONDS)
+    job = Job(2, Timeouts(), HANG_SECONDS)
     job.open(prepare)
     try:
         for coming in [job.come(0), job.come(1)]:

@@ -125,7 +125,7 @@ def test_a_slow_process_is_waited_for(slow: bool, seconds: float) -> None:
         def patience() -> bool:
             gathers = job.hub._gathers  # type: ignore[union-attr]
             return any(
-                list(each.patience_seconds.values()) == [seconds] for each in gathers.values()
+                list(each.timeout_seconds.values()) == [seconds] for each in gathers.values()
             )
 
         assert first.job.gather("the save", 1, slow=slow, cancelled=patience) == []

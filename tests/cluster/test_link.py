@@ -12,10 +12,8 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
 from replicax.cluster import link as link_module
-from replicax.cluster import pulse as pulse_module
-from replicax.cluster.patience import Patience
-from replicax.cluster.pulse import Standing
-from replicax.cluster.verdict import Verdict
+from replicax.cluster import watchdog
+from replicax.cluster.watchdog import Heartbeat, Timeouts, Verdict
 from replicax.cluster.wire import Gather, Message
 from replicax.errors import ConfigError
 
@@ -128,17 +126,17 @@ def test_one_that_ends_says_how_far_it_came() -> None:
 def allow(processes: list[Process], seconds: float) -> None:
     """No process takes longer than that, as each tells of itself."""
     for process in processes:
-        process.wire.send(Standing(5, 5, "stepping", 0.0, seconds))
+        process.wire.send(Heartbeat(5, 5, "stepping", 0.0, seconds))
 
 
-@pytest.mark.parametrize(("patience", "stops"), [(None, True), (0.1, True), (3.0, False)])
-def test_a_topic_has_a_patience_of_its_own(patience: float | None, stops: bool) -> None:
+@pytest.mark.parametrize(("timeout", "stops"), [(None, True), (0.1, True), (3.0, False)])
+def test_a_topic_has_a_timeout_of_its_own(timeout: float | None, stops: bool) -> None:
     with opened(3, silent_seconds=60.0) as job:  # a beat in 1 s, after the first
         first, second, third = job.start()
-        until(lambda: job.hub._members[1].standing.begun == 0)  # type: ignore[union-attr]
+        until(lambda: job.hub._members[1].heartbeat.begun == 0)  # type: ignore[union-attr]
         time.sleep(0.1)
         allow([first, second, third], 0.3)
-        waiting = job.call(first.link.gather, "the save", 1, job_over(first), patience)
+        waiting = job.call(first.link.gather, "the save", 1, job_over(first), timeout)
         job.call(third.gather, "the save", 3)  # which has said nothing of how long
         if stops:
             # Said again and again, since each process tells something else of itself meanwhile.
@@ -155,7 +153,7 @@ def job_over(process: Process) -> Any:
     return process._over.is_set
 
 
-def test_the_patience_of_one_who_withdraws_goes_with_it() -> None:
+def test_the_timeout_of_one_who_withdraws_goes_with_it() -> None:
     with opened(3) as job:
         first, second, _ = job.start()
         job.call(second.gather, "t", 2)
@@ -163,7 +161,7 @@ def test_the_patience_of_one_who_withdraws_goes_with_it() -> None:
         came = lambda: len(hub_topics(job)["t"].values) == 2  # noqa: E731
         assert first.link.gather("t", 1, came, 900.0) == []
         until(lambda: list(hub_topics(job)["t"].values) == [1])
-        assert list(hub_topics(job)["t"].patience_seconds.values()) == [0.0]
+        assert list(hub_topics(job)["t"].timeout_seconds.values()) == [0.0]
 
 
 def test_one_process_has_all_stop() -> None:
@@ -300,7 +298,7 @@ def test_process_0_falls_silent() -> None:
 
 def test_who_was_frozen_itself_alarms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """All clocks jump, as after Ctrl-Z and fg."""
-    patience = Patience(silent_seconds=5.0, stall_seconds=5.0, start_seconds=5.0)
+    timeouts = Timeouts(silent_seconds=5.0, stall_seconds=5.0, start_seconds=5.0)
     offset = [0.0]
     monotonic = time.monotonic
 
@@ -311,10 +309,10 @@ def test_who_was_frozen_itself_alarms_nobody(monkeypatch: pytest.MonkeyPatch) ->
         def monotonic() -> float:
             return monotonic() + offset[0]
 
-    for module in (link_module, hub_module, pulse_module):
+    for module in (link_module, hub_module, watchdog):
         monkeypatch.setattr(module, "time", Clock)
     with opened(2) as job:
-        job.patience = patience
+        job.timeouts = timeouts
         processes = job.start()
         job.call(processes[0].gather, "t", 0)
         until(lambda: hub_topics(job))
@@ -329,12 +327,12 @@ def test_who_was_frozen_itself_alarms_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_who_is_stuck_is_found_out() -> None:
-    """From pulses to verdict, across threads."""
-    stands = {0: Standing(12, 11, "stepping", 7.0, 6.0), 1: Standing(11, 11, "stepping", 7.5, 6.0)}
+    """From heartbeats to verdict, across threads."""
+    beats = {0: Heartbeat(12, 11, "stepping", 7.0, 6.0), 1: Heartbeat(11, 11, "stepping", 7.5, 6.0)}
     with opened(2) as job:
         processes = job.start()
-        for process, stand in stands.items():
-            processes[process].wire.send(stand)
+        for process, beat in beats.items():
+            processes[process].wire.send(beat)
         for each in processes:
             verdict = each.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]

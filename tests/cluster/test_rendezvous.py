@@ -14,15 +14,15 @@ from support.waiting import HANG_SECONDS
 
 from replicax.cluster import rendezvous
 from replicax.cluster.hub import Hub
-from replicax.cluster.patience import Patience
 from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.watchdog import Timeouts
 from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError
 
 
 def opening(port: int, job: str = "theirs") -> str:
     with pytest.raises(ClusterError) as caught:
-        Hub(place(0, 2, port, job), Patience(), 5.0, lambda hellos: ())
+        Hub(place(0, 2, port, job), Timeouts(), 5.0, lambda hellos: ())
     return str(caught.value)
 
 
@@ -78,7 +78,7 @@ def test_nothing_listens() -> None:
 
 
 def test_process_0_comes_later() -> None:
-    job = Job(2, Patience(), HANG_SECONDS)
+    job = Job(2, Timeouts(), HANG_SECONDS)
     early = job.come(1)
     time.sleep(0.3)
     job.open()

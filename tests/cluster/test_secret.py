@@ -11,9 +11,9 @@ from support.cluster_jobs import VERSIONS, Job, opened, place, proven
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster.hub import Hub
-from replicax.cluster.patience import Patience
 from replicax.cluster.place import find_place
 from replicax.cluster.secret import Secret, find_secret
+from replicax.cluster.watchdog import Timeouts
 from replicax.cluster.wire import Hello, encode
 from replicax.errors import ClusterError, ConfigError
 
@@ -105,7 +105,7 @@ def test_strangers_do_not_learn_the_id_of_a_job() -> None:
             assert "another job" in (said := stranger.recv(1 << 16).decode())
             assert "ours" not in said
         with pytest.raises(ClusterError, match="another job") as caught:
-            Hub(place(0, 2, job.port, "theirs"), Patience(), 5.0, lambda hellos: ())
+            Hub(place(0, 2, job.port, "theirs"), Timeouts(), 5.0, lambda hellos: ())
         assert "ours" not in str(caught.value)
 
 

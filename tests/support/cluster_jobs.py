@@ -14,12 +14,10 @@ from support.waiting import HANG_SECONDS, until
 from replicax.cluster.cluster_job import Linked
 from replicax.cluster.hub import Hub, Prepare
 from replicax.cluster.link import Link
-from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
-from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import meet
 from replicax.cluster.secret import Secret
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import LoopProgress, Timeouts, Verdict
 from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.ground.in_flight import InFlight
 
@@ -53,12 +51,12 @@ class Process:
     """A thread's part in a job."""
 
     def __init__(
-        self, process: int, wire: Connection, go: Go, patience: Patience, over: threading.Event
+        self, process: int, wire: Connection, go: Go, timeouts: Timeouts, over: threading.Event
     ) -> None:
         self.process, self.go, self.wire, self._over = process, go, wire, over
         self.stopped: Future[Verdict] = Future()
-        pulse = Pulse(InFlight())
-        self.link = Link(wire, process, go.names, patience, pulse, self.stopped.set_result)
+        progress = LoopProgress(InFlight())
+        self.link = Link(wire, process, go.names, timeouts, progress, self.stopped.set_result)
         self.job = Linked(place(process, self.link.processes, 0), self.link)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
@@ -76,12 +74,12 @@ class Job:
     def __init__(
         self,
         processes: int,
-        patience: Patience,
+        timeouts: Timeouts,
         timeout_seconds: float,
         secret: Secret = NO_SECRET,
     ) -> None:
         self.secret = secret
-        self.processes, self.patience, self.timeout_seconds = processes, patience, timeout_seconds
+        self.processes, self.timeouts, self.timeout_seconds = processes, timeouts, timeout_seconds
         self.port = free_port()
         self.said: list[str] = []
         self._closing = contextlib.ExitStack()
@@ -92,7 +90,7 @@ class Job:
 
     def open(self, prepare: Prepare = lambda hellos: ()) -> None:
         own = place(0, self.processes, self.port, secret=self.secret)
-        self.hub = Hub(own, self.patience, self.timeout_seconds, prepare)
+        self.hub = Hub(own, self.timeouts, self.timeout_seconds, prepare)
         self._closing.callback(self.hub.close)
 
     def come(
@@ -115,7 +113,7 @@ class Job:
         def coming() -> Process:
             wire, go = meet(coordinator, hello, seconds, self.said.append)
             self._closing.callback(wire.close)
-            came = Process(process, wire, go, self.patience, self._over)
+            came = Process(process, wire, go, self.timeouts, self._over)
             self._closing.callback(came.link.close)
             return came
 
@@ -166,7 +164,7 @@ def opened(
 ) -> Iterator[Job]:
     """A job whose hub serves; no thread of it is left at the end."""
     before = set(threading.enumerate())
-    job = Job(processes, Patience(silent_seconds=silent_seconds), timeout_seconds, secret)
+    job = Job(processes, Timeouts(silent_seconds=silent_seconds), timeout_seconds, secret)
     try:
         job.open()
         yield job

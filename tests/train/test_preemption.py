@@ -41,22 +41,22 @@ from replicax.cluster.cluster_job import Linked, set_job
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
 from replicax.cluster.rendezvous import meet
-from replicax.cluster.patience import Patience
+from replicax.cluster.watchdog import Timeouts
 from replicax.cluster.place import find_place
-from replicax.cluster.pulse import Pulse
+from replicax.cluster.watchdog import LoopProgress
 from replicax.cluster.wire import Hello
 from replicax.core.ground.in_flight import InFlight
 
 def join():
     place = find_place(os.environ)
     if place.process == 0:
-        Hub(place, Patience(), 30.0, lambda hellos: ())
+        Hub(place, Timeouts(), 30.0, lambda hellos: ())
     told = place.job, place.process, place.processes
     hello = Hello(*told, proof=place.secret.proof(*told))
     wire, go = meet(place.coordinator, hello, 30.0, say)
-    pulse = Pulse(InFlight())
-    stop = partial(stop_now, place.process, pulse)
-    set_job(Linked(place, Link(wire, place.process, go.names, Patience(), pulse, stop)))
+    progress = LoopProgress(InFlight())
+    stop = partial(stop_now, place.process, progress)
+    set_job(Linked(place, Link(wire, place.process, go.names, Timeouts(), progress, stop)))
 """
 SAID = "SIGTERM before the first step; start it again to continue"
 

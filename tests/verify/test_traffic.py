@@ -41,7 +41,7 @@ def subject() -> Subject:
 def program(case: Case, count: int, size: int, flops: int = 100) -> CompiledCase:
     step = CompiledStep(None, flops, (Collectives("all-reduce", count, size),))
     sent = (
-        (SentOverAxes("all-reduce", ("data",), count, size, 2 * size * 3 / 4, 0.0),)
+        (SentOverAxes("all-reduce", count, size, ("data",), 2 * size * 3 / 4, 0.0),)
         if count
         else ()
     )

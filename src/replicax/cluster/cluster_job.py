@@ -35,7 +35,7 @@ class Linked:
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link
         self.process, self.processes = link.process, link.processes
-        self.in_flight = link.pulse.in_flight
+        self.in_flight = link.progress.in_flight
         self._uses: collections.Counter[str] = collections.Counter()
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
@@ -92,10 +92,10 @@ class Linked:
         return f"{topic} ({self._uses[topic]})"
 
     def move(self) -> None:
-        self.link.pulse.move()
+        self.link.progress.move()
 
     def rest(self) -> None:
-        self.link.pulse.rest()
+        self.link.progress.rest()
 
 
 ClusterJob = Lone | Linked

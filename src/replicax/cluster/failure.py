@@ -14,9 +14,7 @@ from typing import NoReturn
 from replicax.cluster import variables
 from replicax.cluster.cluster_job import Linked, current_job
 from replicax.cluster.link import Link
-from replicax.cluster.patience import Patience
-from replicax.cluster.pulse import Pulse
-from replicax.cluster.verdict import SAVED, Verdict
+from replicax.cluster.watchdog import SAVED, LoopProgress, Timeouts, Verdict
 from replicax.errors import AgreementError
 
 _LONGEST = 500
@@ -41,10 +39,10 @@ def before_stopping(tell: Callable[[Verdict], None]) -> None:
     _last_words.append(tell)
 
 
-def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
+def stop_now(process: int, progress: LoopProgress, verdict: Verdict) -> None:
     """End this process because of `verdict`, even if its main thread is blocked."""
     if verdict.stacks:
-        say(f"process {process} {pulse.stand(Patience())}; Python stack traces:")
+        say(f"process {process} {progress.heartbeat(Timeouts())}; Python stack traces:")
         with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
     others = ", like the others" if process in verdict.blames else ""

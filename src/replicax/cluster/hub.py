@@ -14,12 +14,10 @@ from typing import Any
 from replicax.cluster import wire
 from replicax.cluster.differences import differences, first_of, processes_text
 from replicax.cluster.door import Door, Peer
-from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
-from replicax.cluster.pulse import Standing
 from replicax.cluster.rendezvous import bind
 from replicax.cluster.variables import COORDINATOR, SECRET
-from replicax.cluster.verdict import Member, Verdict, Waiting, judge
+from replicax.cluster.watchdog import Heartbeat, Member, Timeouts, Verdict, Waiting, find_stuck
 
 LOOK_SECONDS = 0.1
 """Interval between checks for stuck processes."""
@@ -40,12 +38,12 @@ class Hub:
     """
 
     def __init__(
-        self, place: Place, patience: Patience, timeout_seconds: float, prepare: Prepare
+        self, place: Place, timeouts: Timeouts, timeout_seconds: float, prepare: Prepare
     ) -> None:
         self._listening = bind(place, listens=True)
         self._job, self._processes, self._secret = place.job, place.processes, place.secret
         self._door = Door(place.processes, self._hear, self._lost)
-        self._silent_seconds = patience.silent_seconds
+        self._silent_seconds = timeouts.silent_seconds
         self._timeout_seconds, self._prepare = timeout_seconds, prepare
         self._members: dict[int, Member] = {}
         self._hellos: dict[int, wire.Hello] = {}
@@ -143,14 +141,14 @@ class Hub:
     def _take(self, member: Member, message: wire.Message) -> None:
         member.heard_at = time.monotonic()
         match message:
-            case Standing():
-                member.standing = message
+            case Heartbeat():
+                member.heartbeat = message
             case wire.Gather():
                 self._gather(member.process, message)
             case wire.Withdraw(topic) if topic in self._gathers:
                 gather = self._gathers[topic]
                 gather.values.pop(member.process, None)
-                gather.patience_seconds.pop(member.process, None)
+                gather.timeout_seconds.pop(member.process, None)
                 if not gather.values:
                     del self._gathers[topic]
             case Verdict():
@@ -170,7 +168,7 @@ class Hub:
         topic = message.topic
         gather = self._gathers.setdefault(topic, Waiting(time.monotonic()))
         gather.values[process] = message.value
-        gather.patience_seconds[process] = message.patience_seconds or 0.0
+        gather.timeout_seconds[process] = message.timeout_seconds or 0.0
         held = sum(len(each.values.get(process, "")) for each in self._gathers.values())
         if len(self._gathers) > _MOST_TOPICS or held > wire.LONGEST_LINE_BYTES:
             raise ValueError("more values than the threads of a process send")
@@ -191,7 +189,7 @@ class Hub:
             return
         if member.ended or self._verdict or self._closing.is_set():
             return
-        end = f"{member} disconnected without notice, last seen at step {member.standing.begun}"
+        end = f"{member} disconnected without notice, last seen at step {member.heartbeat.begun}"
         self._stop(Verdict(f"{end}: killed, crashed, or network failure", [process]))
 
     async def _watch(self) -> None:
@@ -210,7 +208,7 @@ class Hub:
             if self._verdict or self._suspecting:
                 continue
             if self._started:
-                verdict = judge(self._members, self._gathers, now, self._silent_seconds)
+                verdict = find_stuck(self._members, self._gathers, now, self._silent_seconds)
             else:
                 verdict = self._absent() if now > deadline else None
             if verdict:

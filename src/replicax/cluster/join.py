@@ -17,10 +17,9 @@ from replicax.cluster.differences import differences, first_of
 from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
-from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.watchdog import LoopProgress, Timeouts, read_timeouts
 from replicax.cluster.wire import Go, Hello
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.jax_internals import cache_own_programs
@@ -41,7 +40,7 @@ def initialize(
     job: str | None = None,
     local_devices: Sequence[int] | None = None,
     timeout_seconds: float = 300.0,
-    patience: Patience | None = None,
+    patience: Timeouts | None = None,
     verbose: bool = True,
 ) -> ClusterJob:
     """Join the other processes of this job, if the environment describes any.
@@ -79,7 +78,7 @@ def initialize(
     earlier = current_job()
     if earlier is not None and (earlier.processes == 1 or jax.distributed.is_initialized()):
         return earlier
-    patience = find_patience(os.environ) if patience is None else patience
+    timeouts = read_timeouts(os.environ) if patience is None else patience
     place = find_place(
         os.environ,
         coordinator=coordinator,
@@ -92,13 +91,13 @@ def initialize(
         say(place.line())
     if place.processes > 1:
         watch_exceptions()
-        return _join(place, patience, timeout_seconds)
+        return _join(place, timeouts, timeout_seconds)
     lone = Lone(place)
     set_job(lone)
     return lone
 
 
-def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
+def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
     if jax.distributed.is_initialized():
         raise ClusterError(
             "jax.distributed.initialize() was called before rx.initialize(), which calls it "
@@ -111,7 +110,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
     with contextlib.ExitStack() as held:
         if place.process == 0:
             port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
-            Hub(place, patience, timeout_seconds, partial(_prepare, port))
+            Hub(place, timeouts, timeout_seconds, partial(_prepare, port))
         hello = Hello(
             place.job,
             place.process,
@@ -125,9 +124,9 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
             proof=place.secret.proof(place.job, place.process, place.processes),
         )
         wire, go = meet(coordinator, hello, timeout_seconds, say)
-        pulse = Pulse(InFlight())
-        stop = partial(stop_now, place.process, pulse)
-        job = Linked(place, Link(wire, place.process, go.names, patience, pulse, stop))
+        progress = LoopProgress(InFlight())
+        stop = partial(stop_now, place.process, progress)
+        job = Linked(place, Link(wire, place.process, go.names, timeouts, progress, stop))
         set_job(job)
         if not gpus:
             _do_not_preempt()

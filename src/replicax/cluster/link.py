@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster import wire
-from replicax.cluster.patience import Patience
-from replicax.cluster.pulse import Pulse
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import LoopProgress, Timeouts, Verdict
 from replicax.errors import ConfigError
 
 _ACKNOWLEDGE_SECONDS = 3.0
@@ -31,14 +29,14 @@ class Link:
         connection: wire.Connection,
         process: int,
         names: Sequence[str],
-        patience: Patience,
-        pulse: Pulse,
+        timeouts: Timeouts,
+        progress: LoopProgress,
         on_stop: Callable[[Verdict], None],
     ) -> None:
         self.process, self.processes = process, len(names)
-        self.pulse = pulse
+        self.progress = progress
         self.verdict: Verdict | None = None
-        self._wire, self._patience, self._on_stop = connection, patience, on_stop
+        self._wire, self._timeouts, self._on_stop = connection, timeouts, on_stop
         connection.expect(self.processes)
         self._hub = names[0]
         self._gathered: dict[str, Sequence[str] | None] = {}
@@ -53,7 +51,7 @@ class Link:
         topic: str,
         value: Any,
         cancelled: Callable[[], bool] | None = None,
-        patience_seconds: float | None = None,
+        timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Return the `value` of every process, in order, once all have sent theirs for `topic`.
 
@@ -61,7 +59,7 @@ class Link:
         true, the result is empty. The others always have at least as long as each of them may go
         without progress, which is the default timeout.
         """
-        sent = wire.Gather(topic, json.dumps(value), patience_seconds)
+        sent = wire.Gather(topic, json.dumps(value), timeout_seconds)
         if (size := len(wire.encode(sent))) > wire.LONGEST_LINE_BYTES:
             raise ConfigError(
                 f"the value for {topic} has {size:,} bytes in JSON, and a process sends at most "
@@ -114,7 +112,7 @@ class Link:
         """Notify the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
-            self._wire.send(self.pulse.stand(self._patience))  # the last step that it has begun
+            self._wire.send(self.progress.heartbeat(self._timeouts))  # its last step
             self._wire.send(wire.Bye())
 
     def close(self) -> None:
@@ -129,9 +127,9 @@ class Link:
         while self.verdict is None:
             try:
                 if looked_at > beat_at:
-                    beat_at = looked_at + self._patience.beat_seconds
-                    self._wire.send(self.pulse.stand(self._patience))
-                for message in self._wire.receive(self._patience.beat_seconds / 4):
+                    beat_at = looked_at + self._timeouts.beat_seconds
+                    self._wire.send(self.progress.heartbeat(self._timeouts))
+                for message in self._wire.receive(self._timeouts.beat_seconds / 4):
                     heard_at = time.monotonic()
                     self._take(message)
             except (OSError, ValueError):
@@ -141,11 +139,11 @@ class Link:
                     )
                 return
             now = time.monotonic()
-            if now - looked_at > self._patience.silent_seconds / 2:  # this process was frozen
+            if now - looked_at > self._timeouts.silent_seconds / 2:  # this process was frozen
                 heard_at += now - looked_at
-                self.pulse.forgive(now - looked_at)
+                self.progress.exclude(now - looked_at)
             looked_at = now
-            if now - heard_at > self._patience.silent_seconds:
+            if now - heard_at > self._timeouts.silent_seconds:
                 silent = f"{self._hub} sent no heartbeat for {now - heard_at:.0f} s"
                 verdict = Verdict(f"{silent}: frozen, out of memory, or network failure", [0], True)
                 with contextlib.suppress(OSError):  # it reads this if it ever wakes up

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import Verdict
 from replicax.cluster.wire import Busy, Connection, Go, Hello, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
 
@@ -103,8 +103,8 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
     said_at = started = time.monotonic()
     while True:
         try:
-            patience = min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.1))
-            return Connection(socket.create_connection((host, port), timeout=patience))
+            timeout = min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.1))
+            return Connection(socket.create_connection((host, port), timeout=timeout))
         except OSError as error:
             now = time.monotonic()
             why = _why(host, error)

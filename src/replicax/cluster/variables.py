@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from replicax.errors import ConfigError
 
-# Set by `replicax launch`; `Patience` has more.
+# Set by `replicax launch`; `Timeouts` has more.
 
 PROCESS_ID = "REPLICAX_PROCESS_ID"
 """Rank of this process, from 0."""

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from replicax.cluster.message import Typed
-from replicax.cluster.pulse import Standing
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.watchdog import Heartbeat, Verdict
 
 LONGEST_LINE_BYTES = 1 << 24
 """The limit for a message of a process; a longer one ends the connection."""
@@ -23,7 +22,7 @@ LONGEST_HELLO_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """Timeout for sending. Messages are small: if a socket stays full, its reader is frozen or gone."""
 
-# To process 0. `Standing` is a heartbeat, and a `Verdict` makes it stop the job.
+# To process 0. A `Heartbeat` comes every second; a `Verdict` makes it stop the job.
 
 
 class Hello(Typed):
@@ -53,7 +52,7 @@ class Gather(Typed):
     topic: str
     value: str
     """In JSON."""
-    patience_seconds: float | None = None
+    timeout_seconds: float | None = None
     """Timeout for the others; by default how long each may go without progress."""
 
 
@@ -116,7 +115,7 @@ class Gathered(Typed):
 
 Message = (
     Hello
-    | Standing
+    | Heartbeat
     | Gather
     | Withdraw
     | Failed

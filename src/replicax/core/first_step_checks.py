@@ -30,7 +30,7 @@ from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import CompiledFunction
 from replicax.core.step.custom_step import keep
-from replicax.core.step.loss import LOSS
+from replicax.core.step.loss import LOSS, is_unbound_axis
 from replicax.core.step.reduction import no_reduction
 from replicax.core.step.update import step_key
 from replicax.errors import LossError
@@ -267,7 +267,7 @@ def _run_step(
             examiner=examiner,
         )
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        if not is_unbound_axis(error):
             raise
         raise LossError(
             "the step reduces over the replicas itself (psum or pmean over an axis), but must "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
-from replicax.cluster import verdict as cluster_verdict
+from replicax.cluster import watchdog
 from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
 from replicax.core.ground.job import Alone, Job
@@ -188,7 +188,7 @@ class Examination:
         done = {row.subject for row in self.rows}
         self.rows += [Check(check, "", SKIP, why) for check in _TOGETHER if check not in done]
 
-    def _stopped(self, verdict: cluster_verdict.Verdict) -> None:
+    def _stopped(self, verdict: watchdog.Verdict) -> None:
         with contextlib.suppress(Exception):
             self._cut_short(verdict.reason, _ITS_OUTPUT)
         if self.place is not None and self.place.process == 0:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.address import split_address
 from replicax.cluster.join import initialize
-from replicax.cluster.patience import find_patience
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.rendezvous import bind, is_loopback, reach
+from replicax.cluster.watchdog import read_timeouts
 from replicax.core.ground.job import Alone, Job
 from replicax.doctor.combined import failed, guarded, parted
 from replicax.errors import AgreementError, ClusterError, ConfigError
@@ -137,8 +137,8 @@ def check_joining(
     started = time.monotonic()
     try:
         start_seconds = max(timeout_seconds, LEAST_PATIENCE_SECONDS)
-        patience = dataclasses.replace(find_patience(os.environ), start_seconds=start_seconds)
-        job = initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
+        timeouts = dataclasses.replace(read_timeouts(os.environ), start_seconds=start_seconds)
+        job = initialize(timeout_seconds=timeout_seconds, patience=timeouts, verbose=False)
     except Exception as error:
         if isinstance(error, ClusterError) and not isinstance(error, AgreementError):
             fix = "start all with the same address, job ID, secret and count; see their output"

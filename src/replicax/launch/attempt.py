@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from replicax.cluster.differences import processes_text
-from replicax.cluster.verdict import SAVED
+from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, signal_name
 from replicax.launch.echo import Echo, Output

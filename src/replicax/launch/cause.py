@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from replicax.cluster.verdict import SAVED
+from replicax.cluster.watchdog import SAVED
 from replicax.wording import shortened
 
 MOST_CHARACTERS = 600

@@ -16,7 +16,7 @@ from typing import Any
 
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.variables import SECRET, SECRET_FILE
-from replicax.cluster.verdict import SAVED
+from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError, ConfigError, require
 from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure

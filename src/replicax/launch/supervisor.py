@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from replicax.cluster.verdict import SAVED
+from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
 from replicax.launch.attempt import Attempt, collected_signals, taken
 from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name

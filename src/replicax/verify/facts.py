@@ -51,7 +51,7 @@ def examine(subject: Subject) -> Facts:
     repeatable = same_bits(first, second)
     batch = jax.tree.map(jnp.asarray, subject.full.apart())
     with devices_asked() as asked:
-        look = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
+        examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
     random = not repeatable or not same_bits(first, other)
     return Facts(
         repeatable,
@@ -61,23 +61,23 @@ def examine(subject: Subject) -> Facts:
             for path, value in first.items()
             if path.startswith("extras")
         ),
-        look.draws_alone,
-        _rows(subject, look),
-        look.takes_padding or look.weighs,
-        look.scalars,
+        examination.draws_alone,
+        _rows(subject, examination),
+        examination.takes_padding or examination.weighs,
+        examination.scalars,
         asked,
     )
 
 
-def _rows(subject: Subject, look: LossExamination) -> Independence:
+def _rows(subject: Subject, examination: LossExamination) -> Independence:
     """Return how rows depend on one another, from as many as can be split into quarters."""
     whole = subject.rows // 4 * 4
     if not whole:
         return Independence(UNKNOWN, f"{subject.rows} rows are too few to leave any out")
     batch = jax.tree.map(jnp.asarray, subject.some(np.arange(whole)).apart())
     if whole < subject.rows:
-        look = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
-    return examine_rows(look, jax.tree.map(jnp.asarray, subject.state), batch, subject.eps)
+        examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
+    return examine_rows(examination, jax.tree.map(jnp.asarray, subject.state), batch, subject.eps)
 
 
 def same_bits(left: Leaves, right: Leaves) -> bool:

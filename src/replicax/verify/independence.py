@@ -37,11 +37,11 @@ class Independence:
     """How the values of rows depend on one another."""
 
     kind: str
-    found: str
+    text: str
     cause: str = ""
     gathers: bool = False
     """Whether dependent rows are gathered."""
-    placed: bool = False
+    positional: bool = False
     """Whether a row's value depends on its position in the batch."""
 
     def check(self, fails: bool) -> Check:
@@ -49,24 +49,24 @@ class Independence:
         if self.kind == INDEPENDENT and self.gathers:
             text = "rows depend on others only where the loss gathers them from all replicas"
             return Check("parity", CASE, PASS, text)
-        fails |= self.placed or self.kind in (SUMMED, WEIGHTED_SCALAR)
+        fails |= self.positional or self.kind in (SUMMED, WEIGHTED_SCALAR)
         verdict = PASS if self.kind == INDEPENDENT else FAIL if fails else NOTE
-        return Check("parity", CASE, verdict, self.found, self.cause)
+        return Check("parity", CASE, verdict, self.text, self.cause)
 
 
 def examine_rows(
-    look: LossExamination, state: TrainState, batch: Batch, eps: float
+    examination: LossExamination, state: TrainState, batch: Batch, eps: float
 ) -> Independence:
     """Compare the loss on quarters of the rows of `batch`, a multiple of 4, with that on all."""
     division = Division(np.arange(batch.size).reshape(4, -1))
     try:
-        tested = look.tested(division, state, batch)
+        tested = examination.tested(division, state, batch)
     except Undecided as reason:
         return Independence(UNKNOWN, f"the loss cannot be computed on few rows: {reason}")
     broken = [name for name, each in tested.items() if each.found.differs or not each.shown]
     name = LOSS if LOSS in broken or not broken else broken[0]
-    found = dataclasses.replace(_kind(name, tested[name], eps), gathers=look.gathers)
-    return dataclasses.replace(found, found=f"{name}: {found.found}") if name != LOSS else found
+    rows = dataclasses.replace(_kind(name, tested[name], eps), gathers=examination.gathers)
+    return rows if name == LOSS else dataclasses.replace(rows, text=f"{name}: {rows.text}")
 
 
 def _kind(name: str, tested: Tested, eps: float) -> Independence:
@@ -98,7 +98,7 @@ def _kind(name: str, tested: Tested, eps: float) -> Independence:
     share, first = np.max(np.abs(alone - whole)) / scale, len(whole) // parts
     if near(alone[:first], whole[:first]) and not near(alone, whole):
         text = f"the value of a row changes by {share:.1%} of the largest at another position"
-        return Independence(DEPENDENT, text, PLACED, placed=True)
+        return Independence(DEPENDENT, text, PLACED, positional=True)
     return _dependent(share)
 
 

@@ -6,19 +6,20 @@ import jax
 import numpy as np
 
 from replicax.analysis.compiled import CompiledStep, inspect
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.checks import FAIL, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.verify.batch_rows import row_count, take
+from replicax.verify.program_judge import (
+    NO_PRODUCTS,
+    REDUNDANT,
+    STEP_EVERYTHING,
+    judge_step_traffic,
+    judge_work,
+)
 from replicax.verify.trial import Trial, arguments_of
 from replicax.wording import first_line
 
-REDUNDANT = 1.1
-"""A device that computes more than this many times its share repeats work of others."""
-ALL = 0.9
-"""At this share of the total work, a device counts as computing all of it."""
-_SLACK_BYTES = 4096
-"""Allowance for metrics, weights and counts, which are reduced with the gradient."""
-_REDUCTIONS = ("all-reduce", "reduce-scatter", "all-gather")
+_CASE = "full batch"
 
 
 def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Check]:
@@ -27,45 +28,24 @@ def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Che
         step = _compiled(trial.form.step, trial.form.arguments(trial.state, batch, trial.key))
     except Exception as error:
         reason = f"the step cannot be compiled as a whole: {first_line(error)}"
-        return [
-            Check("traffic", "full batch", SKIP, reason),
-            Check("redundant work", "full batch", SKIP, reason),
-        ]
+        return [Check(subject, _CASE, SKIP, reason) for subject in ("traffic", "redundant work")]
     work = _work(trial, batch, step)
-    return [_traffic(step, trial.replicas, gradient_bytes, work), work]
+    judged = judge_step_traffic(
+        step.collectives, trial.replicas, gradient_bytes, repeats=work.verdict == FAIL
+    )
+    figures = {
+        "collectives": {
+            each.kind: {"count": each.count, "bytes": each.bytes} for each in step.collectives
+        },
+        "bytes": sum(each.bytes for each in step.collectives),
+        "gradient_bytes": gradient_bytes,
+    }
+    return [Check("traffic", _CASE, *judged, figures), work]
 
 
 def _compiled(function: Any, arguments: tuple[Any, ...]) -> CompiledStep:
     lowerable = function if hasattr(function, "lower") else jax.jit(function)
     return inspect(lowerable.lower(*arguments).compile())
-
-
-def _traffic(step: CompiledStep, replicas: int, gradient_bytes: int, work: Check) -> Check:
-    case = "full batch"
-    moved = sum(each.bytes for each in step.collectives)
-    listed = ", ".join(f"{each.count} {each.kind}" for each in step.collectives)
-    figures = {
-        "collectives": {
-            each.kind: {"count": each.count, "bytes": each.bytes} for each in step.collectives
-        },
-        "bytes": moved,
-        "gradient_bytes": gradient_bytes,
-    }
-    if replicas > 1 and not any(each.kind in _REDUCTIONS for each in step.collectives):
-        found = f"nothing is reduced over {replicas} replicas"
-        if work.verdict == FAIL:  # nothing to reduce
-            return Check("traffic", case, NOTE, found, "see redundant work", figures)
-        cause = "the replicas never exchange anything: apply lax.pmean to the gradient"
-        return Check("traffic", case, FAIL, found, cause, figures)
-    share = moved / max(gradient_bytes, 1)
-    found = f"{listed or 'nothing'}: {moved:,} bytes, {share:.2f} times one gradient"
-    if moved <= 1.1 * gradient_bytes + _SLACK_BYTES:
-        return Check("traffic", case, PASS, found, "", figures)
-    cause = (
-        "more than one gradient is reduced: also statistics or activations, the same value twice, "
-        "or every micro-batch separately (reduce once, after the last)"
-    )
-    return Check("traffic", case, NOTE, found, cause, figures)
 
 
 def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
@@ -75,7 +55,7 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
     all others) and one device's FLOPs on an N-th of the rows (for an optimizer that multiplies
     matrices, as every replica does).
     """
-    case, N, rows = "full batch", trial.replicas, row_count(batch)
+    N, rows = trial.replicas, row_count(batch)
 
     def of_one(batch: PyTree) -> int:
         return _compiled(trial.reference, arguments_of(trial.state, batch, trial.key)).flops
@@ -87,41 +67,14 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
             share = max(share, of_one(take(batch, np.arange(rows // N))))
     except Exception as error:
         reason = f"the reference cannot be compiled as a whole: {first_line(error)}"
-        return Check("redundant work", case, SKIP, reason)
+        return Check("redundant work", _CASE, SKIP, reason)
     if not share or not step.flops:
-        return Check("redundant work", case, SKIP, "the programs have no matrix products to count")
+        return Check("redundant work", _CASE, SKIP, NO_PRODUCTS)
     times = step.flops / share
+    text = f"{step.flops:,} FLOPs on each of {N} devices: {times:.2f} times its share"
+    verdict, more, cause = judge_work(times, N, 1, STEP_EVERYTHING.format(N))
     figures = {"flops_per_device": step.flops, "flops_single": whole, "replicas": N}
-    found = f"{step.flops:,} FLOPs on each of {N} devices: {times:.2f} times its share"
-    return redundant_work(case, found, times, N, EVERYTHING.format(N), figures)
-
-
-def redundant_work(
-    case: str,
-    found: str,
-    times: float,
-    split: int,
-    cause: str,
-    figures: dict[str, Any],
-    *,
-    most: float = REDUNDANT,
-) -> Check:
-    """Return the row on FLOPs that are `times` a device's share of work split over `split` devices.
-
-    `cause` explains why each of these devices would compute everything.
-    """
-    if times <= most:
-        return Check("redundant work", case, PASS, found, "", figures)
-    if split > 1 and times >= ALL * split:
-        return Check("redundant work", case, FAIL, found, cause, figures)
-    found += ": some products do not depend on the rows or are not split; each device repeats them"
-    return Check("redundant work", case, NOTE, found, "", figures)
-
-
-EVERYTHING = (
-    "every device computes the whole batch: it is replicated, not split over {} devices; give the "
-    'batch the sharding P("data") (in_shardings, or jax.device_put)'
-)
+    return Check("redundant work", _CASE, verdict, text + more, cause, figures)
 
 
 def gradient_bytes(state: PyTree) -> int:

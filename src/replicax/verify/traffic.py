@@ -1,4 +1,4 @@
-"""Check the bytes that a compiled step sends between devices, and redundant work."""
+"""Check the bytes that the program of each case sends between devices, and redundant work."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.analysis import hlo
 from replicax.analysis.collectives import (
-    SLIGHTLY,
     axes_of_group,
     first_group,
     sums_bytes,
@@ -26,38 +25,34 @@ from replicax.analysis.compiled import (
     inspect,
     result_bytes,
 )
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
+from replicax.checks import PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
 from replicax.core.models.definition import CallContext
-from replicax.core.modes import MODES
 from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
-from replicax.verify.independence import DEPENDENT
-from replicax.verify.step_program import ALL, REDUNDANT, redundant_work
+from replicax.verify.program_judge import (
+    EVERYTHING,
+    NO_PRODUCTS,
+    judge_traffic,
+    judge_work,
+    listed,
+)
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
-_FAR = 2.0
-"""More than this many times the bytes of the layout is an error."""
-_SMALL_BYTES = 4096
-"""Excess bytes that are ignored: padding dominates very small transfers."""
 _RECOMPUTED = 4 / 3
 """Relative work of a stage that recomputes its forward pass in the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SentOverAxes:
-    """All collectives of one kind over the same axes in one step, counting loop iterations."""
+class SentOverAxes(Collectives):
+    """All collectives of one kind over the same axes in one step."""
 
-    kind: str
     axes: tuple[str, ...]
     """Mesh axes of more than one device."""
-    count: int
-    bytes: int
-    """Result bytes on one device, summed over the count."""
     between: float
     """Bytes that a device sends between replicas, in a ring."""
     inside: float
@@ -85,7 +80,7 @@ def _sent(mesh: Mesh, kind: str, axes: tuple[str, ...], count: int, size: int) -
     sent = wire_bytes(Collectives(kind, count, size), devices)
     # A ring sends a share of 1 - 1 / N: between replicas alone, and the remainder inside them.
     share = (1 - 1 / replicas) / (1 - 1 / devices) if devices > 1 else 0.0
-    return SentOverAxes(kind, axes, count, size, sent * share, sent - sent * share)
+    return SentOverAxes(kind, count, size, axes, sent * share, sent - sent * share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +134,7 @@ def check_traffic(
             "most_bytes": most,
             "collectives": [dataclasses.asdict(each) for each in program.sent],
         }
-        within = (
-            f"; inside a replica {_listed(inside)}, {size_text(inside_bytes)}" if inside else ""
-        )
+        within = f"; inside a replica {listed(inside)}, {size_text(inside_bytes)}" if inside else ""
         verdict: Verdict = PASS
         cause = ""
         if case.devices == 1:
@@ -149,47 +142,16 @@ def check_traffic(
         elif not least:
             text = f"nothing, since there is only one replica{within}"
         else:
-            text = f"{_listed(each for each in program.sent if each.between) or 'nothing'}; "
+            text = f"{listed(each for each in program.sent if each.between)}; "
             text += f"{size_text(sent)} per device, {sent / least:.2f} times the minimum"
             if most > least:
                 text += f", {sent / most:.2f} times that of gathering each layer as it is used"
-            first = programs.get(dataclasses.replace(case, micro_batches=1), program)
-            verdict, more, cause = _judged(subject, facts, program, first, most)
+            of_one = programs.get(dataclasses.replace(case, micro_batches=1), program)
+            verdict, more, cause = judge_traffic(
+                subject, facts, case, program.between, of_one.between, most
+            )
             text += within + more
         yield Check("traffic", str(case), verdict, text + _analysed(case), cause, figures)
-
-
-def _judged(
-    subject: Subject, facts: Facts, program: CompiledCase, first: CompiledCase, most: float
-) -> tuple[Verdict, str, str]:
-    """Return the verdict on a program, an addition to the text, and the cause.
-
-    `first` is the same case with one micro-batch; `most` is the bytes that its layout explains.
-    """
-    case, layout = program.case, subject.parallel(program.case).layout
-    count, sent = program.between
-    share = sent / most
-    once = ONCE if MODES["shard_map"].holds(layout) else ""
-    if not sent:
-        return FAIL, ": nothing is reduced over the replicas", ""
-    statistics = facts.writes or facts.rows.gathers or facts.rows.kind == DEPENDENT
-    grows = count > first.between[0] or sent > SLIGHTLY * first.between[1]
-    if grows and not layout.splits_params:  # split parameters are gathered per micro-batch
-        more = f"; {first.between[0]} with 1 micro-batch"
-        if statistics and share <= _FAR:
-            return NOTE, f"{more}: statistics of every micro-batch", ""
-        if case == subject.own and once:
-            return FAIL, more, f"{GROWS}{once}"
-        return NOTE, f"{more}: {GROWS}{once}", ""
-    if share > SLIGHTLY and statistics:
-        return NOTE, "; this includes statistics or rows of the whole batch", ""
-    if share > _FAR and sent - most > _SMALL_BYTES:
-        return FAIL, "", f"{TWICE}{once}"
-    if share <= SLIGHTLY:
-        return PASS, "", ""
-    if case.mode.per_replica:
-        return NOTE, f"; {FILLED_UP}", ""
-    return NOTE, f"; {WHOLE_FIRST if layout.splits_optimizer else TWO_SUMS}{once}", ""
 
 
 def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
@@ -232,24 +194,6 @@ def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:
     return found
 
 
-def _listed(sent: Iterable[SentOverAxes]) -> str:
-    counts: Counter[str] = Counter()
-    for each in sent:
-        counts[each.kind] += each.count
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-
-
-FILLED_UP = "shards are padded, or more than the gradient and metrics is reduced"
-WHOLE_FIRST = "the compiler reduces whole arrays of which each replica keeps only a shard"
-TWO_SUMS = "the compiler reduces a leaf twice (a tied embedding) or a sum separately"
-GROWS = "the compiler reduces inside the loop over micro-batches"
-TWICE = (
-    "more than the gradient sums crosses the network: an operation that mixes rows (a sort or a "
-    "reshape over the row dimension), or a leaf that is reduced several times"
-)
-ONCE = "; use mode='shard_map', which sends each sum once"
-
-
 def check_work(
     subject: Subject, programs: dict[Case, CompiledCase], single: CompiledStep
 ) -> Iterator[Check]:
@@ -257,22 +201,24 @@ def check_work(
     for case, program in programs.items():
         name, flops = str(case), program.step.flops
         if not single.flops or not flops:
-            yield Check("redundant work", name, SKIP, "its program has no matrix products to count")
+            yield Check("redundant work", name, SKIP, NO_PRODUCTS)
             continue
         dp = subject.parallel(case)
-        ticks = ticks_of(dp)
+        ticks, staged = ticks_of(dp), dp.mesh.shape.get(STAGE, 1) > 1
         times = flops * case.devices / single.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, summed over {case.devices}"
         text += _analysed(case)
-        figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
-        most, of_each = REDUNDANT, case.devices // replica_count(dp.mesh)
-        if dp.mesh.shape.get(STAGE, 1) > 1:
+        if staged:
             text += f"; {ticks} pipeline ticks, each counted as if no stage were idle"
-            most *= _RECOMPUTED
-        everything = of_each < case.devices and times >= ALL * case.devices
-        cause = EVERYTHING if everything else NOT_SPLIT.format(of_each)
-        split = of_each if of_each > 1 else case.devices
-        yield redundant_work(name, text, times, split, cause, figures, most=most)
+        figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
+        verdict, more, cause = judge_work(
+            times,
+            case.devices,
+            case.devices // replica_count(dp.mesh),
+            EVERYTHING,
+            _RECOMPUTED if staged else 1.0,
+        )
+        yield Check("redundant work", name, verdict, text + more, cause, figures)
 
 
 def _analysed(case: Case) -> str:
@@ -288,14 +234,3 @@ def ticks_of(dp: DataParallel) -> int:
         return parts
     turn: int = SCHEDULES[dp.layout.schedule](stages, parts)
     return turn + parts + stages - 1
-
-
-EVERYTHING = (
-    "every device computes the whole batch: an operation of the loss keeps the compiler from "
-    "splitting the rows (a reshape or a gather that mixes them); use mode='shard_map', or "
-    "constrain the rows to stay split"
-)
-NOT_SPLIT = (
-    "the {} devices of a replica all compute the same: the layout rules split none of the large "
-    "matrices; add rules for these, or assign the devices to axis 'data'"
-)

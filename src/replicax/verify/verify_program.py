@@ -19,12 +19,12 @@ from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
-from replicax.verify.own_step import check_custom_step
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification, failed_on_one_device
+from replicax.verify.verify_custom_step import check_custom_step
 
 MICRO_BATCHES = 4
 ROWS_OF_ONE = 2
@@ -108,7 +108,7 @@ def _checks(
     depends = facts.rows.kind == DEPENDENT
     splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
-    if facts.constant_key and not facts.rows.placed:
+    if facts.constant_key and not facts.rows.positional:
         yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
     cases = _cases(subject, modes)

@@ -53,33 +53,23 @@ class WeightedSum:
 
 
 def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
-    """Return `loss(model, data, key)`.
-
-    `LossError` if it needs a key, which evaluation does not have, or names a mesh axis itself.
-    """
+    """Return `loss(model, data, key)`; `LossError` if the loss names a mesh axis itself."""
     try:
         return loss(model, data, key)
     except Exception as error:
-        if isinstance(error, NameError) and "axis name" in str(error):
+        if is_unbound_axis(error):
             raise LossError(
                 f"the loss reduces over the replicas itself ({error}".partition(". ")[0] + "); "
                 "Replicax already does that once: remove the reduction, or use rx.gather(x)"
             ) from error
-        if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise LossError(
-                f"key is None in evaluation, and the loss, which works with a key, raised {said}; "
-                "draw random numbers only in training: if key is not None"
-            ) from error
+        if key is None and not isinstance(error, ReplicaxError):
+            error.add_note("evaluation passes key=None: draw random numbers only with a key")
         raise
 
 
-def _works(loss: Callable[..., Any], model: Any, data: Any) -> bool:
-    try:
-        loss(model, data, jax.random.key(0))
-    except Exception:
-        return False
-    return True
+def is_unbound_axis(error: Exception) -> bool:
+    """Whether JAX raised `error` about a mesh axis; a NameError of Python has the name."""
+    return type(error) is NameError and error.name is None
 
 
 def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:

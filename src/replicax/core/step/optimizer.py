@@ -23,12 +23,14 @@ or, for an NNX model, a filter such as `nnx.LoRAParam`."""
 
 _TRAINED, _FROZEN = "trained", "frozen"
 
+_NO_SEARCH = "use optax.lbfgs(0.1, linesearch=None)"
 _INSTEAD = {
-    "value_fn": "use optax.lbfgs(0.1, linesearch=None)",
-    "grad_fn": "use opaque_mode=False, as examples/sam.py does",
-    "'fast'": "average the parameters with DataParallel(ema=0.99)",
+    optax.ScaleByZoomLinesearchState: _NO_SEARCH,
+    optax.ScaleByBacktrackingLinesearchState: _NO_SEARCH,
+    optax.contrib.SAMState: "use opaque_mode=False, as examples/sam.py does",
+    optax.LookaheadState: "average the parameters with DataParallel(ema=0.99)",
 }
-"""Fixes, by a word in the error of an optimizer that needs more than a step provides."""
+"""Fixes, by the type of state of an optimizer that needs more than a step provides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ def updater(
         try:  # it may only pass `value` on to other optimizers, so try
             return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))
         except ConfigError as error:
-            if "argument 'value'" not in str(error):
+            if not isinstance(error.__cause__, TypeError):
                 raise
     return Updater(optimizer, False, *_read(optimizer, shapes))
 
@@ -74,6 +76,7 @@ def _read(
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)
 
+    state = None
     try:
         state = jax.eval_shape(optimizer.init, shapes)
         closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
@@ -81,7 +84,8 @@ def _read(
         return None, True
     except Exception as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
+        kinds = map(type, jax.tree.leaves(state, is_leaf=lambda node: type(node) in _INSTEAD))
+        fixes = (_INSTEAD[kind] for kind in kinds if kind in _INSTEAD)
         raise ConfigError(
             f"the optimizer raised {said}; a step calls update(gradient, state, params), with "
             f"value=loss if supported, and nothing else: {next(fixes, 'fix it, or use another')}"
