@@ -5,10 +5,11 @@
     data_parallel.py       the call: place the batch, check, run the program, note it as in flight
     first_step_checks.py   before the first step only, with `first_step/`: is this loss computed on
                            parts of a batch what it is on the whole, do processes agree, does it fit
-    program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the step
-    built_in_step.py       the step of a loss and an optimizer, from what follows; a custom step is
-                           in `step/custom_step.py`
-    modes.py               how a function of one replica is mapped onto the mesh, as in `shard_map`
+    program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the parts
+                           of its step, and `built_in_step.py` what a layout changes of them
+    modes.py               the mode, which builds the step of its parts
+    step_builder.py        by default one `jax.jit` program: sums by replica, mapped; then the update
+    mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
     per_replica_sums.py    mode `jit` on several GPUs: the same sums, replica by replica
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update
     placement/, data/      where the arrays of the state lie, and the rows of the batch
@@ -18,13 +19,14 @@ Later steps only run the compiled program. `evaluation.py` is the same walk with
 for `dp.evaluate`, rows for `dp.predict`. To read this room, begin with `step/update.py`, whose
 first function is the step, and go on in the order that `step/` gives.
 
-Each room and file imports those before it: ground, jaxprs, data, placement, models, step, exact,
-pipeline, first_step; then modes, per_replica_sums, config, built_in_step, program,
-first_step_checks, evaluation, data_parallel. From the rest of Replicax they import `errors` and
-`arguments`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
-`tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
-`test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
+Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
+step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, config,
+built_in_step, program, first_step_checks, evaluation, data_parallel. From the rest of Replicax they
+import `errors` and `arguments`; from elsewhere jax, numpy and optax, and a model's library where a
+model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder
+for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode and layout with
+one device.
 
 Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.Mode` of the
-files here. The paths of modules are not.
+files here. Paths of modules may change, as the changelog says.
 """
