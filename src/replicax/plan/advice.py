@@ -18,7 +18,6 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.plan.cells import time_text
 from replicax.plan.exported import WITHOUT_CUDNN
 from replicax.plan.forecast import steps_to_a_loss
 from replicax.plan.largest import MOST_ROWS
@@ -27,7 +26,7 @@ from replicax.plan.speed import speed, work
 from replicax.plan.step_traffic import read_traffic
 from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
-from replicax.wording import first_line, size_text
+from replicax.wording import first_line, size_text, time_text
 
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
