@@ -68,8 +68,9 @@ def sections(bench: Bench) -> list[Section]:
 
 
 def _rows(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
-    found = [[head, *map(text, cases)] for head, text in columns]
-    return list(map(list, zip(*(each for each in found if {*each[1:]} != {UNKNOWN}), strict=True)))
+    filled = [[head, *map(text, cases)] for head, text in columns]
+    known = [column for column in filled if {*column[1:]} != {UNKNOWN}]
+    return list(map(list, zip(*known, strict=True)))
 
 
 def _title(bench: Bench, scaling: str) -> str:

@@ -49,9 +49,9 @@ def runs(arguments: list[str]) -> int:
             raise ConfigError("no folder runs here; replicax train creates it: train a recipe")
         raise ConfigError(f"{folder} is not a folder; give a folder of runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
-    found = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
+    folders = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
     rows, faults = [], []
-    for path in found:
+    for path in folders:
         try:
             rows.append(_row(path))
         except ConfigError:
@@ -62,9 +62,9 @@ def runs(arguments: list[str]) -> int:
     table = _table([cells for _, cells in sorted(rows, key=lambda row: row[0])]) if rows else []
     for line in (*table, *faults):
         print(line)
-    others = len(inside) - len(found)
-    if others or not found:
-        print(f"{counted(len(found), 'run')} in {folder}, and {counted(others, 'other folder')}")
+    others = len(inside) - len(folders)
+    if others or not folders:
+        print(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
     return 0
 
 
@@ -126,12 +126,12 @@ def _store(path: Path) -> Store:
 
 def _records(path: Path) -> list[Record]:
     """Return the last records, skipping invalid lines: a killed process truncates one."""
-    found: list[Record] = []
+    records: list[Record] = []
     with contextlib.suppress(OSError):
         for line in read_end(path, _MOST_RECORD_BYTES).splitlines():
             with contextlib.suppress(ValueError):
-                found.append(record_from_json(line))
-    return found
+                records.append(record_from_json(line))
+    return records
 
 
 def _number(config: dict[str, Any], section: str, name: str) -> int | None:

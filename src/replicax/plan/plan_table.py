@@ -85,20 +85,20 @@ def _fits(plan: Plan) -> Iterator[str]:
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    found, above = plan.largest, plan.too_large
-    if plan.target.chip.usable_bytes is None or (found is None and plan.fits):
+    largest, above = plan.largest, plan.too_large
+    if plan.target.chip.usable_bytes is None or (largest is None and plan.fits):
         return
-    if found is None:
+    if largest is None:
         least = above.rows if above else 1
         even = _rows(plan, least)
         yield from labelled("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
     beyond = f"; {above.rows:,} do not fit" if above else "; more may fit"
     data_rows = plan.about.get("data_rows")
-    if above is None and data_rows and (found.rows + 1) * plan.replicas > data_rows:
+    if above is None and data_rows and (largest.rows + 1) * plan.replicas > data_rows:
         beyond = f": the whole dataset, {data_rows:,} rows"
-    size = f"{size_text(found.bytes)}{_how(found)}"
-    yield from labelled("batch", f"up to {_each(plan, found)} take {size}{beyond}")
+    size = f"{size_text(largest.bytes)}{_how(largest)}"
+    yield from labelled("batch", f"up to {_each(plan, largest)} take {size}{beyond}")
     if plan.micro_batches is not None:
         count, need = plan.micro_batches.accumulate, plan.micro_batches.need
         size = f"{size_text(need.bytes)}{_how(need)}"
@@ -125,9 +125,9 @@ def _speed(plan: Plan) -> Iterator[str]:
     }
     if shown["MFU"] == shown["HFU"]:  # nothing is recomputed
         del shown["HFU"]
-    told = {name: texts for name, texts in shown.items() if any(texts)}
-    beside = [""] * len(speeds)
-    yield from columns("speed", [(*told, ""), *zip(*told.values(), beside, strict=True)])
+    known = {name: texts for name, texts in shown.items() if any(texts)}
+    cells = zip(*known.values(), [""] * len(speeds), strict=True)
+    yield from columns("speed", [(*known, ""), *cells])
 
 
 def _limit(plan: Plan) -> Iterator[str]:
@@ -186,28 +186,28 @@ def _longest(speed: Speed) -> list[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """Describe the parts by formula, the compiled total, and the back-of-the-envelope formula."""
-    found = plan.formula
+    formula = plan.formula
     parts = {
-        "parameters": found.parameters,
-        "optimizer": found.optimizer,
-        "other state": found.extras,
-        "new state": found.new_state,
-        "batch": found.batch,
-        "compute copy": found.compute_copy,
-        "gradient": found.gradient,
-        "activations": found.activations,
-        "workspace": found.workspace,
+        "parameters": formula.parameters,
+        "optimizer": formula.optimizer,
+        "other state": formula.extras,
+        "new state": formula.new_state,
+        "batch": formula.batch,
+        "compute copy": formula.compute_copy,
+        "gradient": formula.gradient,
+        "activations": formula.activations,
+        "workspace": formula.workspace,
     }
-    told = [
-        f"{name} {size_text(size)}" for name, size in parts.items() if size > _SMALL * found.total
+    sizes = [
+        f"{name} {size_text(size)}" for name, size in parts.items() if size > _SMALL * formula.total
     ]
     apart = ""
-    if found.never_together > _SMALL * found.total:
-        apart = f", less {size_text(found.never_together)} not live at the peak"
-    text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
+    if formula.never_together > _SMALL * formula.total:
+        apart = f", less {size_text(formula.never_together)} not live at the peak"
+    text = f"{', '.join(sizes)}{apart}: {size_text(formula.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
-    yield from labelled("memory", f"{_rows(plan, found.rows)}: {text}")
+    yield from labelled("memory", f"{_rows(plan, formula.rows)}: {text}")
     if plan.on_paper is not None:
         size, rows = size_text(plan.on_paper.bytes_per_row), _counted(plan.on_paper.rows, "row")
         text = f"M B T²/(4 N D²): activations of {size} per row, {rows} per device"
@@ -247,11 +247,11 @@ def _known(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _traffic(plan: Plan) -> list[str]:
-    found = plan.traffic
-    if found is None:
+    traffic = plan.traffic
+    if traffic is None:
         return []
     lines: list[Line] = [("per device and step", "count", "result", "sent", "compute overlap")]
-    for each in found.movements:
+    for each in traffic.movements:
         meanwhile = "none"
         if each.asynchronous and each.between_seconds != 0:
             known = each.between_seconds is not None
@@ -259,30 +259,30 @@ def _traffic(plan: Plan) -> list[str]:
         figures = (number_text(each.count), size_text(each.bytes), size_text(each.wire_bytes))
         over = f" over {', '.join(each.axes)}" if each.axes else ""
         lines.append((f"{each.kind}{over}", *figures, meanwhile))
-    if found.least_bytes:
-        least = size_text(found.least_bytes)
-        lines.append(("minimum", "", "", least, f"sends {found.share:.2f} x this"))
-    warned = labelled("note", found.warning) if found.warning else []
+    if traffic.least_bytes:
+        least = size_text(traffic.least_bytes)
+        lines.append(("minimum", "", "", least, f"sends {traffic.share:.2f} x this"))
+    warned = labelled("note", traffic.warning) if traffic.warning else []
     return [*columns("sends", lines), *warned]
 
 
 def _scaling(plan: Plan) -> list[str]:
-    found = plan.scaling
-    if found is None or plan.speed is None:
+    scaling = plan.scaling
+    if scaling is None or plan.speed is None:
         return []
     rows = plan.speed.rows
     names = (f"{_counted(rows, 'row')} each", f"{_counted(rows * plan.replicas, 'row')} in all")
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
-    counts = shown_counts(found, plan.target.devices, most)
+    counts = shown_counts(scaling, plan.target.devices, most)
     lines: list[Line] = [("efficiency", *map(number_text, counts), "devices")]
     pays = []
-    curves = ((found.weak, found.weak_pays), (found.strong, found.strong_pays))
+    curves = ((scaling.weak, scaling.weak_pays), (scaling.strong, scaling.strong_pays))
     for name, (points, paid) in zip(names, curves, strict=True):
         efficiencies = {point.devices: percent(point.efficiency) for point in points}
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
         last = points and paid == points[-1].devices
-        told = f"up to {number_text(paid)} (maximum)" if last else f"up to {number_text(paid)}"
-        pays.append(f"{told} with {name}")
+        reach = f"up to {number_text(paid)} (maximum)" if last else f"up to {number_text(paid)}"
+        pays.append(f"{reach} with {name}")
     reached = "to the same loss, " if plan.about.get("noise_scale") else ""
     return [*columns("scales", lines), *labelled("pays", f"{reached}{'; '.join(pays)}")]
 

@@ -25,7 +25,7 @@ from replicax.plan.memory_formula import Transformer, tree_bytes
 from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
-from replicax.plan.steps import Show, Step, Steps, holder, in_fit, rows_of_a_replica
+from replicax.plan.steps import Show, StepCache, TargetStep, holder, in_fit, rows_of_a_replica
 from replicax.plan.target import Target, parse_target
 
 Changes = Mapping[str, DataParallel] | None
@@ -36,11 +36,11 @@ class _Planner:
     """Compute the parts of a plan one by one, noting deviations from the request."""
 
     dp: DataParallel
-    steps: Steps
+    steps: StepCache
     params: list[Any]
     notes: list[str]
 
-    def asked(self, batch_size: int) -> Step:
+    def asked(self, batch_size: int) -> TargetStep:
         replicas, rows = replica_count(self.dp.mesh), rows_of_a_replica(batch_size, self.dp)
         if rows * replicas != batch_size:
             self.notes.append(
@@ -237,7 +237,7 @@ def plan(
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
     params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
     with compiler_for(aim, by_formula) as (compiler, notes):
-        steps = Steps(model, batch, aim, compiler, show or (lambda text: None))
+        steps = StepCache(model, batch, aim, compiler, show or (lambda text: None))
         planner = _Planner(dp, steps, params, list(notes))
         step = planner.asked(batch_size)
         largest, too_large, micro, others = planner.sizes(step.need, data_rows, changes, rules)
