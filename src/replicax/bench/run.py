@@ -201,14 +201,21 @@ def _device_counts(
 ) -> tuple[int, ...]:
     """Return the device counts to measure; raise `ConfigError` if one cannot be measured."""
     attached, platform = jax.device_count(), jax.devices()[0].platform
-    lone = jax.process_count() == 1
+    processes = jax.process_count()
     if devices is None:
-        every = lone and layouts is None
+        every = processes == 1 and layouts is None
         devices = default_devices(attached) if every else [attached]
     counts = check_devices(devices, attached, platform)
-    if not lone:
-        _check_job(counts, pin)
-    elif layouts is not None:
+    if processes > 1 and counts != (attached,):
+        raise ConfigError(
+            f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "
+            "devices; every step runs on all processes: leave devices out"
+        )
+    if processes > 1 and pin:
+        raise ConfigError(
+            f"pin in {processes} processes; their launcher assigns cores: use replicax launch --pin"
+        )
+    if processes == 1 and layouts is not None:
         counts = tuple(sorted({1, *counts}))
     if pin and platform != "cpu":
         raise ConfigError(
@@ -221,23 +228,6 @@ def _device_counts(
 
 def _notes_on_modes(cases: Sequence[BenchCase]) -> list[str]:
     """Return a note for each mode whose analysed step is not the one that runs."""
-    analysed = {mode: MODES[mode].analysed for mode in dict.fromkeys(case.mode for case in cases)}
-    return [
-        f"mode {mode}: memory, work and traffic are those of the step {what}"
-        for mode, what in analysed.items()
-        if what
-    ]
-
-
-def _check_job(counts: Sequence[int], pin: bool) -> None:
-    """Raise `ConfigError` for options that several processes do not support."""
-    processes, attached = jax.process_count(), jax.device_count()
-    if counts != (attached,):
-        raise ConfigError(
-            f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "
-            "devices; every step runs on all processes: leave devices out"
-        )
-    if pin:
-        raise ConfigError(
-            f"pin in {processes} processes; their launcher assigns cores: use replicax launch --pin"
-        )
+    analysed = {case.mode: MODES[case.mode].analysed for case in cases}
+    text = "mode {}: memory, work and traffic are those of the step {}"
+    return [text.format(mode, step) for mode, step in analysed.items() if step]

@@ -342,7 +342,7 @@ def _times(factor: float) -> str:
 def _each(plan: Plan, need: Need) -> str:
     """Format exact row counts, for use as a batch size."""
     total = f" ({need.rows * plan.replicas:,} in all)" if plan.target.devices > 1 else ""
-    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} per {plan.holder}{total}"
+    return f"{counted(need.rows, 'row')} per {plan.holder}{total}"
 
 
 def _counted(number: float, noun: str) -> str:

@@ -117,14 +117,14 @@ class _Planner:
     def speeds(
         self, shown: list[Need], tokens_per_row: int | None, noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
-        target = self.steps.target
+        steps, dp, target = self.steps, self.dp, self.steps.target
         if not shown:
             return (), None
-        compiled = [self.steps.step(self.dp, need.rows) for need in shown]
+        compiled = [steps.step(dp, need.rows) for need in shown]
         try:
-            works = [work(self.steps, step) for step in compiled]
-            again = self.steps.recomputed_share(self.dp, shown[0].rows)
-            speeds = tuple(speed(each, target, self.dp, tokens_per_row, again) for each in works)
+            works = [work(steps, step) for step in compiled]
+            again = steps.recomputed_share(dp, shown[0].rows)
+            speeds = tuple(speed(each, target, dp, tokens_per_row, again) for each in works)
         except ConfigError as error:
             self.notes.append(f"no speed: {error}")
             return (), None
@@ -132,7 +132,7 @@ class _Planner:
         if target.devices == 1 or target.chip.platform == "cpu":
             return speeds, None  # one device sends nothing, and a host has no more devices
         try:
-            return speeds, scaling(works[0], target, self.dp.mesh, noise_scale)
+            return speeds, scaling(works[0], target, dp.mesh, noise_scale)
         except ConfigError as error:
             self.notes.append(f"no scaling: {error}")
             return speeds, None
@@ -229,33 +229,33 @@ def plan(
         CompilerError: the compiler fails.
     """
     _check(wished_rows, noise_scale)
-    aim = parse_target(target) if isinstance(target, str) else target
-    dp = in_fit(dp, model, aim)
+    target = parse_target(target) if isinstance(target, str) else target
+    dp = in_fit(dp, model, target)
     if changes is not None:
-        changes = {name: in_fit(other, model, aim) for name, other in changes.items()}
-    if aim.chip.platform == "cpu":
-        aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
+        changes = {name: in_fit(other, model, target) for name, other in changes.items()}
+    if target.chip.platform == "cpu":
+        target = dataclasses.replace(target, chip=measured(target.chip, target.devices))
     params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
-    with compiler_for(aim, by_formula) as (compiler, notes):
-        steps = StepCache(model, batch, aim, compiler, show or (lambda text: None))
+    with compiler_for(target, by_formula) as (compiler, notes):
+        steps = StepCache(model, batch, target, compiler, show or (lambda text: None))
         planner = _Planner(dp, steps, params, list(notes))
         step = planner.asked(batch_size)
         largest, too_large, micro, others = planner.sizes(step.need, data_rows, changes, rules)
         shown = _shown(step.need, largest)
         speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
         traffic = planner.traffic(shown[0]) if shown else None
-    replicas, room = replica_count(dp.mesh), aim.chip.usable_bytes
+    replicas, room = replica_count(dp.mesh), target.chip.usable_bytes
     batches = [replicas * need.rows for need in (step.need, largest) if need is not None]
     planned = Plan(
         about={
-            **_about(dp, aim, params, compiler),
+            **_about(dp, target, params, compiler),
             "batch_size": batch_size,
             "tokens_per_row": tokens_per_row,
             "data_rows": data_rows,
             "noise_scale": noise_scale,
             "wished_rows": wished_rows,
         },
-        target=aim,
+        target=target,
         mesh=dict(dp.mesh.shape),
         asked=step.need,
         formula=step.formula,
@@ -267,7 +267,7 @@ def plan(
         traffic=traffic,
         speeds=speeds,
         scaling=grown,
-        device_hours=_device_hours(wished_rows, speeds, aim),
+        device_hours=_device_hours(wished_rows, speeds, target),
         batches=batch_advice(batch_size, batches, noise_scale),
         first="",
         notes=tuple(dict.fromkeys(planner.notes)),
