@@ -20,7 +20,7 @@ from timing import RESULTS, environment, save
 import replicax as rx
 from replicax.plan.compiler import compiler_for
 from replicax.plan.speed import speed, work
-from replicax.plan.steps import Steps
+from replicax.plan.steps import StepCache
 from replicax.plan.target import parse_target
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.recipe import abstract_model
@@ -61,7 +61,9 @@ def planned(
     with compiler_for(target) as (compiler, notes):
         if compiler is None:
             raise SystemExit(notes[0])
-        steps = Steps(model, made_up_batch(recipe, rows * target.devices), target, compiler, print)
+        steps = StepCache(
+            model, made_up_batch(recipe, rows * target.devices), target, compiler, print
+        )
         step = steps.step(dp, rows)
         if step.compilation is None:
             raise SystemExit(f"{preset} with {rows} rows does not fit {aim}")

@@ -16,16 +16,17 @@ from replicax.core.placement.layout import LAYOUTS
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
-TEXT = {"errors", "arguments", "wording", "python_file"}
+TEXT = {"errors", "arguments", "wording", "table", "python_file"}
 BESIDE = {"core", "train", "cluster", "analysis", "recipes"}
 ROOMS = {
     "errors": set(),
     "arguments": {"errors"},
     "wording": {"errors"},
+    "table": set(),
     "python_file": {"errors"},
-    "checks": {"errors", "wording"},
+    "checks": {"errors", "wording", "table"},
     "core": {"errors", "arguments"},
-    "lint": {"errors", "checks"},
+    "lint": {"errors", "checks", "wording"},
     "losses": {"core"},
     "remat": set(),
     "analysis": {"errors"},

@@ -1,6 +1,20 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from replicax.wording import counted, duration, first_line, listed, named, size_text
+from replicax.wording import (
+    UNKNOWN,
+    counted,
+    duration,
+    first_line,
+    listed,
+    named,
+    number_text,
+    part_text,
+    percent,
+    size_text,
+    time_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,10 +56,70 @@ def test_listed(words: list[str], text: str) -> None:
         (2.5e6, "2.5 MB"),
         (4.6e9, "4.6 GB"),
         (3e16, "3e+04 TB"),
+        (-2e6, "-2 MB"),
     ],
 )
 def test_size_text(count: float, text: str) -> None:
     assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (64, "64"),
+        (0.0123, "0.0123"),
+        (1.0, "1.00"),
+        (3.14159, "3.14"),
+        (12.34, "12.3"),
+        (131_072, "131,072"),
+        (999_999.4, "999,999"),
+        (999_999.6, "1.00M"),
+        (46_344_000, "46.3M"),
+        (463_440_000, "463M"),
+        (999_600_000, "1.00G"),
+        (2e12, "2.00T"),
+        (1e16, "1.0e+16"),
+    ],
+)
+def test_a_number_in_few_characters(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+@given(st.floats(0, 1e30))
+def test_no_number_is_long(value: float) -> None:
+    assert len(number_text(value)) <= 7
+
+
+@given(st.floats(1e-7, 9.9e14))
+def test_a_short_number_is_right_to_half_a_hundredth(value: float) -> None:
+    written = number_text(value).replace(",", "")
+    size = {"M": 1e6, "G": 1e9, "T": 1e12}.get(written[-1], 1.0)
+    assert float(written.rstrip("MGT")) * size == pytest.approx(value, rel=0.0051, abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0000021, "2.1 µs"),
+        (0.00099996, "1 ms"),
+        (0.0453, "45.3 ms"),
+        (1.2345, "1.23 s"),
+        (75.0, "1 min 15 s"),
+        (7200.0, "2 h 00 min"),
+        (7.2e6, "2,000 h"),
+    ],
+)
+def test_seconds_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+def test_shares_and_parts() -> None:
+    assert [percent(share) for share in (0.974, 0.004, 0.0, 1.0)] == ["97%", "0.4%", "0%", "100%"]
+    assert percent(None) == UNKNOWN
+    assert part_text(11.2e9, 16.9e9) == "11.2 of 16.9 GB"
+    assert part_text(340e6, 16.9e9) == "340 MB of 16.9 GB"
+    assert counted(1.5, "hour", number_text) == "1.50 hours"
 
 
 @pytest.mark.parametrize(

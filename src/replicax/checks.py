@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from replicax.errors import MissingDependencyError, require
+from replicax.table import NO_BREAK, WIDTH, rendered
+from replicax.wording import counted
 
 Verdict = Literal["pass", "fail", "note", "skip"]
 PASS: Final[Literal["pass"]] = "pass"
@@ -14,10 +15,7 @@ FAIL: Final[Literal["fail"]] = "fail"
 NOTE: Final[Literal["note"]] = "note"
 SKIP: Final[Literal["skip"]] = "skip"
 
-WIDTH = 80
 _STYLES: Mapping[Verdict, str] = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
-_NO_BREAK = "\ue000"
-"""A private-use character, since rich breaks lines at the usual no-break space too."""
 _SHORT = 24
 
 
@@ -88,17 +86,14 @@ def table_text(checks: Sequence[Check], total: str | None = None, *, style: Styl
             for each in checks
         ]
         return "\n".join([*lines, summary(checks, style=style) if total is None else total])
-    from rich.console import Console
-
-    console = Console(highlight=False, width=style.width, file=io.StringIO())
-    return _drawn(checks, total, console, style)
+    return _drawn(checks, total, None, style)
 
 
 def summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
     """Return a line such as `38 checks: 36 pass, 1 note, 1 fail`."""
     counts = collections.Counter[str](check.verdict for check in checks)
     listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _STYLES if counts[each]]
-    return f"{len(checks)} check{'s' if len(checks) != 1 else ''}: {', '.join(listed)}"
+    return f"{counted(len(checks), 'check')}: {', '.join(listed)}"
 
 
 def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Style) -> str:
@@ -135,9 +130,7 @@ def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Styl
             add(Text(f"{style.remedy}: {cause}", color), indent=4)
         for each in style.below(check):
             add(Text(each, "dim", no_wrap=True), indent=4)
-    with console.capture() as captured:
-        console.print(drawn)
-    lines = [line.rstrip() for line in captured.get().replace(_NO_BREAK, " ").splitlines()]
+    lines = rendered(drawn, console, width=style.width)
     return "\n".join([*lines, "", summary(checks, style=style) if total is None else total])
 
 
@@ -151,5 +144,5 @@ def _kept(text: str) -> str:
     if len(parts) == 1:
         return text
     return " · ".join(
-        part.replace(" ", _NO_BREAK) if len(part) <= _SHORT else part for part in parts
+        part.replace(" ", NO_BREAK) if len(part) <= _SHORT else part for part in parts
     )

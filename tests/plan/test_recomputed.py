@@ -10,7 +10,7 @@ import pytest
 
 import replicax as rx
 from replicax.plan.exported import computes_again, keeping_everything
-from replicax.plan.steps import Steps
+from replicax.plan.steps import StepCache
 from replicax.plan.target import parse_target
 
 LAYERS, WIDTH = 5, 16
@@ -32,9 +32,9 @@ def loss(policy: Any) -> Any:
     return rows
 
 
-def steps_of(loss: Any) -> tuple[Steps, rx.DataParallel]:
+def steps_of(loss: Any) -> tuple[StepCache, rx.DataParallel]:
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
-    return Steps(MODEL, BATCH, parse_target("h100:1"), None, lambda text: None), dp
+    return StepCache(MODEL, BATCH, parse_target("h100:1"), None, lambda text: None), dp
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_a_step_of_ones_own_that_computes_again_does_not_tell() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), found
 
     dp = rx.DataParallel(step=step, mode="single")
-    steps = Steps(MODEL, BATCH, parse_target("h100:1"), None, lambda text: None)
+    steps = StepCache(MODEL, BATCH, parse_target("h100:1"), None, lambda text: None)
     assert steps.recomputed_share(dp, 8) is None

@@ -118,9 +118,9 @@ def possible_modes(
     return kept, notes
 
 
-def check_left(found: Sequence[object], notes: Sequence[str]) -> None:
+def check_left(left: Sequence[object], notes: Sequence[str]) -> None:
     """Raise `ConfigError` if no mode or layout can be measured."""
-    if not found:
+    if not left:
         raise ConfigError(
             f"0 cases can be measured ({'; '.join(notes) or 'none given'}); add a supported mode "
             "or layout"

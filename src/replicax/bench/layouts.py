@@ -55,10 +55,10 @@ def cases_of_layouts(
             for layout in layouts if count > 1 else [ONE]:
                 try:
                     placed = _placed(layout, count, as_layout(rules))
-                    wanted = (
+                    candidates = (
                         BenchCase(mode, count, batch_size, (STRONG,), each) for each in placed
                     )
-                    case = _first(wanted, check)
+                    case = _first(candidates, check)
                     cases += [case] if case not in cases else []
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])

@@ -126,11 +126,11 @@ class Measurement:
         self, rates: dict[int, float], tokens_per_row: int | None
     ) -> tuple[CaseResult, ...]:
         """Return the results of every case, given `product_rates`."""
-        found = []
+        results = []
         for runner in self.runners:
             state, rate = self.states[runner.case.place], rates.get(runner.case.devices)
-            found.append(runner.result(state, rate, tokens_per_row))
-        return with_efficiency(found)
+            results.append(runner.result(state, rate, tokens_per_row))
+        return with_efficiency(results)
 
     def product_rates(self) -> dict[int, float]:
         """Measure the FLOP/s of a plain matrix product, by device count, on the same cores."""

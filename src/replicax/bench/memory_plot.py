@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
-from replicax.bench.numbers import digits
 from replicax.errors import require
+from replicax.wording import number_text
 
 # The Okabe-Ito palette, which is safe for colour-blind readers.
 COLOURS = {
@@ -50,11 +50,11 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     peak = timeline.peak / divisor
     axis.set_xlim(time[0], time[-1])
     axis.set_ylim(0, peak * 1.12)
-    reserved = digits(timeline.reserved_bytes / divisor)
-    gaps = f", {reserved} {unit} reserved" if reserved != digits(peak) else ""
+    reserved = number_text(timeline.reserved_bytes / divisor)
+    gaps = f", {reserved} {unit} reserved" if reserved != number_text(peak) else ""
     for height, text, above in (
-        (state, f"train state {digits(state)} {unit}", state < LOW_STATE * peak),
-        (peak, f"peak {digits(peak)} {unit}{gaps}", True),
+        (state, f"train state {number_text(state)} {unit}", state < LOW_STATE * peak),
+        (peak, f"peak {number_text(peak)} {unit}{gaps}", True),
     ):
         axis.axhline(height, color="black", linestyle="--", linewidth=1)
         axis.annotate(

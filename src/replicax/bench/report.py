@@ -5,18 +5,9 @@ from collections.abc import Callable, Sequence
 
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.numbers import (
-    UNKNOWN,
-    around,
-    digits,
-    mebibytes,
-    percent,
-    percent_around,
-    spread,
-)
-from replicax.wording import duration, size_text
-
-WIDTH = 80
+from replicax.bench.numbers import around, percent_around, spread
+from replicax.table import WIDTH, aligned
+from replicax.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
 Column = tuple[str, Callable[[CaseResult], str]]
 """A heading, possibly of several lines, and a function that formats a case."""
@@ -28,7 +19,7 @@ def table(bench: Bench) -> list[str]:
     """Format the benchmark in lines of at most 80 columns: header, speed, resources, notes."""
     lines = [line for text in header(bench) for line in _wrapped(text)]
     for title, rows in sections(bench):
-        lines += ["", *_wrapped(title), *_aligned(rows)]
+        lines += ["", *_wrapped(title), *aligned(rows)]
     return lines + [line for text in footnotes(bench) for line in _wrapped(text)]
 
 
@@ -47,7 +38,7 @@ def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
 
 def header(bench: Bench) -> list[str]:
     """Describe the environment, the model and the measurement, one line each."""
-    where, plural = bench.environment, "s" if bench.rounds > 1 else ""
+    where = bench.environment
     packages = (f"{name} {where[name]}" for name in ("replicax", "jax", "jaxlib", "python"))
     micro = f" · {bench.accumulate} micro-batches" if bench.accumulate > 1 else ""
     reduction = "" if bench.reduction == "float32" else f" · reduction {bench.reduction}"
@@ -57,7 +48,7 @@ def header(bench: Bench) -> list[str]:
         " · ".join(packages),
         f"{bench.parameters:,} parameters, {size_text(bench.parameter_bytes)} · {bench.precision}"
         f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}{reduction}",
-        f"batch {bench.batch_size:,}{micro} · {bench.rounds} round{plural} in "
+        f"batch {bench.batch_size:,}{micro} · {counted(bench.rounds, 'round')} in "
         f"{duration(bench.seconds)}, median ± half the interquartile range",
     ]
 
@@ -77,8 +68,9 @@ def sections(bench: Bench) -> list[Section]:
 
 
 def _rows(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
-    found = [[head, *map(text, cases)] for head, text in columns]
-    return list(map(list, zip(*(each for each in found if {*each[1:]} != {UNKNOWN}), strict=True)))
+    filled = [[head, *map(text, cases)] for head, text in columns]
+    known = [column for column in filled if {*column[1:]} != {UNKNOWN}]
+    return list(map(list, zip(*known, strict=True)))
 
 
 def _title(bench: Bench, scaling: str) -> str:
@@ -94,7 +86,7 @@ def _speed_columns(bench: Bench, scaling: str) -> list[Column]:
     return [
         ("mode", lambda case: case.mode),
         (bench.scaled_over, lambda case: f"{case.devices}"),
-        ("batch", lambda case: digits(case.global_batch)),
+        ("batch", lambda case: number_text(case.global_batch)),
         *_rate_columns(bench),
         ("efficiency", lambda case: percent_around(case.efficiency[scaling])),
         ("wait", lambda case: percent(spread(case.input_wait_fraction)[0])),
@@ -105,7 +97,7 @@ def _rate_columns(bench: Bench) -> list[Column]:
     unit = "rows" if any(case.tokens_per_second is None for case in bench.cases) else "tokens"
 
     def rate(case: CaseResult) -> str:
-        return digits(spread(case.tokens_per_second or case.rows_per_second)[0])
+        return number_text(spread(case.tokens_per_second or case.rows_per_second)[0])
 
     return [
         (f"{unit}/s", rate),
@@ -119,15 +111,15 @@ def _layout_columns(bench: Bench) -> list[Column]:
     def speedup(case: CaseResult) -> str:
         if case.mode not in alone:
             return UNKNOWN
-        return digits(case.devices * spread(case.efficiency[STRONG])[0])
+        return number_text(case.devices * spread(case.efficiency[STRONG])[0])
 
     return [
         ("layout", lambda case: case.name),
         ("de-\nvices", lambda case: f"{case.devices}"),
         *_rate_columns(bench),
         ("speed-\nup", speedup),
-        ("state\nMiB", lambda case: mebibytes(_figures(case).state_bytes_per_device)),
-        ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
+        ("state\nMiB", lambda case: _mebibytes(_figures(case).state_bytes_per_device)),
+        ("peak\nMiB", lambda case: _mebibytes(case.peak_bytes_per_device)),
         ("\nsent", lambda case: size_text(case.sent_bytes)),
         ("bub-\nble", lambda case: percent(_figures(case).bubble)),
     ]
@@ -138,20 +130,24 @@ def _figures(case: CaseResult) -> LayoutFigures:
     return case.layout
 
 
+def _mebibytes(size_bytes: int | None) -> str:
+    return UNKNOWN if size_bytes is None else number_text(size_bytes / 2**20)
+
+
 def _resource_columns(bench: Bench) -> list[Column]:
     """Return the columns for the resources that a step uses."""
 
     def gigaflops(case: CaseResult) -> str:
-        return digits(case.flops_per_second / 1e9) if case.flops_per_step else UNKNOWN
+        return number_text(case.flops_per_second / 1e9) if case.flops_per_step else UNKNOWN
 
     return [
         ("mode", lambda case: case.mode),
         (bench.scaled_over, lambda case: f"{case.devices}"),
-        ("batch", lambda case: digits(case.global_batch)),
-        ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
-        ("seen\nMiB", lambda case: mebibytes(case.measured_peak_bytes_per_device)),
-        ("compile\ns", lambda case: digits(case.trace_seconds + case.compile_seconds)),
-        ("reduc-\ntions", lambda case: digits(case.collective_count)),
+        ("batch", lambda case: number_text(case.global_batch)),
+        ("peak\nMiB", lambda case: _mebibytes(case.peak_bytes_per_device)),
+        ("seen\nMiB", lambda case: _mebibytes(case.measured_peak_bytes_per_device)),
+        ("compile\ns", lambda case: number_text(case.trace_seconds + case.compile_seconds)),
+        ("reduc-\ntions", lambda case: number_text(case.collective_count)),
         ("\nsent", lambda case: size_text(case.sent_bytes)),
         ("\nGFLOP/s", gigaflops),
         ("of\npeak", lambda case: percent(case.share_of_peak or None)),
@@ -178,7 +174,8 @@ def _mode_footnotes(bench: Bench) -> list[str]:
         known = {count: rate for count, rate in rates.items() if rate is not None}
         same = len(set(known.values())) == 1
         each = (
-            f"{digits(rate / 1e9)}{'' if same else f' on {count}'}" for count, rate in known.items()
+            f"{number_text(rate / 1e9)}{'' if same else f' on {count}'}"
+            for count, rate in known.items()
         )
         lines.append(
             "product: rate of a 1024 x 1024 matrix product on the same cores, "
@@ -202,20 +199,3 @@ def _layout_footnotes(bench: Bench) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first column left and the others right, with headings at the bottom."""
-    heads = [head.split("\n") for head in rows[0]]
-    depth = max(map(len, heads))
-    heads = [[""] * (depth - len(head)) + head for head in heads]
-    lines = [*zip(*heads, strict=True), *rows[1:]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
-    return [
-        gap.join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -115,27 +115,9 @@ def bench(
         LossError: see `DataParallel.step`.
     """
     job = Alone() if job is None else job
-    attached = jax.devices()
-    platform = attached[0].platform
-    if modes is None:
-        modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
-    for mode in modes:
-        as_mode(mode)
-    lone = jax.process_count() == 1
-    if devices is None:
-        every = lone and layouts is None
-        devices = default_devices(len(attached)) if every else [len(attached)]
-    counts = check_devices(devices, len(attached), platform)
-    if not lone:
-        _check_job(counts, pin)
-    if layouts is not None and lone:
-        counts = tuple(sorted({1, *counts}))
-    if pin and platform != "cpu":
-        raise ConfigError(
-            f"pin with {platform} devices; only CPU devices share cores: leave pin out"
-        )
-    if pin:
-        check_cores(f"pin with {max(counts)} devices", max(counts))
+    platform, lone = jax.devices()[0].platform, jax.process_count() == 1
+    modes = _modes(modes, layouts)
+    counts = _device_counts(devices, layouts, pin)
 
     def data_parallel(case: BenchCase) -> DataParallel:
         placed = case.placed
@@ -143,7 +125,7 @@ def bench(
             loss,
             optimizer,
             step=step,
-            mesh=placed.mesh if placed else make_mesh(case.devices, devices=attached),
+            mesh=placed.mesh if placed else make_mesh(case.devices, devices=jax.devices()),
             mode=case.mode,
             layout=placed.layout if placed else layout,
             accumulate=accumulate,
@@ -159,20 +141,14 @@ def bench(
         dp.abstract_state(model)
         dp.split.padded(case.global_batch)
 
-    can_be_cut = check_source(source, batch_size, job)
+    resizable = check_source(source, batch_size, job)
     if layouts is not None:
         cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
     else:
-        kept, notes = possible_modes(modes, counts, layout, reduction)
-        cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
-    notes += notes_on_cases(batch_size, cases, accumulate)
-    analysed = {mode: MODES[mode].analysed for mode in dict.fromkeys(each.mode for each in cases)}
-    notes += [
-        f"mode {mode}: memory, work and traffic are those of the step {what}"
-        for mode, what in analysed.items()
-        if what
-    ]
-    if layouts is None and not can_be_cut and len(counts) > 1:
+        possible, notes = possible_modes(modes, counts, layout, reduction)
+        cases = all_cases(batch_size, counts, possible, weak=resizable)
+    notes += [*notes_on_cases(batch_size, cases, accumulate), *_notes_on_modes(cases)]
+    if layouts is None and not resizable and len(counts) > 1:
         notes.append("no weak scaling: the source yields whole batches, which cannot be resized")
     if lone:
         notes += notes_on_machine(max(counts), platform, pin)
@@ -195,7 +171,7 @@ def bench(
         cases=measurement.results(rates, tokens_per_row),
         environment=environment(),
         platform=platform,
-        device_kind=attached[0].device_kind,
+        device_kind=jax.devices()[0].device_kind,
         parameters=sum(leaf.size for leaf in params),
         parameter_bytes=sum(leaf.nbytes for leaf in params),
         batch_size=batch_size,
@@ -211,15 +187,47 @@ def bench(
     )
 
 
-def _check_job(counts: Sequence[int], pin: bool) -> None:
-    """Raise `ConfigError` for options that several processes do not support."""
-    processes, attached = jax.process_count(), jax.device_count()
-    if counts != (attached,):
+def _modes(modes: Sequence[str] | None, layouts: Sequence[Arrangement] | None) -> Sequence[str]:
+    """Return the modes to measure; raise `ConfigError` for an unknown one."""
+    if modes is None:
+        modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
+    for mode in modes:
+        as_mode(mode)
+    return modes
+
+
+def _device_counts(
+    devices: Sequence[int] | None, layouts: Sequence[Arrangement] | None, pin: bool
+) -> tuple[int, ...]:
+    """Return the device counts to measure; raise `ConfigError` if one cannot be measured."""
+    attached, platform = jax.device_count(), jax.devices()[0].platform
+    processes = jax.process_count()
+    if devices is None:
+        every = processes == 1 and layouts is None
+        devices = default_devices(attached) if every else [attached]
+    counts = check_devices(devices, attached, platform)
+    if processes > 1 and counts != (attached,):
         raise ConfigError(
             f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "
             "devices; every step runs on all processes: leave devices out"
         )
-    if pin:
+    if processes > 1 and pin:
         raise ConfigError(
             f"pin in {processes} processes; their launcher assigns cores: use replicax launch --pin"
         )
+    if processes == 1 and layouts is not None:
+        counts = tuple(sorted({1, *counts}))
+    if pin and platform != "cpu":
+        raise ConfigError(
+            f"pin with {platform} devices; only CPU devices share cores: leave pin out"
+        )
+    if pin:
+        check_cores(f"pin with {max(counts)} devices", max(counts))
+    return counts
+
+
+def _notes_on_modes(cases: Sequence[BenchCase]) -> list[str]:
+    """Return a note for each mode whose analysed step is not the one that runs."""
+    analysed = {case.mode: MODES[case.mode].analysed for case in cases}
+    text = "mode {}: memory, work and traffic are those of the step {}"
+    return [text.format(mode, step) for mode, step in analysed.items() if step]

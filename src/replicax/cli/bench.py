@@ -33,6 +33,7 @@ from replicax.errors import ClusterError, ConfigError, MissingDependencyError
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
 from replicax.train.host_memory import keep_freed_memory
+from replicax.wording import counted
 
 MEMORY = "memory.png"
 TRACES = "trace"
@@ -226,7 +227,7 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
         traces = folder / TRACES if options.profile else Path(temporary)
         try:
             _, timeline = measure_timeline(dp, state, batch, traces, perfetto=options.profile)
-            title = f"{parsed.name} · {devices} device{'s' if devices > 1 else ''} · {mode}"
+            title = f"{parsed.name} · {counted(devices, 'device')} · {mode}"
             draw_memory(timeline, folder / MEMORY, title)
         except (ConfigError, MissingDependencyError) as error:
             print(f"no {MEMORY}: {error}")

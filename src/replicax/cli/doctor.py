@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from replicax.arguments import Positive
-from replicax.checks import FAIL, WIDTH, print_table
+from replicax.checks import FAIL, print_table
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
@@ -19,6 +19,7 @@ from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
 from replicax.doctor.combined import NOT_WELL, STYLE, summary, to_json
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.errors import ConfigError, require
+from replicax.table import WIDTH
 
 LAUNCHERS_PREFIX = 4
 SPEAK_SECONDS = 2.0

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.output import RUNS
 from replicax.errors import CheckpointError, ConfigError, require
+from replicax.table import WIDTH, rendered
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.goodput import FILE as GOODPUT
@@ -20,9 +20,8 @@ from replicax.train.lease import is_held
 from replicax.train.places import read_end
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
 from replicax.train.summary import metrics_text
-from replicax.wording import shortened, size_text
+from replicax.wording import UNKNOWN, counted, shortened, size_text
 
-WIDTH = 80
 HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "used", "")
 _MOST_RECORD_BYTES = 2**22
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
@@ -50,9 +49,9 @@ def runs(arguments: list[str]) -> int:
             raise ConfigError("no folder runs here; replicax train creates it: train a recipe")
         raise ConfigError(f"{folder} is not a folder; give a folder of runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
-    found = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
+    folders = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
     rows, faults = [], []
-    for path in found:
+    for path in folders:
         try:
             rows.append(_row(path))
         except ConfigError:
@@ -63,17 +62,15 @@ def runs(arguments: list[str]) -> int:
     table = _table([cells for _, cells in sorted(rows, key=lambda row: row[0])]) if rows else []
     for line in (*table, *faults):
         print(line)
-    others = len(inside) - len(found)
-    if others or not found:
-        runs_there = f"{len(found)} run{'s' * (len(found) != 1)} in {folder}"
-        print(f"{runs_there}, and {others} other folder{'s' * (others != 1)}")
+    others = len(inside) - len(folders)
+    if others or not folders:
+        print(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
     return 0
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines of 80 columns; long names and many metrics are wrapped."""
     require("rich", "cli")
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
@@ -81,10 +78,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
         table.add_column(title, overflow="fold", no_wrap=title not in ("name", "recipe", "eval"))
     for row in rows:
         table.add_row(*row)
-    console = Console(width=WIDTH, file=io.StringIO(), markup=False, emoji=False, highlight=False)
-    with console.capture() as text:
-        console.print(table)
-    return [line.rstrip() for line in text.get().splitlines()]
+    return rendered(table)
 
 
 def _row(path: Path) -> tuple[float, tuple[str, ...]]:
@@ -115,13 +109,13 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
         state = "done" if done else "stopped"
     return saved_at, (
         path.name,
-        str(config.get("recipe") or "-"),
+        str(config.get("recipe") or UNKNOWN),
         f"{step}/{steps}" if steps else str(step),
         f"{epoch + 1}/{epochs}" if epochs else str(epoch + 1),
-        (metrics_text(evaluated[-1]) if evaluated else "") or "-",
-        _age(time.time() - saved_at) if saved_at else "-",
+        (metrics_text(evaluated[-1]) if evaluated else "") or UNKNOWN,
+        _age(time.time() - saved_at) if saved_at else UNKNOWN,
         size_text(_bytes(path)),
-        "-" if spent is None else f"{spent.clock_fraction:.0%}",
+        UNKNOWN if spent is None else f"{spent.clock_fraction:.0%}",
         state,
     )
 
@@ -132,12 +126,12 @@ def _store(path: Path) -> Store:
 
 def _records(path: Path) -> list[Record]:
     """Return the last records, skipping invalid lines: a killed process truncates one."""
-    found: list[Record] = []
+    records: list[Record] = []
     with contextlib.suppress(OSError):
         for line in read_end(path, _MOST_RECORD_BYTES).splitlines():
             with contextlib.suppress(ValueError):
-                found.append(record_from_json(line))
-    return found
+                records.append(record_from_json(line))
+    return records
 
 
 def _number(config: dict[str, Any], section: str, name: str) -> int | None:

@@ -22,8 +22,8 @@ from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
+from replicax.table import WIDTH
 
-_WIDTH = 80
 # Each docstring is one line: tyro would keep its line breaks in --help.
 
 
@@ -165,7 +165,7 @@ def data_lines(recipe: Any) -> list[str]:
     """Return the recipe's description of its data, if any, as lines."""
     text = f"data   {recipe.data_description()}" if hasattr(recipe, "data_description") else ""
     return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+        text, WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -25,10 +25,10 @@ from replicax.core.data.sources import PerProcess, can_shuffle
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, choose, require
-from replicax.plan.cells import line
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
+from replicax.table import labelled
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.stopping import Interrupt, signal_name
@@ -299,7 +299,7 @@ def in_micro_batches(
             f"{count} micro-batches of {fitting.need.rows // count:,} rows per device: in one they "
             f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
         )
-        print(*line("parts", text), sep="\n", flush=True)
+        print(*labelled("parts", text), sep="\n", flush=True)
         return count
 
     return dp.replace(accumulate=job.broadcast("micro-batches", fewest))

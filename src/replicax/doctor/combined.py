@@ -7,6 +7,7 @@ from typing import Any
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Style, Verdict
 from replicax.cluster.differences import processes_text
 from replicax.errors import ReplicaxError
+from replicax.table import aligned
 from replicax.wording import counted, size_text
 
 NOT_WELL = (NOTE, FAIL)
@@ -112,11 +113,7 @@ def _speeds(row: Check) -> list[str]:
         rates = (each[f"{of}_bytes_per_second"] / 1e9 for of in ("algorithm", "bus"))
         milliseconds = f"{1e3 * each['seconds']:,.3g} ms"
         cells.append((size_text(each["size_bytes"]), milliseconds, *map("{:.3g}".format, rates)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    ]
+    return aligned(cells, left=0)
 
 
 STYLE = Style(remedy="fix", words=WORDS, below=_speeds)

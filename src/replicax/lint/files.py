@@ -23,6 +23,7 @@ from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
 from replicax.lint.parsed import ERROR, NOTE, WARNING, Finding, ParsedFile
+from replicax.wording import counted
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 
@@ -89,8 +90,8 @@ def annotations(examination: FileFindings) -> Iterator[str]:
 def summary(examinations: Sequence[FileFindings]) -> str:
     """Return a one-line summary of all files."""
     counts = collections.Counter(one.severity for each in examinations for one in each.findings)
-    files = _counted(len(examinations), "file")
-    kinds = [_counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
+    files = counted(len(examinations), "file")
+    kinds = [counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
     said = f"{', '.join(kinds)} in {files}" if kinds else f"nothing found in {files}"
     absent = dict.fromkeys(name for each in examinations for name in each.not_installed)
     return f"{said}; not installed, so not checked: {', '.join(absent)}" if absent else said
@@ -127,7 +128,3 @@ def source_text(path: Path) -> str:
         raise ConfigError(f"{path} is not text; pass a .py file in UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); check it") from error
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

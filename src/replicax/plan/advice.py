@@ -18,16 +18,15 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.plan.cells import time_text
 from replicax.plan.exported import WITHOUT_CUDNN
 from replicax.plan.forecast import steps_to_a_loss
 from replicax.plan.largest import MOST_ROWS
 from replicax.plan.planned import Alternative, BatchAdvice, Need, Plan
 from replicax.plan.speed import speed, work
 from replicax.plan.step_traffic import read_traffic
-from replicax.plan.steps import Step, Steps, rows_of_a_replica
+from replicax.plan.steps import StepCache, TargetStep, rows_of_a_replica
 from replicax.plan.target import Target
-from replicax.wording import first_line, size_text
+from replicax.wording import first_line, size_text, time_text
 
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
@@ -37,37 +36,37 @@ MICRO_BATCHES = 4
 
 
 def alternatives(
-    steps: Steps,
+    steps: StepCache,
     dp: DataParallel,
     asked: Need,
-    given: Mapping[str, DataParallel] | None,
+    more: Mapping[str, DataParallel] | None,
     rules: Rules = (),
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
     """Return the memory that each change to a step frees, and why some changes could not be tried.
 
-    `given` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
+    `more` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
     tried. `rules` split layers and stages if `dp` has no rules.
     """
-    found, notes = [], []
-    for change, other in _changes(dp, steps, asked.rows, given, rules):
+    results, notes = [], []
+    for change, other in _changes(dp, steps, asked.rows, more, rules):
         try:
             other = other if isinstance(other, DataParallel) else _held(dp, **other)
-            found.append(_compared(steps, dp, other, asked, change))
+            results.append(_compared(steps, dp, other, asked, change))
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
             if change != REMAT:
                 raise
             notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
-    if not asked.fits and not any(each.need.fits for each in found):
-        change, most = _together(dp, steps.target, given)
+    if not asked.fits and not any(each.need.fits for each in results):
+        change, most = _together(dp, steps.target, more)
         if most is not dp:
-            found.append(_compared(steps, dp, most, asked, change))
-    return tuple(found), tuple(notes)
+            results.append(_compared(steps, dp, most, asked, change))
+    return tuple(results), tuple(notes)
 
 
 def _compared(
-    steps: Steps, dp: DataParallel, other: DataParallel, asked: Need, change: str
+    steps: StepCache, dp: DataParallel, other: DataParallel, asked: Need, change: str
 ) -> Alternative:
     """Compare `other` with `dp`, for the same global batch."""
     rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
@@ -88,11 +87,11 @@ def _compared(
     )
 
 
-def _lacks_cudnn(step: Step) -> bool:
+def _lacks_cudnn(step: TargetStep) -> bool:
     return step.program is not None and WITHOUT_CUDNN in step.program.notes
 
 
-def _seconds(steps: Steps, step: Step) -> float | None:
+def _seconds(steps: StepCache, step: TargetStep) -> float | None:
     if step.program is not None and step.compilation is None:  # the compiler rejects it
         return None
     try:
@@ -102,12 +101,12 @@ def _seconds(steps: Steps, step: Step) -> float | None:
 
 
 def _together(
-    dp: DataParallel, target: Target, given: Mapping[str, DataParallel] | None
+    dp: DataParallel, target: Target, more: Mapping[str, DataParallel] | None
 ) -> tuple[str, DataParallel]:
-    """Combine all changes that work together; from `given`, take the last."""
+    """Combine all changes that work together; from `more`, take the last."""
     names, other = [], dp
-    if given:
-        name, other = list(given.items())[-1]
+    if more:
+        name, other = list(more.items())[-1]
         names.append(name)
     for name, changes in (*_half(other, target.chip), *[*_layouts(other)][-1:]):
         names.append(name)
@@ -117,17 +116,17 @@ def _together(
 
 def _changes(
     dp: DataParallel,
-    steps: Steps,
+    steps: StepCache,
     rows: int,
-    given: Mapping[str, DataParallel] | None,
+    more: Mapping[str, DataParallel] | None,
     rules: Rules,
 ) -> Iterator[tuple[str, DataParallel | dict[str, Any]]]:
     """Yield changes by name: another step, or the arguments to replace in this one."""
     target = steps.target
     yield from _half(dp, target.chip)
-    if given is None and dp.configuration.step is None:
+    if more is None and dp.configuration.step is None:
         yield REMAT, {"loss": _checkpointed(dp.loss)}
-    yield from (given or {}).items()
+    yield from (more or {}).items()
     yield from _layouts(dp)
     each = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
     if target.topology is None and target.hosts > 1 and each > 1 and FSDP not in dp.mesh.shape:
@@ -214,9 +213,9 @@ def first_change(dp: DataParallel, plan: Plan) -> str:
         return _to_fit(plan)
     if not plan.speeds:
         return "nothing to suggest: it fits, and the target's speed is unknown"
-    times, said = max(_faster(plan), default=(0.0, ""))
+    times, text = max(_faster(plan), default=(0.0, ""))
     if times > _WORTH:
-        return said
+        return text
     now, traffic = plan.speeds[0].step, plan.traffic
     waiting = now.exposed_seconds / now.seconds
     other = not dp.mode.per_replica and dp.layout.is_whole  # a layout that shard_map supports

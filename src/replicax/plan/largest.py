@@ -6,7 +6,7 @@ from typing import Any
 
 from replicax.core.data_parallel import DataParallel
 from replicax.plan.planned import MicroBatches, Need
-from replicax.plan.steps import Steps, rows_of_a_replica
+from replicax.plan.steps import StepCache, rows_of_a_replica
 from replicax.plan.target import Target
 
 RESOLUTION = 32
@@ -96,7 +96,7 @@ _TRIES = 8
 """Number of tries, each with a quarter more micro-batches than the previous one."""
 
 
-def micro_batches(steps: Steps, dp: DataParallel, rows: int, count: int) -> MicroBatches | None:
+def micro_batches(steps: StepCache, dp: DataParallel, rows: int, count: int) -> MicroBatches | None:
     """Find about the fewest micro-batches, from `count` up, in which a replica's `rows` fit.
 
     A count that divides the rows is preferred if there is one below twice as many.
@@ -123,7 +123,7 @@ def at_once_and_fitting(
     if the batch fits at once, or does not fit at all. The mesh of `dp` must have as many devices as
     the target; `batch` may have any number of rows.
     """
-    steps = Steps(model, batch, target, None, lambda text: None)
+    steps = StepCache(model, batch, target, None, lambda text: None)
     at_once = steps.step(dp, rows_of_a_replica(rows, dp)).need
     room = target.chip.usable_bytes
     if at_once.fits or room is None:

@@ -5,22 +5,18 @@ The answers come first, followed by the details behind them.
 
 from collections.abc import Callable, Iterator
 
-from replicax.plan.cells import (
-    MARGIN,
-    WIDTH,
-    Line,
-    columns,
+from replicax.plan.planned import Need, Plan, Scaling, Speed
+from replicax.table import MARGIN, WIDTH, Line, columns, labelled
+from replicax.wording import (
+    UNKNOWN,
     counted,
-    line,
-    of_text,
+    number_text,
+    part_text,
     percent,
-    short,
+    size_text,
     time_text,
 )
-from replicax.plan.planned import Need, Plan, Scaling, Speed
-from replicax.wording import size_text
 
-UNKNOWN = "-"
 _KERNELS = 3
 _LONGEST_NAME = 40
 _SMALL = 0.005
@@ -34,11 +30,11 @@ def table(plan: Plan) -> list[str]:
     """Return the whole plan as lines of at most 80 columns."""
     parts = (
         [*_header(plan)],
-        [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *line("first", plan.first)],
+        [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *labelled("first", plan.first)],
         [*_memory(plan), *_changes(plan)],
         _traffic(plan),
         [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
-        [text for note in plan.notes for text in line("note", note)],
+        [text for note in plan.notes for text in labelled("note", note)],
     )
     return [text for part in parts if part for text in (*part, "")][:-1]
 
@@ -55,7 +51,7 @@ def _header(plan: Plan) -> Iterator[str]:
         about.get("accumulate", 1) > 1 and f"{about['accumulate']} micro-batches",
         about.get("reduction", "float32") != "float32" and f"reduction {about['reduction']}",
     ]
-    yield from line("plan", " · ".join(str(each) for each in model if each))
+    yield from labelled("plan", " · ".join(str(each) for each in model if each))
     kind = f"{target.devices:,} x {target.chip.title}"
     if target.chip.platform == "cpu":
         kind = f"{counted(target.devices, 'CPU device')} of this host"
@@ -66,47 +62,47 @@ def _header(plan: Plan) -> Iterator[str]:
         target.hosts > 1 and counted(target.hosts, "host"),
         how if plan.asked.compiled else "by formula",
     ]
-    yield from line("target", " · ".join(str(each) for each in known if each))
+    yield from labelled("target", " · ".join(str(each) for each in known if each))
 
 
 def _fits(plan: Plan) -> Iterator[str]:
     asked, chip = plan.asked, plan.target.chip
     rows, how = f"{_each(plan, asked)} take", _how(asked)
     if chip.usable_bytes is None:
-        size = size_text(asked.bytes)
-        yield from line("fits", f"unknown{how}: {rows} {size}; the memory of a device is unknown")
+        text = f"{rows} {size_text(asked.bytes)}; the memory of a device is unknown"
+        yield from labelled("fits", f"unknown{how}: {text}")
         return
     reserved = ""
     if chip.memory_bytes and chip.platform == "cuda" and chip.usable_bytes < chip.memory_bytes:
         reserved = f" that JAX preallocates of {size_text(chip.memory_bytes)}"
     if asked.fits:
-        size = of_text(asked.bytes, chip.usable_bytes)
-        yield from line("fits", f"yes{how}: {rows} {size}{reserved}")
+        size = part_text(asked.bytes, chip.usable_bytes)
+        yield from labelled("fits", f"yes{how}: {rows} {size}{reserved}")
         return
     least = f"{'at least ' if asked.is_least else ''}{size_text(asked.bytes)}"
     there = f"{size_text(chip.usable_bytes)}{reserved}"
-    yield from line("fits", f"no{how}: {rows} {least}; a device has {there}")
+    yield from labelled("fits", f"no{how}: {rows} {least}; a device has {there}")
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    found, above = plan.largest, plan.too_large
-    if plan.target.chip.usable_bytes is None or (found is None and plan.fits):
+    largest, above = plan.largest, plan.too_large
+    if plan.target.chip.usable_bytes is None or (largest is None and plan.fits):
         return
-    if found is None:
+    if largest is None:
         least = above.rows if above else 1
         even = _rows(plan, least)
-        yield from line("batch", f"none{_how(above or plan.asked)}: not even {even}")
+        yield from labelled("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
     beyond = f"; {above.rows:,} do not fit" if above else "; more may fit"
     data_rows = plan.about.get("data_rows")
-    if above is None and data_rows and (found.rows + 1) * plan.replicas > data_rows:
+    if above is None and data_rows and (largest.rows + 1) * plan.replicas > data_rows:
         beyond = f": the whole dataset, {data_rows:,} rows"
-    size = f"{size_text(found.bytes)}{_how(found)}"
-    yield from line("batch", f"up to {_each(plan, found)} take {size}{beyond}")
+    size = f"{size_text(largest.bytes)}{_how(largest)}"
+    yield from labelled("batch", f"up to {_each(plan, largest)} take {size}{beyond}")
     if plan.micro_batches is not None:
         count, need = plan.micro_batches.accumulate, plan.micro_batches.need
         size = f"{size_text(need.bytes)}{_how(need)}"
-        yield from line("", f"accumulate={count}: {_each(plan, need)} take {size}")
+        yield from labelled("", f"accumulate={count}: {_each(plan, need)} take {size}")
 
 
 def _speed(plan: Plan) -> Iterator[str]:
@@ -114,7 +110,7 @@ def _speed(plan: Plan) -> Iterator[str]:
         why = "unknown; see the notes"
         if plan.target.chip.usable_bytes is not None and plan.largest is None and not plan.fits:
             why = "none: no batch fits"
-        yield from line("speed", why)
+        yield from labelled("speed", why)
         return
     speeds = plan.speeds
     shown: dict[str, list[str]] = {
@@ -122,16 +118,16 @@ def _speed(plan: Plan) -> Iterator[str]:
             _rows(plan, each.rows) for each in speeds
         ],
         "step": [time_text(each.step.seconds) for each in speeds],
-        "rows/s": [short(each.rows_per_second) for each in speeds],
-        "tokens/s": [_known(each.tokens_per_second, short) for each in speeds],
+        "rows/s": [number_text(each.rows_per_second) for each in speeds],
+        "tokens/s": [_known(each.tokens_per_second, number_text) for each in speeds],
         "MFU": [_known(each.model_share, percent) for each in speeds],
         "HFU": [percent(each.peak_share) for each in speeds],
     }
     if shown["MFU"] == shown["HFU"]:  # nothing is recomputed
         del shown["HFU"]
-    told = {name: texts for name, texts in shown.items() if any(texts)}
-    beside = [""] * len(speeds)
-    yield from columns("speed", [(*told, ""), *zip(*told.values(), beside, strict=True)])
+    known = {name: texts for name, texts in shown.items() if any(texts)}
+    cells = zip(*known.values(), [""] * len(speeds), strict=True)
+    yield from columns("speed", [(*known, ""), *cells])
 
 
 def _limit(plan: Plan) -> Iterator[str]:
@@ -139,10 +135,10 @@ def _limit(plan: Plan) -> Iterator[str]:
     if not plan.fits and chip.usable_bytes is not None:
         state = f"{size_text(plan.formula.state)}; a device has {size_text(chip.usable_bytes)}"
         if plan.formula.state <= chip.usable_bytes:
-            state = of_text(plan.formula.state, chip.usable_bytes)
+            state = part_text(plan.formula.state, chip.usable_bytes)
         if plan.largest is not None:
-            state += f", leaving room for {counted(plan.largest.rows, 'row')}"
-        yield from line(word, f"memory: the state takes {state}")
+            state += f", leaving room for {_counted(plan.largest.rows, 'row')}"
+        yield from labelled(word, f"memory: the state takes {state}")
         word = ""
     if plan.speed is None:
         return
@@ -153,10 +149,10 @@ def _limit(plan: Plan) -> Iterator[str]:
         for name, share in shares
         if share >= _SMALL
     )
-    where = "" if word else f"with {counted(plan.speed.rows, 'row')}: "
-    yield from line(word, f"{where}{text} of a step")
+    where = "" if word else f"with {_counted(plan.speed.rows, 'row')}: "
+    yield from labelled(word, f"{where}{text} of a step")
     if plan.speed.kernels:
-        yield from line("", f"longest: {', '.join(_longest(plan.speed))}")
+        yield from labelled("", f"longest: {', '.join(_longest(plan.speed))}")
 
 
 def _shares(speed: Speed) -> dict[str, float]:
@@ -190,32 +186,32 @@ def _longest(speed: Speed) -> list[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """Describe the parts by formula, the compiled total, and the back-of-the-envelope formula."""
-    found = plan.formula
+    formula = plan.formula
     parts = {
-        "parameters": found.parameters,
-        "optimizer": found.optimizer,
-        "other state": found.extras,
-        "new state": found.new_state,
-        "batch": found.batch,
-        "compute copy": found.compute_copy,
-        "gradient": found.gradient,
-        "activations": found.activations,
-        "workspace": found.workspace,
+        "parameters": formula.parameters,
+        "optimizer": formula.optimizer,
+        "other state": formula.extras,
+        "new state": formula.new_state,
+        "batch": formula.batch,
+        "compute copy": formula.compute_copy,
+        "gradient": formula.gradient,
+        "activations": formula.activations,
+        "workspace": formula.workspace,
     }
-    told = [
-        f"{name} {size_text(size)}" for name, size in parts.items() if size > _SMALL * found.total
+    sizes = [
+        f"{name} {size_text(size)}" for name, size in parts.items() if size > _SMALL * formula.total
     ]
     apart = ""
-    if found.never_together > _SMALL * found.total:
-        apart = f", less {size_text(found.never_together)} not live at the peak"
-    text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
+    if formula.never_together > _SMALL * formula.total:
+        apart = f", less {size_text(formula.never_together)} not live at the peak"
+    text = f"{', '.join(sizes)}{apart}: {size_text(formula.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
-    yield from line("memory", f"{_rows(plan, found.rows)}: {text}")
+    yield from labelled("memory", f"{_rows(plan, formula.rows)}: {text}")
     if plan.on_paper is not None:
-        size, rows = size_text(plan.on_paper.bytes_per_row), counted(plan.on_paper.rows, "row")
+        size, rows = size_text(plan.on_paper.bytes_per_row), _counted(plan.on_paper.rows, "row")
         text = f"M B T²/(4 N D²): activations of {size} per row, {rows} per device"
-        yield from line("paper", text)
+        yield from labelled("paper", text)
 
 
 def _changes(plan: Plan) -> list[str]:
@@ -251,44 +247,44 @@ def _known(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _traffic(plan: Plan) -> list[str]:
-    found = plan.traffic
-    if found is None:
+    traffic = plan.traffic
+    if traffic is None:
         return []
     lines: list[Line] = [("per device and step", "count", "result", "sent", "compute overlap")]
-    for each in found.movements:
+    for each in traffic.movements:
         meanwhile = "none"
         if each.asynchronous and each.between_seconds != 0:
             known = each.between_seconds is not None
             meanwhile = f"{time_text(each.between_seconds or 0)}" if known else "yes"
-        figures = (short(each.count), size_text(each.bytes), size_text(each.wire_bytes))
+        figures = (number_text(each.count), size_text(each.bytes), size_text(each.wire_bytes))
         over = f" over {', '.join(each.axes)}" if each.axes else ""
         lines.append((f"{each.kind}{over}", *figures, meanwhile))
-    if found.least_bytes:
-        least = size_text(found.least_bytes)
-        lines.append(("minimum", "", "", least, f"sends {found.share:.2f} x this"))
-    warned = line("note", found.warning) if found.warning else []
+    if traffic.least_bytes:
+        least = size_text(traffic.least_bytes)
+        lines.append(("minimum", "", "", least, f"sends {traffic.share:.2f} x this"))
+    warned = labelled("note", traffic.warning) if traffic.warning else []
     return [*columns("sends", lines), *warned]
 
 
 def _scaling(plan: Plan) -> list[str]:
-    found = plan.scaling
-    if found is None or plan.speed is None:
+    scaling = plan.scaling
+    if scaling is None or plan.speed is None:
         return []
     rows = plan.speed.rows
-    names = (f"{counted(rows, 'row')} each", f"{counted(rows * plan.replicas, 'row')} in all")
+    names = (f"{_counted(rows, 'row')} each", f"{_counted(rows * plan.replicas, 'row')} in all")
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
-    counts = shown_counts(found, plan.target.devices, most)
-    lines: list[Line] = [("efficiency", *map(short, counts), "devices")]
+    counts = shown_counts(scaling, plan.target.devices, most)
+    lines: list[Line] = [("efficiency", *map(number_text, counts), "devices")]
     pays = []
-    curves = ((found.weak, found.weak_pays), (found.strong, found.strong_pays))
+    curves = ((scaling.weak, scaling.weak_pays), (scaling.strong, scaling.strong_pays))
     for name, (points, paid) in zip(names, curves, strict=True):
         efficiencies = {point.devices: percent(point.efficiency) for point in points}
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
         last = points and paid == points[-1].devices
-        told = f"up to {short(paid)} (maximum)" if last else f"up to {short(paid)}"
-        pays.append(f"{told} with {name}")
+        reach = f"up to {number_text(paid)} (maximum)" if last else f"up to {number_text(paid)}"
+        pays.append(f"{reach} with {name}")
     reached = "to the same loss, " if plan.about.get("noise_scale") else ""
-    return [*columns("scales", lines), *line("pays", f"{reached}{'; '.join(pays)}")]
+    return [*columns("scales", lines), *labelled("pays", f"{reached}{'; '.join(pays)}")]
 
 
 def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
@@ -312,8 +308,8 @@ def _cost(plan: Plan) -> list[str]:
     if hours is None or rows is None:
         return []
     tokens = plan.about.get("tokens_per_row")
-    of = counted(rows * tokens, "token") if tokens else counted(rows, "row")
-    return line("cost", f"at least {counted(hours, 'device-hour')} for {of} on this target")
+    of = _counted(rows * tokens, "token") if tokens else _counted(rows, "row")
+    return labelled("cost", f"at least {_counted(hours, 'device-hour')} for {of} on this target")
 
 
 def _learning_rates(plan: Plan) -> Iterator[str]:
@@ -327,26 +323,34 @@ def _learning_rates(plan: Plan) -> Iterator[str]:
             steps, rows = _times(each.steps), _times(each.examples)
             parts.append(f"{steps} the minimum steps, {rows} the minimum rows")
         if parts:
-            yield from line(word, f"a batch of {short(each.batch_size)}: {'; '.join(parts)}")
+            yield from labelled(
+                word, f"a batch of {number_text(each.batch_size)}: {'; '.join(parts)}"
+            )
             word = ""
     if noise and not word:
-        yield from line("", f"critical batch {short(noise)} rows, from the noise scale")
+        yield from labelled("", f"critical batch {number_text(noise)} rows, from the noise scale")
     elif not word:
-        yield from line("", "critical batch unknown: measure it with train --measure-noise-scale")
+        yield from labelled(
+            "", "critical batch unknown: measure it with train --measure-noise-scale"
+        )
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.3g} x" if factor < 1000 else f"{short(factor)} x"
+    return f"{factor:.3g} x" if factor < 1000 else f"{number_text(factor)} x"
 
 
 def _each(plan: Plan, need: Need) -> str:
     """Format exact row counts, for use as a batch size."""
     total = f" ({need.rows * plan.replicas:,} in all)" if plan.target.devices > 1 else ""
-    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} per {plan.holder}{total}"
+    return f"{counted(need.rows, 'row')} per {plan.holder}{total}"
+
+
+def _counted(number: float, noun: str) -> str:
+    return counted(number, noun, number_text)
 
 
 def _rows(plan: Plan, count: int) -> str:
-    return f"{counted(count, 'row')} per {plan.holder}"
+    return f"{_counted(count, 'row')} per {plan.holder}"
 
 
 def _how(need: Need) -> str:

@@ -11,6 +11,7 @@ import jax
 
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
+from replicax.analysis.schedule import Schedule
 from replicax.arguments import Count, Positive, typed
 from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
@@ -18,26 +19,28 @@ from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shar
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
-from replicax.plan.compiler import compiler_for
+from replicax.plan.compiler import Compiler, compiler_for
 from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
 from replicax.plan.memory_formula import Transformer, tree_bytes
-from replicax.plan.planned import MicroBatches, Need, Plan, Scaling, Speed
+from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
-from replicax.plan.steps import Show, Step, Steps, holder, in_fit, rows_of_a_replica
+from replicax.plan.steps import Show, StepCache, TargetStep, holder, in_fit, rows_of_a_replica
 from replicax.plan.target import Target, parse_target
+
+Changes = Mapping[str, DataParallel] | None
 
 
 @dataclasses.dataclass
 class _Planner:
-    """Answer the questions of a plan one by one, noting deviations from the request."""
+    """Compute the parts of a plan one by one, noting deviations from the request."""
 
     dp: DataParallel
-    steps: Steps
+    steps: StepCache
     params: list[Any]
     notes: list[str]
 
-    def asked(self, batch_size: int) -> Step:
+    def asked(self, batch_size: int) -> TargetStep:
         replicas, rows = replica_count(self.dp.mesh), rows_of_a_replica(batch_size, self.dp)
         if rows * replicas != batch_size:
             self.notes.append(
@@ -50,6 +53,25 @@ class _Planner:
             for name, value in step.program.options.items():
                 self.notes.append(f"compiled with {name}={value}, as on such devices")
         return step
+
+    def sizes(
+        self, asked: Need, data_rows: int | None, changes: Changes, rules: Rules
+    ) -> tuple[Need | None, Need | None, MicroBatches | None, tuple[Alternative, ...]]:
+        """Return the largest batch, one too large, micro-batches that fit, and alternatives."""
+        steps, dp = self.steps, self.dp
+        beside = ThreadPoolExecutor(1)  # compilers are slow and use a core each
+        try:
+            changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
+            largest, too_large = self.largest(asked, data_rows)
+            micro = self.micro_batches(asked, largest)
+            others, refused = changed.result()
+        finally:  # on an interrupt, do not wait: the compilers are closed next
+            beside.shutdown(wait=False)
+        if largest is None and too_large is not None and too_large.rows < asked.rows:
+            # Not even the smallest batch fits: look for changes with which it does.
+            others, refused = alternatives(steps, dp, too_large, changes, rules)
+        self.notes += refused
+        return largest, too_large, micro, others
 
     def largest(self, asked: Need, data_rows: int | None) -> tuple[Need | None, Need | None]:
         dp, capacity = self.dp, self.steps.target.chip.usable_bytes
@@ -98,25 +120,15 @@ class _Planner:
         steps, dp, target = self.steps, self.dp, self.steps.target
         if not shown:
             return (), None
-        made = [steps.step(dp, each.rows) for each in shown]
+        compiled = [steps.step(dp, need.rows) for need in shown]
         try:
-            works = [work(steps, each) for each in made]
+            works = [work(steps, step) for step in compiled]
             again = steps.recomputed_share(dp, shown[0].rows)
             speeds = tuple(speed(each, target, dp, tokens_per_row, again) for each in works)
         except ConfigError as error:
             self.notes.append(f"no speed: {error}")
             return (), None
-        schedules = [each.schedule for each in made]
-        unknown = {name for each in schedules if each is not None for name in each.unknown_calls}
-        if unknown:
-            self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
-        if None in schedules and not is_data_only(dp.mesh):
-            self.notes.append("communication between the devices of a replica is not counted")
-        dtype, wanted = known_dtype(dp, target.chip), dp.precision.name
-        if dtype != wanted:
-            self.notes.append(
-                f"{target.chip.title} has no {wanted} units: at best as fast as {dtype}"
-            )
+        self._note_omissions([step.schedule for step in compiled])
         if target.devices == 1 or target.chip.platform == "cpu":
             return speeds, None  # one device sends nothing, and a host has no more devices
         try:
@@ -124,6 +136,18 @@ class _Planner:
         except ConfigError as error:
             self.notes.append(f"no scaling: {error}")
             return speeds, None
+
+    def _note_omissions(self, schedules: list[Schedule | None]) -> None:
+        """Note what the speed does not count."""
+        dp, chip = self.dp, self.steps.target.chip
+        unknown = {name for each in schedules if each is not None for name in each.unknown_calls}
+        if unknown:
+            self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
+        if None in schedules and not is_data_only(dp.mesh):
+            self.notes.append("communication between the devices of a replica is not counted")
+        dtype, wanted = known_dtype(dp, chip), dp.precision.name
+        if dtype != wanted:
+            self.notes.append(f"{chip.title} has no {wanted} units: at best as fast as {dtype}")
 
     def traffic(self, shown: Need) -> Traffic | None:
         dp, chip, devices = self.dp, self.steps.target.chip, self.steps.target.devices
@@ -204,6 +228,55 @@ def plan(
             processes; rows or a noise scale not above 0.
         CompilerError: the compiler fails.
     """
+    _check(wished_rows, noise_scale)
+    target = parse_target(target) if isinstance(target, str) else target
+    dp = in_fit(dp, model, target)
+    if changes is not None:
+        changes = {name: in_fit(other, model, target) for name, other in changes.items()}
+    if target.chip.platform == "cpu":
+        target = dataclasses.replace(target, chip=measured(target.chip, target.devices))
+    params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
+    with compiler_for(target, by_formula) as (compiler, notes):
+        steps = StepCache(model, batch, target, compiler, show or (lambda text: None))
+        planner = _Planner(dp, steps, params, list(notes))
+        step = planner.asked(batch_size)
+        largest, too_large, micro, others = planner.sizes(step.need, data_rows, changes, rules)
+        shown = _shown(step.need, largest)
+        speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
+        traffic = planner.traffic(shown[0]) if shown else None
+    replicas, room = replica_count(dp.mesh), target.chip.usable_bytes
+    batches = [replicas * need.rows for need in (step.need, largest) if need is not None]
+    planned = Plan(
+        about={
+            **_about(dp, target, params, compiler),
+            "batch_size": batch_size,
+            "tokens_per_row": tokens_per_row,
+            "data_rows": data_rows,
+            "noise_scale": noise_scale,
+            "wished_rows": wished_rows,
+        },
+        target=target,
+        mesh=dict(dp.mesh.shape),
+        asked=step.need,
+        formula=step.formula,
+        largest=largest,
+        too_large=too_large,
+        sizes=steps.needs(dp),
+        micro_batches=micro,
+        alternatives=others,
+        traffic=traffic,
+        speeds=speeds,
+        scaling=grown,
+        device_hours=_device_hours(wished_rows, speeds, target),
+        batches=batch_advice(batch_size, batches, noise_scale),
+        first="",
+        notes=tuple(dict.fromkeys(planner.notes)),
+        on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
+    )
+    return dataclasses.replace(planned, first=first_change(dp, planned))
+
+
+def _check(wished_rows: float | None, noise_scale: float | None) -> None:
     if jax.process_count() > 1:
         raise ConfigError(
             f"plan on {jax.process_count()} processes; it must run in one, for any number of hosts"
@@ -211,72 +284,30 @@ def plan(
     for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value}; it must be a finite number of rows above 0")
-    show = show or (lambda text: None)
-    aim = parse_target(target) if isinstance(target, str) else target
-    dp = in_fit(dp, model, aim)
-    if changes is not None:
-        changes = {name: in_fit(other, model, aim) for name, other in changes.items()}
-    if aim.chip.platform == "cpu":
-        aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
-    params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
-    with compiler_for(aim, by_formula) as (compiler, notes):
-        steps = Steps(model, batch, aim, compiler, show)
-        planner = _Planner(dp, steps, params, list(notes))
-        step = planner.asked(batch_size)
-        asked = step.need
-        beside = ThreadPoolExecutor(1)  # compilers are slow and use a core each
-        try:
-            changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
-            largest, too_large = planner.largest(asked, data_rows)
-            in_parts = planner.micro_batches(asked, largest)
-            others, refused = changed.result()
-        finally:  # on an interrupt, do not wait: the compilers are closed next
-            beside.shutdown(wait=False)
-        if largest is None and too_large is not None and too_large.rows < asked.rows:
-            # Not even the smallest batch fits: look for changes with which it does.
-            others, refused = alternatives(steps, dp, too_large, changes, rules)
-        planner.notes += refused
-        # Report the speed of the requested batch and of the largest.
-        shown = [asked] if asked.fits else []
-        if largest is not None and largest.rows != asked.rows:
-            shown.append(largest)
-        speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
-        traffic = planner.traffic(shown[0]) if shown else None
-    replicas, room = replica_count(dp.mesh), aim.chip.usable_bytes
-    batches = [replicas * need.rows for need in (asked, largest) if need is not None]
-    device_seconds = None
-    if wished_rows and speeds:
-        device_seconds = wished_rows / speeds[0].rows_per_second * aim.devices
-    found = Plan(
-        about={
-            "target": aim.text,
-            **dp.configuration.names(),
-            "parameters": sum(leaf.size for leaf in params),
-            "batch_size": batch_size,
-            "tokens_per_row": tokens_per_row,
-            "data_rows": data_rows,
-            "compiler": None if compiler is None else compiler.name,
-            "jax": jax.__version__,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "noise_scale": noise_scale,
-            "wished_rows": wished_rows,
-        },
-        target=aim,
-        mesh=dict(dp.mesh.shape),
-        asked=asked,
-        formula=step.formula,
-        largest=largest,
-        too_large=too_large,
-        sizes=steps.needs(dp),
-        micro_batches=in_parts,
-        alternatives=others,
-        traffic=traffic,
-        speeds=speeds,
-        scaling=grown,
-        device_hours=None if device_seconds is None else device_seconds / 3600,
-        batches=batch_advice(batch_size, batches, noise_scale),
-        first="",
-        notes=tuple(dict.fromkeys(planner.notes)),
-        on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
-    )
-    return dataclasses.replace(found, first=first_change(dp, found))
+
+
+def _shown(asked: Need, largest: Need | None) -> list[Need]:
+    """Return the sizes whose speed is reported: the requested batch and the largest that fit."""
+    shown = [asked] if asked.fits else []
+    if largest is not None and largest.rows != asked.rows:
+        shown.append(largest)
+    return shown
+
+
+def _about(
+    dp: DataParallel, target: Target, params: list[Any], compiler: Compiler | None
+) -> dict[str, Any]:
+    return {
+        "target": target.text,
+        **dp.configuration.names(),
+        "parameters": sum(leaf.size for leaf in params),
+        "compiler": None if compiler is None else compiler.name,
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _device_hours(rows: float | None, speeds: tuple[Speed, ...], target: Target) -> float | None:
+    if not rows or not speeds:
+        return None
+    return rows / speeds[0].rows_per_second * target.devices / 3600

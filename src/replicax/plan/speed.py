@@ -15,7 +15,7 @@ from replicax.plan.forecast import Transfer, devices_that_pay, scaling_curve, st
 from replicax.plan.memory_formula import MemoryFormula
 from replicax.plan.network import ALL_REDUCE, networks
 from replicax.plan.planned import KernelShare, Scaling, Speed
-from replicax.plan.steps import Step, Steps
+from replicax.plan.steps import StepCache, TargetStep
 from replicax.plan.target import Target
 
 _UPDATE_PASSES = 2
@@ -36,7 +36,7 @@ class Work:
     kernels: tuple[KernelShare, ...] = ()
 
 
-def work(steps: Steps, step: Step) -> Work:
+def work(steps: StepCache, step: TargetStep) -> Work:
     """Return one device's work in one of `steps`.
 
     Raises:

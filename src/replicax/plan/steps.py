@@ -46,7 +46,7 @@ Show = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TargetStep:
     """A step for a target, and the result of compiling it."""
 
     dp: DataParallel
@@ -70,7 +70,7 @@ class Step:
         return read_schedule(self.compilation.text, self.dp.mesh.shape, working)
 
 
-class Steps:
+class StepCache:
     """Steps of any size for one target, each made once and cached.
 
     Args:
@@ -86,7 +86,7 @@ class Steps:
     ) -> None:
         self.target, self.compiler = target, compiler
         self._model, self._batch, self._show = model, batch, show
-        self._made: dict[tuple[DataParallel, int, bool], Step] = {}
+        self._steps: dict[tuple[DataParallel, int, bool], TargetStep] = {}
         self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
@@ -95,55 +95,55 @@ class Steps:
             batch, platform = self._rows(dp, rows), self.target.chip.platform
             # Without its compiler, kernels specific to a described GPU cannot be traced either.
             with traced_for(self._capability if self.compiler else None):
-                found = memory_formula(dp, self._model, batch, platform=platform)
-            self._formulas[dp, rows] = found
+                formula = memory_formula(dp, self._model, batch, platform=platform)
+            self._formulas[dp, rows] = formula
         return self._formulas[dp, rows]
 
     def step(
-        self, dp: DataParallel, rows: int, what: str = "", *, without_cudnn: bool = False
-    ) -> Step:
+        self, dp: DataParallel, rows: int, purpose: str = "", *, without_cudnn: bool = False
+    ) -> TargetStep:
         """Return the step with `rows` per replica, with or without cuDNN kernels.
 
-        `what` describes its purpose in the line passed to `show`.
+        `purpose` begins the line passed to `show`.
 
         Raises:
             CompilerError: see `Compiler.compile`.
             ConfigError: see `export_step`.
         """
         key = dp, rows, without_cudnn
-        if key not in self._made:
-            self._show(f"{what}{', ' if what else ''}{rows:,} rows per {holder(dp.mesh)}")
+        if key not in self._steps:
+            self._show(f"{purpose}{', ' if purpose else ''}{rows:,} rows per {holder(dp.mesh)}")
             capability = self._capability
             if capability is not None and without_cudnn:
                 capability = min(capability, BEFORE_CUDNN)
-            self._made[key] = self._make(dp, rows, capability)
-        return self._made[key]
+            self._steps[key] = self._make(dp, rows, capability)
+        return self._steps[key]
 
-    def _make(self, dp: DataParallel, rows: int, capability: float | None) -> Step:
+    def _make(self, dp: DataParallel, rows: int, capability: float | None) -> TargetStep:
         formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
         if self.compiler is None:
             fits = room is None or formula.total <= room
-            return Step(dp, Need(rows, formula.total, fits, False), formula)
+            return TargetStep(dp, Need(rows, formula.total, fits, False), formula)
         batch, platform = self._rows(dp, rows), self.target.chip.platform
         program = export_step(dp, self._model, batch, platform, capability)
-        answer = self.compiler.compile(program)
-        if isinstance(answer, TooLarge):
+        compiled = self.compiler.compile(program)
+        if isinstance(compiled, TooLarge):
             # A compiler may stop at the first total that is too large.
-            least = max(answer.needed_bytes or 0, answer.available_bytes or 0, formula.total)
-            return Step(dp, Need(rows, least, False, True), formula, program)
-        peak = answer.memory.peak
-        temporaries = max(0, peak - answer.memory.arguments)
+            least = max(compiled.needed_bytes or 0, compiled.available_bytes or 0, formula.total)
+            return TargetStep(dp, Need(rows, least, False, True), formula, program)
+        peak = compiled.memory.peak
+        temporaries = max(0, peak - compiled.memory.arguments)
         need = Need(rows, peak, room is None or peak <= room, True, temporaries)
-        return Step(dp, need, formula, program, answer)
+        return TargetStep(dp, need, formula, program, compiled)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Return the memory of all steps of `dp` made so far, by rows."""
-        made = [
+        needs = [
             step.need
-            for (owner, _, without), step in self._made.items()
+            for (owner, _, without), step in self._steps.items()
             if owner is dp and not without
         ]
-        return tuple(sorted(made, key=lambda need: need.rows))
+        return tuple(sorted(needs, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
         """Return the FLOPs of products and convolutions on one device, with `rows` per replica."""
@@ -172,8 +172,8 @@ class Steps:
         program = dp.program(self._model)
         layout = dataclasses.replace(dp.layout, splits_params=False)
         where = layout.shardings(program.shapes, dp.mesh).params
-        own = jax.tree.map(on_one_device, program.shapes.params, where)
-        trained = jax.tree.leaves(only_read(own, program.objective.read))
+        params = jax.tree.map(on_one_device, program.shapes.params, where)
+        trained = jax.tree.leaves(only_read(params, program.objective.read))
         sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
         return sums_bytes(trained, metrics, sent)
 
@@ -207,7 +207,9 @@ def rows_of_a_replica(rows: int, dp: DataParallel) -> int:
     return math.ceil(rows / (replica_count(dp.mesh) * parts)) * parts
 
 
-def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show: Show) -> Step:
+def compiled_for(
+    dp: DataParallel, model: Any, batch: Any, target: Target, show: Show
+) -> TargetStep:
     """Return the step of `rx.fit` with its `program` and `compilation` for a target.
 
     The mesh of `dp` may be of any devices, and the target's need not be attached. The batch is
@@ -223,7 +225,7 @@ def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show:
         if compiler is None:
             raise CompilerError("; ".join(notes).removeprefix("by formula: "))
         rows = rows_of_a_replica(row_count(batch), dp)
-        step = Steps(model, batch, target, compiler, show).step(dp, rows, target.text)
+        step = StepCache(model, batch, target, compiler, show).step(dp, rows, target.text)
     if step.compilation is None:
         raise CompilerError(
             f"{rows:,} rows per {holder(dp.mesh)} exceed the memory of {target.text}: use fewer"

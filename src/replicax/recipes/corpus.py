@@ -4,12 +4,13 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from replicax.errors import DataError
+from replicax.wording import counted
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read_corpus(path: Path | None = None) -> Corpus:
         _cannot_read(error)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()) if count)
     total = sum(len(document.content) for document in documents)
-    source = f"{what}: {_files(documents)}, {_size(total)}{where}"
+    source = f"{what}: {counted(len(documents), 'file')}, {_size(total)}{where}"
     source += f"; skipped {counts}" if counts else ""
     if total == 0:
         raise DataError(f"no text in {source}; provide a file or folder of text")
@@ -99,7 +100,7 @@ def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     held_out = tuple(after for _, after in parts if after.content)
     if not held_out:
         raise DataError(
-            f"{corpus.name} has {_files(documents)} of at most "
+            f"{corpus.name} has {counted(len(documents), 'file')} of at most "
             f"{_size(max(len(d.content) for d in documents))}; holding out 5 % of a file without "
             f"splitting its last character takes {HELD_OUT_ONE_IN} bytes of the file for each byte "
             "of that character; provide more text"
@@ -143,11 +144,6 @@ def _read(
         else:
             skipped["binary" if first else "empty"] += 1
     return documents
-
-
-def _files(documents: Sequence[Document]) -> str:
-    count = len(documents)
-    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def _size(size_bytes: int) -> str:

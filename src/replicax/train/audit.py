@@ -17,7 +17,7 @@ from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
 from replicax.train.hook import Hook, Running
-from replicax.wording import listed, named, size_text
+from replicax.wording import counted, listed, named, size_text
 
 RESTORES = 3
 """Maximum number of consecutive restores of the same step."""
@@ -145,8 +145,8 @@ class Audit(Hook):
 
     def summary(self) -> list[str]:
         clean = "1 audit, clean" if self.clean == 1 else f"{self.clean:,} clean"
-        times = f"{self.restores} time{'s' * (self.restores != 1)}"
-        return [f"audit  {clean}{f' · went back {times}' if self.restores else ''}"]
+        back = f" · went back {counted(self.restores, 'time')}" if self.restores else ""
+        return [f"audit  {clean}{back}"]
 
     def before_run(self, run: Running) -> None:
         self._fingerprint = Fingerprint(run.state)

@@ -12,6 +12,7 @@ import msgspec
 
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
+from replicax.table import WIDTH
 from replicax.train.places import read_bytes
 from replicax.train.records import plain_config
 from replicax.train.sealed import unsealed
@@ -54,7 +55,7 @@ _OF_ONE_START = tuple(("start", name) for name in ("command", "host", "time", "r
 _NO_TRACER = ("python", "numpy")
 """Packages whose versions do not affect the traced program."""
 _MOST_NAMED, _MOST_LINES = 6, 20
-_COLUMNS, _LONGEST_FIELD, _LONGEST_VALUE = 80, 36, 40
+_LONGEST_FIELD, _LONGEST_VALUE = 36, 40
 ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
@@ -246,7 +247,7 @@ def _line(change: Change) -> str:
     end = " (accepted)" if change.matters else ""
     if change.field.startswith("program.") and not change.matters:
         end = " (versions differ: not comparable)"
-    room = _COLUMNS - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
+    room = WIDTH - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
 
 

@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import re
-import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from replicax.table import NO_BREAK, labelled
 from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
@@ -75,7 +75,7 @@ class Goodput:
 
     def lines(self) -> list[str]:
         """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
-        wall, blank = self.wall_seconds, "\N{NO-BREAK SPACE}"
+        wall = self.wall_seconds
         most = f" (most {max(self.hooks, key=self.hooks.__getitem__)})" if self.hooks else ""
         parts = [
             f"{bucket} {self.seconds[bucket] / wall:.1%}{most if bucket == 'hooks' else ''}"
@@ -86,10 +86,8 @@ class Goodput:
             parts.append(f"and {duration(self.down_seconds)} between the starts")
             parts.append(f"productive {self.clock_fraction:.1%} of the clock")
         starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
-        said = f" ·{blank}".join(part.replace(" ", blank) for part in parts)
-        text = f"time   {duration(wall)}{starts}{':' if parts else ''} {said}"
-        lines = textwrap.wrap(text, 80, subsequent_indent=" " * 7, break_on_hyphens=False)
-        return [line.replace(blank, " ") for line in lines]
+        said = f" ·{NO_BREAK}".join(part.replace(" ", NO_BREAK) for part in parts)
+        return labelled("time", f"{duration(wall)}{starts}{':' if parts else ''} {said}")
 
 
 class Ledger:

@@ -39,7 +39,7 @@ from replicax.train.hook import Hook, Running
 from replicax.train.places import read_bytes
 from replicax.train.records import Record, write_json
 from replicax.train.sealed import unsealed
-from replicax.wording import first_line
+from replicax.wording import counted, first_line
 
 PARTS = 4
 """Parts per batch, for any number of devices. The variance of |G|² with two parts is twice the
@@ -175,7 +175,7 @@ class NoiseScale:
         return math.isfinite(self.high)
 
     def __str__(self) -> str:
-        said = f"{self.samples:,} sample{'s' * (self.samples != 1)}"
+        said = counted(self.samples, "sample")
         if self.left_out:
             said += f", {self.left_out} left out"
         if self.resolved:

@@ -22,6 +22,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
+from replicax.table import WIDTH
 from replicax.train.goodput import Goodput
 from replicax.train.records import Record
 from replicax.wording import counted, duration
@@ -190,7 +191,7 @@ def skip_line(record: Record) -> str:
     what = "loss spike" if "spike" in record.metrics else "loss or gradient not finite"
     line = f"skip   step {record.step:,}: {what}, examples "
     examples = ", ".join(map(str, record.examples or ()))
-    return line + textwrap.shorten(examples, 80 - len(line), placeholder=" ...")
+    return line + textwrap.shorten(examples, WIDTH - len(line), placeholder=" ...")
 
 
 def summary(result: Fit, total: int | None) -> list[str]:
