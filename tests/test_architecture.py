@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from support.entered import entered, files
+from support.one_step import warm_step
+
 from replicax.core.modes import MODES
 from replicax.core.placement.layout import LAYOUTS
 
@@ -61,6 +64,8 @@ NAMED = {
 MOST_LINES = 500
 MOST_LINES_OF_STEP = 1_900
 """Lines of `core/step`, which is the mathematics."""
+MOST_FILES_OF_A_STEP = 16
+"""Files that a `jit` step enters while it is traced, and once it is compiled."""
 # What a user may have and `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
     "equinox",
@@ -242,6 +247,12 @@ def test_the_step_is_small() -> None:
     for module, path in FILES.items():
         rooms[".".join(module.split(".")[:3])] += len(path.read_text().splitlines())
     assert rooms["replicax.core.step"] <= MOST_LINES_OF_STEP
+
+
+def test_the_walk_of_a_step_is_short() -> None:
+    walked = files(entered(warm_step()))
+    assert "core/step/update.py" in walked
+    assert len(walked) <= MOST_FILES_OF_A_STEP
 
 
 def test_files_are_short() -> None:

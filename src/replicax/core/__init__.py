@@ -5,10 +5,10 @@
     data_parallel.py       the call: place the batch, check, run the program, note it as in flight
     first_step_checks.py   before the first step only, with `first_step/`: is this loss computed on
                            parts of a batch what it is on the whole, do processes agree, does it fit
-    program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the parts
-                           of its step, and `built_in_step.py` what a layout changes of them
+    program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
+                           parts of its step, and `built_in_step.py` what a layout changes of them
     modes.py               the mode, which builds the step of its parts
-    step_builder.py        by default one `jax.jit` program: sums by replica, mapped; then the update
+    step_builder.py        by default one `jax.jit` program: sums, mapped; then the update
     mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
     per_replica_sums.py    mode `jit` on several GPUs: the same sums, replica by replica
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update

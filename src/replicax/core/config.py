@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -64,10 +65,11 @@ class Configuration:
         """Return a context without any mesh of the caller's."""
         return in_own_mesh(self.mesh, named=self.mode.partitions)
 
-    def undisturbed(self) -> Context:
-        """Return a context in which to trace and dispatch the programs."""
+    @cached_property
+    def undisturbed(self) -> Callable[[], Context]:
+        """Returns a context in which to trace and dispatch the programs."""
         named, compiled = self.mode.partitions, self.mode.bitwise
-        return undisturbed(self.mesh, self.job.in_flight, named=named, compiled=compiled)
+        return partial(undisturbed, self.mesh, self.job.in_flight, named=named, compiled=compiled)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""

@@ -28,10 +28,9 @@ from replicax.core.ground.train_state import Metrics, TrainState, check_outside_
 from replicax.core.placement.mesh import by_rows
 from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import CompiledFunction
+from replicax.core.step.base import CompiledFunction, no_reduction
 from replicax.core.step.custom_step import keep
 from replicax.core.step.loss import LOSS, is_unbound_axis
-from replicax.core.step.reduction import no_reduction
 from replicax.core.step.update import step_key
 from replicax.errors import LossError
 

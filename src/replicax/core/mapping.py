@@ -23,30 +23,29 @@ from replicax.core.placement.mesh import (
     row_axis,
 )
 from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import Accumulator, CompiledFunction, Reduce, StepSums
-from replicax.core.step.reduction import (
-    REDUCTIONS,
-    GradientShards,
-    Reduction,
-    Wire,
+from replicax.core.step.base import (
+    Accumulator,
+    CompiledFunction,
+    MappedFunction,
+    Reduce,
+    StepSums,
     no_reduction,
 )
-from replicax.core.step_builder import Jitted, ReplicaFunction, StepParts, Wrap, build
+from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, Wire
+from replicax.core.step_builder import Jitted, Mapped, ReplicaView, StepParts, Wrap, build
 from replicax.errors import ConfigError
-
-Mapped = Callable[[TrainState, Batch], Any]
 
 
 def global_view(
-    function: ReplicaFunction, _mesh: AnyMesh, _into: tuple[PyTree, PyTree], _out: PyTree
-) -> Mapped:
+    function: ReplicaView[Mapped], _mesh: AnyMesh, _into: tuple[TrainState, Batch], _out: PyTree
+) -> MappedFunction[Mapped]:
     """Apply no mapping: the function sees the whole batch, and the compiler partitions the work."""
-    return lambda state, batch: function(state, batch, None)
+    return partial(function, axis=None)
 
 
 def shard_map(
-    function: ReplicaFunction, mesh: AnyMesh, into: tuple[PyTree, PyTree], out: PyTree
-) -> Mapped:
+    function: ReplicaView[Mapped], mesh: AnyMesh, into: tuple[TrainState, Batch], out: PyTree
+) -> MappedFunction[Mapped]:
     """Map by `jax.shard_map` over the axes of the rows."""
     # With check_vma=True a scan in the model from zeros (any RNN) is a type error, and parameters
     # must be cast to varying, or their gradient is N times too large. Without it, the gradient of
@@ -60,7 +59,9 @@ def shard_map(
     )
 
 
-def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out: PyTree) -> Mapped:
+def pmap(
+    function: ReplicaView[Mapped], mesh: Mesh, into: tuple[TrainState, Batch], out: PyTree
+) -> MappedFunction[Mapped]:
     """Map by `jax.pmap`, the classic API."""
     replicas = replica_count(mesh)
 
@@ -203,7 +204,7 @@ class Mode:
 
 
 def lift(
-    function: ReplicaFunction, mode: Mode, mesh: AnyMesh, state: PyTree, batch: PyTree, out: PyTree
+    function: ReplicaView[Any], mode: Mode, mesh: AnyMesh, state: PyTree, batch: PyTree, out: PyTree
 ) -> Jitted[Any]:
     """Return `function` as a `jax.jit` function of a state and a global batch.
 

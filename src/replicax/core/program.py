@@ -26,7 +26,13 @@ from replicax.core.placement.mesh import (
     replica_count,
     replicated,
 )
-from replicax.core.step.base import CompiledFunction, ReplicaSums, StepProgram, StepSums
+from replicax.core.step.base import (
+    CompiledFunction,
+    ReplicaFunction,
+    ReplicaSums,
+    StepProgram,
+    StepSums,
+)
 from replicax.core.step.custom_step import custom_update, keep
 from replicax.core.step.loss import WeightedSum
 from replicax.core.step.loss_scale import first_scale
@@ -120,9 +126,10 @@ class Program:
             shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
         weighted: Any = everywhere
         total = StepSums(everywhere if gradient is None else gradient, weighted)
+        sums: ReplicaSums = partial(step_sums, objective=self.split_objective)
         parts = self._parts(
             "step",
-            partial(step_sums, objective=self.split_objective),
+            sums,
             (total, everywhere, by_rows(mesh)),
             (self.shardings, everywhere),
             config.reduction,
@@ -134,7 +141,7 @@ class Program:
     def _parts(
         self,
         name: str,
-        sums: ReplicaSums,
+        sums: ReplicaFunction[Any],
         total: PyTree,
         out: PyTree,
         reduction: Reduction,

@@ -1,9 +1,9 @@
 """Build a step, or the scoring of an evaluation, of its parts: by default one `jax.jit` program."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
@@ -17,9 +17,10 @@ from replicax.core.step.base import (
     Accumulator,
     Apply,
     CompiledFunction,
+    MappedFunction,
     MappedSums,
     Reduce,
-    ReplicaSums,
+    ReplicaFunction,
     Result,
 )
 from replicax.core.step.objective import Objective
@@ -27,23 +28,30 @@ from replicax.core.step.reduction import Reduction
 from replicax.core.step.update import update
 from replicax.errors import ConfigError
 
+Mapped = TypeVar("Mapped")
 
-class ReplicaFunction(Protocol):
+
+class ReplicaView(Protocol[Result]):
     """A function from one replica's view: of its rows, and the axis to reduce over.
 
     Without an axis it sees the whole batch.
     """
 
-    def __call__(self, state: TrainState, batch: Batch, axis: Axis | None, /) -> Any:
+    def __call__(self, state: TrainState, batch: Batch, axis: Axis | None) -> Result:
         """Return results that are equal on all replicas, or shards of them."""
 
 
 class Wrap(Protocol):
-    """Maps a `ReplicaFunction` onto a mesh."""
+    """Maps a `ReplicaView` onto a mesh."""
 
     def __call__(
-        self, function: ReplicaFunction, mesh: Any, into: tuple[PyTree, PyTree], out: PyTree, /
-    ) -> Callable[[TrainState, Batch], Any]:
+        self,
+        function: ReplicaView[Mapped],
+        mesh: Any,
+        into: tuple[TrainState, Batch],
+        out: PyTree,
+        /,
+    ) -> MappedFunction[Mapped]:
         """Return a function of global arrays.
 
         Args:
@@ -60,7 +68,8 @@ class StepParts:
 
     name: str
     """Its name in profiles: `step` or `score`."""
-    sums: ReplicaSums
+    sums: ReplicaFunction[Any]
+    """`ReplicaSums`, or a function that returns the result of a program without an update."""
     apply: Apply | None
     """The update of global arrays from what `sums` returns; None if that is the result."""
     objective: Objective
@@ -105,7 +114,7 @@ def mapped(parts: StepParts) -> MappedSums:
 
 def jitted(parts: StepParts, sums: MappedSums) -> "Jitted[Any]":
     """Return the program that updates the state from `sums`."""
-    function: Callable[[TrainState, Batch], Any] = sums
+    function: MappedFunction[Any] = sums
     if parts.apply is not None:
         apply = _of_each_replica(parts, parts.apply) if parts.names_replicas else parts.apply
         function = partial(update, sums=sums, apply=apply)

@@ -14,10 +14,10 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import AnyMesh, ShardDim, row_axis, split_dim
-from replicax.core.step.base import Apply, StepSums
+from replicax.core.step.base import Apply, StepSums, no_reduction
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.objective import only_read
-from replicax.core.step.reduction import Wire, no_reduction
+from replicax.core.step.reduction import Wire
 from replicax.core.step.update import update
 from replicax.core.step_builder import StepParts, check_whole
 from replicax.errors import ConfigError

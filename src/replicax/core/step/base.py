@@ -92,8 +92,15 @@ class Reduce(Protocol):
         """
 
 
-class ReplicaSums(Protocol):
-    """The sums of a step from one replica's view: local sums, then one reduction."""
+def no_reduction(
+    sums: StepSums, reduction_state: PyTree, _axis: Axis | None
+) -> tuple[StepSums, PyTree]:
+    """Return sums unchanged, as they are already those of all rows."""
+    return sums, reduction_state
+
+
+class ReplicaFunction(Protocol[Result]):
+    """A part of a program from one replica's view, with how it sums rows and replicas handed in."""
 
     def __call__(
         self,
@@ -103,18 +110,26 @@ class ReplicaSums(Protocol):
         *,
         accumulator: Accumulator,
         reduce: Reduce,
-    ) -> Any:
-        """Return what `MappedSums` returns, or the result of a program without an update.
+    ) -> Result:
+        """Return what is equal on all replicas, or shards of it.
 
         `batch` has this replica's rows, or all rows if there is no `axis`.
         """
 
 
-class MappedSums(Protocol):
-    """`ReplicaSums` as a mode maps them onto the mesh: a function of global arrays."""
+class MappedFunction(Protocol[Result]):
+    """A `ReplicaFunction` as a mode maps it onto the mesh: a function of global arrays."""
 
-    def __call__(self, state: TrainState, batch: Batch, /) -> tuple[StepSums, PyTree, PyTree]:
-        """Return the total, the model's other arrays, and the reduction's state, after the step."""
+    def __call__(self, state: TrainState, batch: Batch, /) -> Result:
+        """Return the result as global arrays."""
+
+
+_TotalAndStates = tuple[StepSums, PyTree, PyTree]
+ReplicaSums = ReplicaFunction[_TotalAndStates]
+"""`step_sums`, whose result is the total of the step's sums, and the model's other arrays and the
+reduction's state after the step."""
+MappedSums = MappedFunction[_TotalAndStates]
+"""The same as a function of global arrays."""
 
 
 class Apply(Protocol):

@@ -17,11 +17,10 @@ from replicax.core.models.pytree import CustomState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import Accumulator, Apply, Reduce, StepSums
+from replicax.core.step.base import Accumulator, Apply, Reduce, StepSums, no_reduction
 from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective
-from replicax.core.step.reduction import no_reduction
 from replicax.core.step.update import Summing, mean_gradient, step_key
 from replicax.errors import ConfigError, LossError, StateError
 

@@ -206,13 +206,6 @@ REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp
 """Reductions by name, as in `DataParallel(reduction=...)` and `--reduction`."""
 
 
-def no_reduction(
-    sums: StepSums, reduction_state: PyTree, _axis: Axis | None
-) -> tuple[StepSums, PyTree]:
-    """Return sums unchanged, as they are already those of all rows."""
-    return sums, reduction_state
-
-
 def as_reduction(reduction: "str | Reduction") -> Reduction:
     """Return the reduction of that name, or a custom one; otherwise raise `ConfigError`."""
     if callable(reduction) and hasattr(reduction, "init"):
