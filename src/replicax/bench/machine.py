@@ -16,7 +16,7 @@ import jax
 from replicax.cluster.alike import processor
 from replicax.errors import ConfigError
 
-THREADS = Path("/proc/self/task")
+_THREADS = Path("/proc/self/task")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 STATISTICS = Path("/proc/stat")
 
@@ -99,7 +99,7 @@ def _clocks() -> tuple[float, float | None, float]:
 
 
 def _threads() -> list[int]:
-    return [int(path.name) for path in THREADS.iterdir()]
+    return [int(path.name) for path in _THREADS.iterdir()]
 
 
 def _physical(core: int) -> str:

@@ -21,7 +21,7 @@ from replicax.lint.files import (
 )
 from replicax.lint.step_file import step_file
 
-STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
+_STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def lint(arguments: list[str]) -> int:
             print(summary(found), flush=True)
         else:
             checks = [check for each in found for check in _checks(each)]
-            print_table(checks, summary(found), style=STYLE)
+            print_table(checks, summary(found), style=_STYLE)
     return int(any(each.fails for each in found))
 
 

@@ -32,7 +32,7 @@ from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096
 """Limit on simulated devices that replace a target's, for kernels lowered only with devices."""
-REMAT = "remat"
+_REMAT = "remat"
 """The recipe field that selects what the backward pass recomputes."""
 
 
@@ -121,11 +121,12 @@ def _changes(
     """Return the recipe's steps with other values of its field `remat`, if it has one."""
     changed = [
         dataclasses.replace(recipe, remat=value)
-        for value in get_args(get_type_hints(type(recipe)).get(REMAT))
+        for value in get_args(get_type_hints(type(recipe)).get(_REMAT))
         if value != recipe.remat
     ]
     return {
-        f"{REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh) for each in changed
+        f"{_REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh)
+        for each in changed
     }
 
 

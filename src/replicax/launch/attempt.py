@@ -23,7 +23,7 @@ from replicax.launch.process import Process, ProcessStart
 TERM_SECONDS = 1.0
 KILL_SECONDS = 1.4
 DRAIN_SECONDS = 0.5
-POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 READ_BYTES = 1 << 16
 
 
@@ -125,7 +125,7 @@ class Attempt:
             poll.register(shown_on, select.POLLOUT)
             actions[shown_on] = self._echo.write
         waits = [max(at - time.monotonic(), 0) for at in self._due.values()]
-        waits += [POLL_SECONDS] if self._echo.full else []
+        waits += [_POLL_SECONDS] if self._echo.full else []
         for descriptor, _ in poll.poll(math.ceil(1000 * min(waits)) if waits else None):
             actions[descriptor]()
         if self._echo.closed and self.stopped_by is None:
@@ -211,7 +211,7 @@ class Attempt:
 
     def _stop_reading(self) -> None:
         if self._echo.full:  # not all of the output has been read
-            self._due[self._stop_reading] = time.monotonic() + POLL_SECONDS
+            self._due[self._stop_reading] = time.monotonic() + _POLL_SECONDS
             return
         while self._reading:
             self._reading.popitem()[1].end()

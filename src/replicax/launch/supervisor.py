@@ -21,7 +21,7 @@ from replicax.launch.process import ProcessStart, core_blocks, free_port
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
-MOST_PROCESSES = 4096
+_MOST_PROCESSES = 4096
 """Processes on one host, and devices that each may simulate: far above any use."""
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": "",
@@ -139,9 +139,9 @@ def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
-    if job.processes > MOST_PROCESSES:
+    if job.processes > _MOST_PROCESSES:
         raise ConfigError(
-            f"--processes {job.processes}; on one host it must be at most {MOST_PROCESSES}: lower "
+            f"--processes {job.processes}; on one host it must be at most {_MOST_PROCESSES}: lower "
             "it"
         )
     program = job.command[0]

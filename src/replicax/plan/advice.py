@@ -31,7 +31,7 @@ from replicax.wording import first_line, size_text, time_text
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
-MICRO_BATCHES = 4
+_MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
 
@@ -177,7 +177,7 @@ def _shared(
         changes, name = {"layout": own, "mesh": mesh}, f"{axis}={size}"
         if axis == STAGE:
             each = max(1, rows * replica_count(dp.mesh) // replica_count(mesh))
-            parts = max(dp.accumulate, min(MICRO_BATCHES * size, each))
+            parts = max(dp.accumulate, min(_MICRO_BATCHES * size, each))
             changes, name = {**changes, "accumulate": parts}, f"{name}, accumulate={parts}"
         yield name, changes
 

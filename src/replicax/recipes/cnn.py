@@ -17,7 +17,7 @@ from replicax.recipes.datasets import OnFashionMNIST
 nnx = require("flax.nnx", "flax")
 
 
-class Network(nnx.Module):  # type: ignore[misc, name-defined]
+class _Network(nnx.Module):  # type: ignore[misc, name-defined]
     """Two blocks of convolution, BatchNorm, relu, max pool; Dropout; a linear layer."""
 
     def __init__(self, dropout: float, rngs: Any) -> None:
@@ -53,12 +53,12 @@ class CNN(OnFashionMNIST):
     data_dir: Path | None = None
     """Folder with the four Fashion-MNIST files; searched for by default."""
 
-    def model(self, key: jax.Array) -> Network:
+    def model(self, key: jax.Array) -> _Network:
         """Create a network."""
-        return Network(self.dropout, nnx.Rngs(key))
+        return _Network(self.dropout, nnx.Rngs(key))
 
     def loss(
-        self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
+        self, model: _Network, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return cross-entropy `[rows]` and accuracy."""
         images = batch["image"].astype(model.linear.kernel.dtype) / 255

@@ -29,7 +29,7 @@ _UNITS = 512
 """Tolerance in units of eps for two values of one row."""
 _COARSEST = 0.1
 """Upper limit of that tolerance, for coarse dtypes."""
-CASE = "rows left out"
+_CASE = "rows left out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Independence:
         """Return the check. Rows that depend on one another are an error only if they are split."""
         if self.kind == INDEPENDENT and self.gathers:
             text = "rows depend on others only where the loss gathers them from all replicas"
-            return Check("parity", CASE, PASS, text)
+            return Check("parity", _CASE, PASS, text)
         fails |= self.positional or self.kind in (SUMMED, WEIGHTED_SCALAR)
         verdict = PASS if self.kind == INDEPENDENT else FAIL if fails else NOTE
-        return Check("parity", CASE, verdict, self.text, self.cause)
+        return Check("parity", _CASE, verdict, self.text, self.cause)
 
 
 def examine_rows(

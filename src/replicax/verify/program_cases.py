@@ -28,7 +28,7 @@ from replicax.verify.subject import Case, SkippedStepError, Subject
 from replicax.wording import first_line, named
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
-STEPS = 3
+_STEPS = 3
 """Steps before every copy is compared."""
 NOT_REPEATABLE = "two runs on one device differ, so there is nothing to compare with"
 _SHOWN = 4
@@ -148,7 +148,7 @@ class ProgramCases:
 
     def replicas(self, case: Case) -> Check:
         """Compare every device's own copy after several steps."""
-        trial, batches = self.trial(case), [self._subject.full] * STEPS
+        trial, batches = self.trial(case), [self._subject.full] * _STEPS
         return same_on_all_replicas(trial, batches, trial.run(batches), str(case))
 
     def traces(self, trial: ProgramTrial) -> Check:

@@ -36,7 +36,7 @@ from replicax.verify.trial import (
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
-Show = Callable[[str], None]
+_Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""
 
@@ -54,7 +54,7 @@ def verify_step(
     micro_batches: Count = 1,
     weights: str | None = None,
     steps: Count = 2,
-    show: Show | None = None,
+    show: _Show | None = None,
 ) -> Verification:
     """Compare a `pmap`, `jit` or `shard_map` step with its single-device form.
 
@@ -202,7 +202,7 @@ def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
 
 
 def _checks(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
 ) -> Iterator[Check]:
     if trial.replicas == 1:
         yield one_device()
@@ -227,7 +227,7 @@ def _checks(
 
 
 def _further(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
 ) -> Iterator[Check]:
     """Yield the parity checks beyond one step on a full batch."""
     if steps > 1:

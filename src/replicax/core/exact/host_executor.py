@@ -43,7 +43,7 @@ from replicax.core.placement.mesh import ShardDim, sharding_of
 
 Known = dict[Var, Any]
 """Values by variable: an array that is equal on all devices, or `MicroShardValues`."""
-Operation = Callable[[list[Any]], list[Any]]
+_Operation = Callable[[list[Any]], list[Any]]
 """A function from the operands of an equation to its results."""
 
 
@@ -209,7 +209,7 @@ def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[i
 
 def _scan(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = shapes_of(eqn.invars)
@@ -260,7 +260,7 @@ def _scan(
 
 def _while_loop(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, shapes_of(eqn.invars)
     owned = turned(eqn, [shard_dims is not None for shard_dims in into])
@@ -290,7 +290,7 @@ def _while_loop(
 
 def _cond(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     owned = own_of(eqn, [shard_dims is not None for shard_dims in into])
     avals = shapes_of(eqn.invars[1:])
 
@@ -308,7 +308,7 @@ def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
 
 
 _HOST_LOOPS: dict[
-    str, Callable[[HostExecutor, JaxprEqn, list[ShardDim], list[ShardDim]], Operation]
+    str, Callable[[HostExecutor, JaxprEqn, list[ShardDim], list[ShardDim]], _Operation]
 ] = {
     "scan": _scan,
     "while": _while_loop,

@@ -22,7 +22,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.jaxprs.jaxpr import CALLS, REMATS, bind, called, evaluate, of_scan, variables
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
@@ -70,8 +70,8 @@ class Gathering:
     """Whether the code sees one replica's shards."""
 
     def __call__(
-        self, function: Callable[[PyTree], Result], params: PyTree, precision: Precision
-    ) -> Result:
+        self, function: Callable[[PyTree], _Result], params: PyTree, precision: Precision
+    ) -> _Result:
         """Return `function` of the whole parameters in the compute dtype of `precision`.
 
         Parameters are cast before the all-gather, gradients after the reduce-scatter.
@@ -84,7 +84,7 @@ class Gathering:
             jax.tree.unflatten(structure, whole)
         )
         found = _evaluate(closed, inputs, in_loop=False)
-        result: Result = jax.tree.unflatten(jax.tree.structure(shapes), found)
+        result: _Result = jax.tree.unflatten(jax.tree.structure(shapes), found)
         return result
 
     def _input(self, leaf: jax.Array, sharding: NamedSharding, precision: Precision) -> Any:
