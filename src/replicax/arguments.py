@@ -45,7 +45,7 @@ class Range:
 _NUMPY_BOOLS = ("numpy.bool", "numpy.bool_")
 Natural = Annotated[int, Range(0, 2**63 - 1)]
 Count = Annotated[int, Range(1, 2**63 - 1)]
-Rows = Annotated[int, Range(1, 2**31 - 1)]
+Int32Count = Annotated[int, Range(1, 2**31 - 1)]
 """Rows of a batch, which int32 numbers."""
 Devices = Annotated[int, Range(1, 4096)]
 """Devices of a process; a CPU simulates each in a thread of its own."""

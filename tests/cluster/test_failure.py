@@ -15,7 +15,7 @@ from support.waiting import HANG_SECONDS
 
 from replicax.cluster import failure, link
 from replicax.cluster.cluster_job import set_job
-from replicax.cluster.watchdog import LoopProgress, Verdict
+from replicax.cluster.watchdog import LoopProgress, StuckVerdict
 from replicax.core.ground.in_flight import InFlight
 from replicax.errors import AgreementError, interrupted
 
@@ -75,7 +75,7 @@ def test_a_verdict_is_said_and_written(
     process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="1"):
-        failure.stop_now(process, LoopProgress(InFlight()), Verdict("process 1 is late", [1]))
+        failure.stop_now(process, LoopProgress(InFlight()), StuckVerdict("process 1 is late", [1]))
     assert capsys.readouterr().err == f"replicax: process {process}{said}process 1 is late\n"
     assert written(path)["blames"] == [1]
 
@@ -84,7 +84,7 @@ def test_a_stop_with_everything_saved_is_no_failure(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="75"):
-        failure.stop_now(1, LoopProgress(InFlight()), Verdict(WHY, [], code=75))
+        failure.stop_now(1, LoopProgress(InFlight()), StuckVerdict(WHY, [], code=75))
     said = f"replicax: process 1 stops: {WHY}\n"
     assert capsys.readouterr().err == said
     assert not path.exists()
@@ -138,9 +138,9 @@ def test_the_stacks_come_with_it(path: Path) -> None:
     script = (
         "from replicax.cluster.failure import stop_now\n"
         "from replicax.cluster.watchdog import LoopProgress\n"
-        "from replicax.cluster.watchdog import Verdict\n"
+        "from replicax.cluster.watchdog import StuckVerdict\n"
         "from replicax.core.ground.in_flight import InFlight\n"
-        "progress, late = LoopProgress(InFlight()), Verdict('late', [1], stacks=True)\n"
+        "progress, late = LoopProgress(InFlight()), StuckVerdict('late', [1], stacks=True)\n"
         "def waiting_here(): stop_now(0, progress, late)\n"
         "waiting_here()"
     )
@@ -199,7 +199,7 @@ def test_what_another_s_end_causes_is_not_printed_below_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Told:
-        verdict, process = Verdict("process 1 is late", [1]), 0
+        verdict, process = StuckVerdict("process 1 is late", [1]), 0
 
     def leave(code: int) -> None:
         pass

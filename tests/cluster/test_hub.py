@@ -14,7 +14,7 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import door
 from replicax.cluster import hub as hub_module
-from replicax.cluster.watchdog import Timeouts, Verdict
+from replicax.cluster.watchdog import StuckVerdict, Timeouts
 from replicax.cluster.wire import Bye, Failed, Hello, encode
 from replicax.errors import AgreementError, ClusterError
 
@@ -270,7 +270,7 @@ def test_the_first_verdict_stands() -> None:
     with opened(3) as job:
         processes = job.start()
         processes[1].wire.send(Failed("ValueError: one", collateral=False))
-        processes[2].wire.send(Verdict("late", [0]))
+        processes[2].wire.send(StuckVerdict("late", [0]))
         for process in processes:
             assert process.stopped.result(timeout=HANG_SECONDS).blames in ([1], [0])
         assert len({p.stopped.result().reason for p in processes}) == 1
@@ -279,7 +279,7 @@ def test_the_first_verdict_stands() -> None:
 def test_what_a_process_says_of_the_hub_that_slept() -> None:
     with opened(2) as job:
         first, second = job.start()
-        said = Verdict("process 0 sent no heartbeat for 5 s", [0], True)
+        said = StuckVerdict("process 0 sent no heartbeat for 5 s", [0], True)
         second.wire.send(said)
         second.wire.close()
         assert first.stopped.result(timeout=HANG_SECONDS) == said

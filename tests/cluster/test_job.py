@@ -75,7 +75,7 @@ def test_settings_that_change_after_the_start_are_found_before_a_program_runs(
 ) -> None:
     def ask(job: Job) -> None:
         monkeypatch.setattr(
-            cluster_job, "environment", lambda env: {"jax_a": threading.get_ident()}
+            cluster_job, "compared_environment", lambda env: {"jax_a": threading.get_ident()}
         )
         job.agree_on_text("the step", "a program")
 

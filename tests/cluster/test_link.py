@@ -13,7 +13,7 @@ from support.waiting import HANG_SECONDS, until
 from replicax.cluster import hub as hub_module
 from replicax.cluster import link as link_module
 from replicax.cluster import watchdog
-from replicax.cluster.watchdog import Heartbeat, Timeouts, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict, Timeouts
 from replicax.cluster.wire import Gather, Message
 from replicax.errors import ConfigError
 
@@ -168,7 +168,7 @@ def test_one_process_has_all_stop() -> None:
     with opened(3) as job:
         processes = job.start()
         own = job.call(processes[1].link.stop_all, "SIGTERM before the first step", 75)
-        expected = Verdict("SIGTERM before the first step", [], stacks=False, code=75)
+        expected = StuckVerdict("SIGTERM before the first step", [], stacks=False, code=75)
         for process in processes:  # the one that asks for it too
             assert process.stopped.result(timeout=HANG_SECONDS) == expected
         assert own.result(timeout=HANG_SECONDS) == expected

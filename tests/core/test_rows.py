@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax import lax
 
-from replicax.core.jaxprs.row_counts import KEY, Count, Ratio, Total
+from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, Ratio, RowCount, Total
 from replicax.core.jaxprs.row_dependence import Follow, Unlike
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 
@@ -25,7 +25,9 @@ def rows_of(function: Any) -> list[Any]:
         jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4, *given(function))
         for rows in (ROWS, 2 * ROWS)
     )
-    return Follow((ROWS, 2 * ROWS))(one, two, [Rows(0), Rows(0), *(KEY for _ in given(function))])
+    return Follow((ROWS, 2 * ROWS))(
+        one, two, [Rows(0), Rows(0), *(FROM_STEP_KEY for _ in given(function))]
+    )
 
 
 def given(function: Any) -> list[jax.Array]:
@@ -138,7 +140,7 @@ NUMBERS = {
         lambda x, t: jnp.sum(x[:, 0, 0] * jnp.full(len(t), 1 / len(t))),
         Total(-1),
     ),
-    "a constant over their number": (lambda x, _: jnp.float32(3 / len(x)), Count(-1)),
+    "a constant over their number": (lambda x, _: jnp.float32(3 / len(x)), RowCount(-1)),
 }
 
 

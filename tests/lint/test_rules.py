@@ -7,7 +7,7 @@ import pytest
 from support import source_broken, source_correct, source_mended
 from support.tiers import only
 
-from replicax.lint.files import examine
+from replicax.lint.files import examine_file
 from replicax.lint.step_file import step_file
 from replicax.verify.step_files import verify_files
 
@@ -76,7 +76,7 @@ def marked(code: str) -> set[tuple[int, str]]:
 def found(folder: Path, code: str) -> set[tuple[int, str]]:
     path = folder / "program.py"
     path.write_text(code)
-    return {(finding.line, finding.rule) for finding in examine(path).findings}
+    return {(finding.line, finding.rule) for finding in examine_file(path).findings}
 
 
 @pytest.mark.parametrize("name", BROKEN)

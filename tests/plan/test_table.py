@@ -8,7 +8,7 @@ from plan.plans import ABOUT, FORMULA, GB, KINDS, SPEED, make_plan, need, scaled
 
 from replicax.plan.forecast import StepTime
 from replicax.plan.memory_formula import OnPaper
-from replicax.plan.plan_table import shown_counts, table
+from replicax.plan.plan_table import plan_table, shown_counts
 from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, Plan
 from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
@@ -30,7 +30,7 @@ def assert_says(plan: Plan, /, **wanted: str) -> None:
     """
     found: dict[str, str] = dict.fromkeys(wanted, "")
     word = ""
-    for text in table(plan):
+    for text in plan_table(plan):
         word = text[:7].strip() or word
         found[word] = " ".join([*found.get(word, "").split(), *text[7:].split()])
     for word, text in wanted.items():
@@ -40,7 +40,7 @@ def assert_says(plan: Plan, /, **wanted: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> None:
-    lines = table(KINDS[kind]())
+    lines = plan_table(KINDS[kind]())
     assert max(map(len, lines)) <= 80
     assert not any(text != text.rstrip() for text in lines)
     assert len(lines) <= 40 or kind == "huge"
@@ -213,6 +213,6 @@ def test_shown_counts_are_the_ends_the_target_and_what_lies_between(most: int) -
 
 @pytest.mark.parametrize("first", range(60, 72))
 def test_a_figure_stays_with_its_unit(first: int) -> None:
-    lines = table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
+    lines = plan_table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
     assert not any(text.endswith(("12.5", " 3")) for text in lines)
     assert "12.5 GB" in "\n".join(lines)

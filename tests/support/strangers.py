@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from replicax.cluster.secret import Secret
-from replicax.cluster.watchdog import Heartbeat, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.cluster.wire import (
     Busy,
     Bye,
@@ -127,7 +127,7 @@ class Strangers:
     def _another_kind(self) -> bytes:
         messages: list[Message] = [
             *(Heartbeat(9, 9), Gather("t", "1"), Withdraw("t"), Failed("x", False), Bye(), Busy()),
-            *(Verdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
+            *(StuckVerdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
         ]
         return encode(self._chance.choice(messages))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import HANG_SECONDS, until
 
-from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, shown_signal
 
 TERMINATING = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 
@@ -281,4 +281,4 @@ def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
 
 
 def test_names() -> None:
-    assert [signal_name(n) for n in (signal.SIGINT, signal.SIGTERM)] == ["Ctrl-C", "SIGTERM"]
+    assert [shown_signal(n) for n in (signal.SIGINT, signal.SIGTERM)] == ["Ctrl-C", "SIGTERM"]

@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.checks import Check
 from replicax.errors import LossError
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 
@@ -69,7 +69,7 @@ def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
 def test_a_step_that_is_skipped_fails(mode: str) -> None:
     dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode=mode)
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    facts = examine(of)
+    facts = examine_subject(of)
     checks: list[Check] = list(ProgramCases(of, facts, lambda text: None).parity(of.own))
     if dp.mode.bitwise:
         bits = partial(bits_on, of, facts, dp.mode)

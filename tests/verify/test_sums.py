@@ -19,7 +19,7 @@ import replicax as rx
 from replicax.checks import Check
 from replicax.errors import CompilerError, ConfigError
 from replicax.verified import compiling_for
-from replicax.verify.sums import Elsewhere, Text, check_sums, judged, with_sums_as_cause
+from replicax.verify.sums import Elsewhere, Text, check_sums, judged_sums, with_sums_as_cause
 
 DEVICES, ROWS, CONTEXT, TOKENS, WIDTH = 8, 64, 128, 64, 16
 BATCH = {"ids": jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.int32)}
@@ -115,11 +115,11 @@ def test_reductions_between_replicas_and_not_inside_of_one() -> None:
     whole, halves = "{{0,1,2,3,4,5,6,7}}", "{{0,1},{2,3},{4,5},{6,7}}"
     sizes = {"data": 4, "model": 2}
     dp = parallel(loss, "jit")
-    (found,) = judged("jit", Text(REDUCED.replace("GROUPS", whole), sizes), dp)
+    (found,) = judged_sums("jit", Text(REDUCED.replace("GROUPS", whole), sizes), dp)
     assert found.verdict == "note"
     assert "use mode='shard_map'" in found.found
     assert "bf16[64,16], 8 devices" in found.found
-    (found,) = judged("jit", Text(REDUCED.replace("GROUPS", halves), sizes), dp)
+    (found,) = judged_sums("jit", Text(REDUCED.replace("GROUPS", halves), sizes), dp)
     assert found.verdict == "pass"
 
 

@@ -17,7 +17,7 @@ from replicax.cluster.alike import processor
 from replicax.errors import ConfigError
 
 _THREADS = Path("/proc/self/task")
-TOPOLOGY = Path("/sys/devices/system/cpu")
+CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 STATISTICS = Path("/proc/stat")
 
 
@@ -104,7 +104,7 @@ def _threads() -> list[int]:
 
 def _physical(core: int) -> str:
     """Name the physical core; fall back to the core's number if the system does not report it."""
-    path = TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
+    path = CPU_TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

@@ -25,7 +25,7 @@ from replicax.core.ground.job import Alone
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
-from replicax.plan.plan_table import table
+from replicax.plan.plan_table import plan_table
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
@@ -90,7 +90,7 @@ def plan(arguments: list[str]) -> int:
     found = dataclasses.replace(found, about={**about, **found.about})
     options.write_json(found.to_json())
     if not options.shows_json:
-        options.say(*data_lines(recipe), *table(found))
+        options.say(*data_lines(recipe), *plan_table(found))
         folder.mkdir(parents=True)
         (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
         options.say(f"see    {folder}/ (plan.json)")

@@ -70,7 +70,7 @@ class Ended:
             return said
         if self.status < 0:
             hint = " (out of memory?)" if self.status == -signal.SIGKILL else ""
-            return f"killed by {signal_name(-self.status)}{hint}"
+            return f"killed by {posix_signal_name(-self.status)}{hint}"
         last = next((line for line in reversed(self.errors) if line.strip()), "")
         return f"exit code {self.status}" + (f" ({last.strip()})" if last else "")
 
@@ -211,7 +211,7 @@ def _said_of_failure(errors: Sequence[str]) -> str | None:
     return None
 
 
-def signal_name(number: int) -> str:
+def posix_signal_name(number: int) -> str:
     """Return `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name

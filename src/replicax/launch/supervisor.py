@@ -13,8 +13,8 @@ from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
-from replicax.launch.attempt import Attempt, collected_signals, taken
-from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
+from replicax.launch.attempt import Attempt, collected_signals, signals_taken
+from replicax.launch.cause import Ended, Failure, Restarts, first_failure, posix_signal_name
 from replicax.launch.echo import Echo
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, core_blocks, free_port
@@ -110,11 +110,11 @@ def launch(
                 echo.say(f"replicax: {failure or STOPPED_EARLY}; {restarts.progress}", error=True)
                 job_id = secrets.token_hex(8)
         finally:
-            echo.close(lambda: signal.SIGINT in taken(signals))
+            echo.close(lambda: signal.SIGINT in signals_taken(signals))
     return Outcome(
         exit_code=exit_code,
         failure=failure,
-        stopped_by=None if attempt.stopped_by is None else signal_name(attempt.stopped_by),
+        stopped_by=None if attempt.stopped_by is None else posix_signal_name(attempt.stopped_by),
         message=message,
         seconds=time.monotonic() - began,
         logs=folder,
@@ -179,7 +179,7 @@ def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | Non
     stopped_by = attempt.stopped_by
     if stopped_by is None:
         return (failure.exit_code if failure else 1), failure, str(failure) if failure else None
-    why = f"stopped by {signal_name(stopped_by)}"
+    why = f"stopped by {posix_signal_name(stopped_by)}"
     if stopped_by == signal.SIGPIPE:
         why = "stopped: its output was closed by the reader"
     if failure is None or attempt.natural(ended[failure.process]):

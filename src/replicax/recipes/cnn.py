@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.arguments import Count, Rows
+from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
@@ -17,7 +17,7 @@ from replicax.recipes.datasets import OnFashionMNIST
 nnx = require("flax.nnx", "flax")
 
 
-class _Network(nnx.Module):  # type: ignore[misc, name-defined]
+class Network(nnx.Module):  # type: ignore[misc, name-defined]
     """Two blocks of convolution, BatchNorm, relu, max pool; Dropout; a linear layer."""
 
     def __init__(self, dropout: float, rngs: Any) -> None:
@@ -42,7 +42,7 @@ class _Network(nnx.Module):  # type: ignore[misc, name-defined]
 class CNN(OnFashionMNIST):
     """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
-    batch_size: Rows = 256
+    batch_size: Int32Count = 256
     """Images per global batch."""
     epochs: Count = 3
     """Passes over the training images."""
@@ -53,12 +53,12 @@ class CNN(OnFashionMNIST):
     data_dir: Path | None = None
     """Folder with the four Fashion-MNIST files; searched for by default."""
 
-    def model(self, key: jax.Array) -> _Network:
+    def model(self, key: jax.Array) -> Network:
         """Create a network."""
-        return _Network(self.dropout, nnx.Rngs(key))
+        return Network(self.dropout, nnx.Rngs(key))
 
     def loss(
-        self, model: _Network, batch: dict[str, jax.Array], key: jax.Array | None
+        self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return cross-entropy `[rows]` and accuracy."""
         images = batch["image"].astype(model.linear.kernel.dtype) / 255

@@ -27,7 +27,7 @@ _Sent = tuple[int, float]
 """A number of collectives, and the bytes that a device sends in them."""
 
 
-def listed(collectives: Iterable[Collectives]) -> str:
+def counts_by_kind(collectives: Iterable[Collectives]) -> str:
     """Return `2 all-gather, 1 all-reduce`, or `nothing`."""
     counts: Counter[str] = Counter()
     for each in collectives:
@@ -73,7 +73,7 @@ def judge_step_traffic(
         text = f"nothing is reduced over {replicas} replicas"
         return (NOTE, text, "see redundant work") if repeats else (FAIL, text, NEVER)
     share = moved / max(gradient_bytes, 1)
-    text = f"{listed(collectives)}: {moved:,} bytes, {share:.2f} times one gradient"
+    text = f"{counts_by_kind(collectives)}: {moved:,} bytes, {share:.2f} times one gradient"
     if moved <= REDUNDANT * gradient_bytes + _SLACK_BYTES:
         return PASS, text, ""
     return NOTE, text, SEVERAL

@@ -28,7 +28,7 @@ from replicax.train.checkpoints.arrays import (
     params_not_finite,
     read,
 )
-from replicax.train.checkpoints.store import verify
+from replicax.train.checkpoints.store import verify_checkpoint
 
 RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
 OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]
@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def write(state: TrainState, folder: Path) -> TrainState:
     """Write `state` into `folder`, and hold it against what it is said to be."""
     begin_writing(state, folder / "state")()
-    verify(folder, sealed(folder, arrays=array_entries(state)))
+    verify_checkpoint(folder, sealed(folder, arrays=array_entries(state)))
     return state
 
 
@@ -313,4 +313,4 @@ def test_a_small_array_that_is_cut_is_found_by_its_size(tmp_path: Path) -> None:
     entries = array_entries(state)
     entries["params.p9"] = dataclasses.replace(entries["params.p9"], shape=(2,))
     with pytest.raises(CheckpointError, match=r"^params.p9 has 4 bytes"):
-        verify(tmp_path, sealed(tmp_path, arrays=entries))
+        verify_checkpoint(tmp_path, sealed(tmp_path, arrays=entries))

@@ -14,7 +14,7 @@ from support.tiers import only
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest
-from replicax.train.checkpoints.store import Store, verify
+from replicax.train.checkpoints.store import Store, verify_checkpoint
 
 WANTED = {"step": ArrayEntry("int32", ())}
 
@@ -318,7 +318,7 @@ def test_a_kill_at_any_time_leaves_a_good_one_no_older_than_before(
         monkeypatch.undo()
         next_one = Store(store.folder, keep, None)
         for _, path in next_one.paths():  # none is in its place half deleted
-            verify(path, read_manifest(path))
+            verify_checkpoint(path, read_manifest(path))
         next_one.clean()
         said: list[str] = []
         newest = good(next_one, said)

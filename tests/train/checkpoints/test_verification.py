@@ -19,7 +19,7 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest
-from replicax.train.checkpoints.store import check_arrays, verify
+from replicax.train.checkpoints.store import check_arrays, verify_checkpoint
 
 CORRUPTIONS, MANY_CORRUPTIONS = 300, 10_000
 KINDS = ("flip", "truncate", "delete", "swap", "extra")
@@ -45,7 +45,7 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """Why it is refused, in one line."""
     with pytest.raises(CheckpointError) as refused:
-        verify(folder, read_manifest(folder))
+        verify_checkpoint(folder, read_manifest(folder))
     reason = str(refused.value)
     assert reason.isprintable()
     return reason
@@ -55,7 +55,7 @@ def test_what_was_saved_is_verified(original: Path) -> None:
     manifest = read_manifest(original)
     assert 40_000 < sum(file.bytes for file in manifest.files.values()) < 80_000
     assert len(manifest.files) > 30
-    verify(original, manifest)
+    verify_checkpoint(original, manifest)
     check_arrays(manifest.arrays, entries(tree()))
 
 
@@ -64,7 +64,7 @@ def test_on_any_number_of_devices(tmp_path: Path, devices: int) -> None:
     kept = ("step", "params.dense.kernel", "opt_state.0.mu.dense.kernel", "params.odd")
     arrays = {name: array for name, array in tree(devices).items() if name in kept}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -80,7 +80,7 @@ def test_split_in_two_dims_and_odd_names(tmp_path: Path) -> None:
     }
     manifest = save(tmp_path, arrays)
     assert sum(path.startswith("state/params.w/") for path in manifest.files) == 9
-    verify(tmp_path, manifest)
+    verify_checkpoint(tmp_path, manifest)
     check_arrays(manifest.arrays, entries(arrays))
 
 
@@ -94,7 +94,7 @@ ZARR_DTYPES = (
 def test_dtypes(tmp_path: Path) -> None:
     arrays = {name: jax.device_put(np.ones((6, 2), jnp.dtype(name))) for name in ZARR_DTYPES}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -103,7 +103,7 @@ def test_dtypes_of_eight_bytes(tmp_path: Path) -> None:
         arrays = {name: jnp.ones((6, 2), name) for name in ("int64", "uint64", "float64")}
         arrays["complex128"] = jnp.ones(3, "complex128")
         save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -111,7 +111,7 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     arrays = {**manifest.arrays, "params.none": ArrayEntry("float32", (0, 4))}
     sealed(checkpoint, arrays=arrays)
-    verify(checkpoint, read_manifest(checkpoint))
+    verify_checkpoint(checkpoint, read_manifest(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def accepted(folder: Path, seeds: range) -> list[str]:
     whole, found = contents(folder), []
     for seed in seeds:
         with corrupted(folder, whole, seed) as what, contextlib.suppress(CheckpointError):
-            verify(folder, read_manifest(folder))
+            verify_checkpoint(folder, read_manifest(folder))
             found.append(what)
-    verify(folder, read_manifest(folder))
+    verify_checkpoint(folder, read_manifest(folder))
     return found
 
 

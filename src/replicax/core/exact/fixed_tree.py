@@ -171,7 +171,7 @@ class MicroShardAccumulator:
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return `rows` of all micro-shards, in order."""
-        return micro_shard_primitives.gather(rows, dim=0, count=self.piece.count)
+        return micro_shard_primitives.gather_micro_shards(rows, dim=0, count=self.piece.count)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         return key

@@ -36,7 +36,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from replicax.core.exact.combining_programs import CollectivePrograms, MicroShardValues, TreeSum
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
 from replicax.core.exact.replica_program import ReplicaProgram
-from replicax.core.exact.split_trace import Item, Segment, cut
+from replicax.core.exact.split_trace import Item, Segment, split_trace
 from replicax.core.ground.leaves import from_host
 from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
 from replicax.core.placement.mesh import ShardDim, sharding_of
@@ -66,7 +66,7 @@ class HostExecutor:
         self.name, self.collectives = name, collectives
         self.programs: list[ReplicaProgram] = []
         """The parts that perform arithmetic, in execution order."""
-        self._cut = cut(closed, into, out)
+        self._cut = split_trace(closed, into, out)
         self._consts = [self.placed(const) for const in self._cut.consts]
         given = self._cut.jaxpr.invars[len(self._consts) :]
         self._free = {var for var, free in zip(given, donated, strict=False) if free}

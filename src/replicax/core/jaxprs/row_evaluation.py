@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import bind, called, evaluate, of_scan
+from replicax.core.jaxprs.jaxpr import bind_eqn, called, evaluate_jaxpr, of_scan
 from replicax.core.jaxprs.row_counts import NUMBER, Origin
 from replicax.core.jaxprs.row_dependence import (
     DECLARED,
@@ -67,7 +67,7 @@ class RowEvaluation:
     _sums: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        return evaluate(jaxpr, values, self._apply, lambda value: value)
+        return evaluate_jaxpr(jaxpr, values, self._apply, lambda value: value)
 
     def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
         name, label = eqn.primitive.name, label_of(eqn)
@@ -93,7 +93,7 @@ class RowEvaluation:
             return found
         if eqn.effects and not eqn.outvars:  # such as jax.debug.print
             return []
-        found = bind(eqn, values)
+        found = bind_eqn(eqn, values)
         if name in RANDOM | DRAWING and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
             found = [jnp.where(self.pinned, self._drawn(eqn, found[0], dim), found[0])]

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Shape = tuple[int, ...]
+Dims = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ _Place = Rows | None
 """None if an array does not depend on the rows."""
 MIXED = Rows(-1)
 """Rows may have been mixed. True, unlike None: a value that depends on rows, wherever they are."""
-_Rule = Callable[[Any, list[_Place], list[Shape], Shape], _Place]
+_Rule = Callable[[Any, list[_Place], list[Dims], Dims], _Place]
 
 
 def joined(places: Sequence[_Place]) -> _Place:
@@ -52,17 +52,17 @@ def joined(places: Sequence[_Place]) -> _Place:
 # Arguments: a primitive's parameters, row placements in its inputs, their shapes, output shape.
 
 
-def _by_entry(_params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _by_entry(_params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = joined(places)
     same = [shape for place, shape in zip(places, shapes, strict=True) if place]
     return rows if rows and all(_size(shape, rows) == _size(out, rows) for shape in same) else MIXED
 
 
-def _size(shape: Shape, rows: Rows) -> tuple[int, int]:
+def _size(shape: Dims, rows: Rows) -> tuple[int, int]:
     return len(shape), shape[rows.dim]
 
 
-def _broadcast(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _broadcast(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = places[0]
     if rows is None:
         return MIXED
@@ -70,7 +70,7 @@ def _broadcast(params: Any, places: list[_Place], shapes: list[Shape], out: Shap
     return Rows(dim, rows.each) if out[dim] == shapes[0][rows.dim] else MIXED
 
 
-def _reshape(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _reshape(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     # Rows stay together if the dims before that of the rows have the same product as before, and
     # that dim a whole number of entries per row.
     rows, shape = places[0], shapes[0]
@@ -111,7 +111,7 @@ def _across(dims: str) -> _Rule:
     return rule
 
 
-def _whole_dim(_params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _whole_dim(_params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of a primitive that slices or updates other dims."""
     rows = joined(places)
     sizes = {shape[rows.dim] for shape in shapes if rows and len(shape) == len(out)}
@@ -124,7 +124,7 @@ def _attention(_params: Any, places: list[_Place], *_: Any) -> _Place:
     return rows if rows and rows.dim == 0 else MIXED
 
 
-def _windows(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _windows(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = places[0]
     if (
         rows is None
@@ -140,12 +140,12 @@ def _pad(params: Any, places: list[_Place], *_: Any) -> _Place:
     return MIXED if rows is None or any(params["padding_config"][rows.dim]) else rows
 
 
-def _top_k(params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) -> _Place:
+def _top_k(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows, dims = places[0], len(shapes[0])
     return MIXED if rows is None or rows.dim == params.get("axis", -1) % dims else rows
 
 
-def _dot(params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) -> _Place:
+def _dot(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     # Dims of the result: the batch dims, the free ones of the left operand, those of the right one.
     # `free` is where those of the current operand begin.
     contracted, batched = params["dimension_numbers"]
@@ -161,7 +161,7 @@ def _dot(params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) ->
     return joined(found)
 
 
-def _matrices(_params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) -> _Place:
+def _matrices(_params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     """Rule of linear algebra on the last two dims."""
     rows = joined(places)
     return rows if rows and all(rows.dim < len(shape) - 2 for shape in shapes) else MIXED
@@ -175,7 +175,7 @@ def _convolution(params: Any, places: list[_Place], *_: Any) -> _Place:
     return Rows(numbers.out_spec[0], rows.each)
 
 
-def _gather(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _gather(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of `x[i]`: table entries per row, some entries of each row, or indices per row."""
     numbers, (table, picked) = params["dimension_numbers"], places
     by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
@@ -195,7 +195,7 @@ def _gather(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) 
     return Rows(numbers.offset_dims[left.index(table.dim)], table.each)
 
 
-def _scatter(params: Any, places: list[_Place], shapes: list[Shape], out: Shape) -> _Place:
+def _scatter(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of `x.at[i].set(y)`: all rows of a window, or each row by itself."""
     numbers, (rows, picked, new) = params["dimension_numbers"], places
     inside = [dim for dim in range(len(shapes[2])) if dim in numbers.update_window_dims]
@@ -230,12 +230,12 @@ def _unstack(params: Any, places: list[_Place], *_: Any) -> _Place:
     return Rows(rows.dim - (gone < rows.dim), rows.each)
 
 
-def _fourier(params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) -> _Place:
+def _fourier(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows, kept = places[0], len(shapes[0]) - len(params["fft_lengths"])
     return rows if rows and 0 <= rows.dim < kept else MIXED
 
 
-def _last_dim(_params: Any, places: list[_Place], shapes: list[Shape], _out: Shape) -> _Place:
+def _last_dim(_params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows = joined(places)
     return rows if rows and all(rows.dim < len(shape) - 1 for shape in shapes) else MIXED
 
@@ -256,7 +256,7 @@ _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
 _OF_MATRICES = "cholesky eig eigh lu qr svd triangular_solve"
-RULES: dict[str, _Rule] = {
+ROW_RULES: dict[str, _Rule] = {
     **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _across("axis")),

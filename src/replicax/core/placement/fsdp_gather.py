@@ -20,7 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, bind, called, evaluate, of_scan, variables
+from replicax.core.jaxprs.jaxpr import (
+    CALLS,
+    REMATS,
+    bind_eqn,
+    called,
+    evaluate_jaxpr,
+    of_scan,
+    variables,
+)
 
 _Result = TypeVar("_Result")
 
@@ -113,7 +121,7 @@ class _Split:
     def whole(self) -> jax.Array:
         value = _gathered(self.part, self.place)
         for move in self.moves:
-            [value] = bind(move, [value])
+            [value] = bind_eqn(move, [value])
         return value
 
 
@@ -159,14 +167,14 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list
         some = [v.whole if isinstance(v, _Split) and uses[atom] > 1 else v for atom, v in pairs]
         return _apply(eqn, some, in_loop)
 
-    return _all_whole(evaluate(closed, inputs, apply, lambda value: value))
+    return _all_whole(evaluate_jaxpr(closed, inputs, apply, lambda value: value))
 
 
 def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
     """Apply an equation; a parameter that it only moves stays sharded."""
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
-        return bind(eqn, values)
+        return bind_eqn(eqn, values)
     if name in _MOVES and len(values) == 1:
         return [dataclasses.replace(split[0], moves=(*split[0].moves, eqn))]
     if name in CALLS:
@@ -177,9 +185,9 @@ def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
     if name == "scan":
         return _scan(eqn, values)
     if name in _LOOPS:
-        return bind(eqn, _all_whole(values))
+        return bind_eqn(eqn, _all_whole(values))
     settings = {"policy": None, "prevent_cse": not in_loop}
-    return _with_parts(lambda values: bind(eqn, _all_whole(values)), values, settings)
+    return _with_parts(lambda values: bind_eqn(eqn, _all_whole(values)), values, settings)
 
 
 def _with_parts(
