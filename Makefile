@@ -167,9 +167,9 @@ test-everything: $(STAMP) data peers engines compilers loggers $(DOCS)
 	$(BIN)/python benchmarks/exact_search.py
 
 # The rooms that stand on what JAX does not promise, on the newest Python of this machine.
-TIER := tests/verify tests/plan tests/train/checkpoints tests/core/test_parity.py \
-	tests/core/test_layout_parity.py tests/core/test_exact*.py tests/core/test_same_program.py \
-	tests/core/test_jax_internals.py tests/core/test_rows_apart.py
+TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/core/test_parity.py \
+	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
+	tests/core/first_step/test_rows_apart.py
 
 newest:
 	$(MAKE) tier PYTHON=$(call runnable,$(NEWEST))

@@ -45,7 +45,7 @@ SETUPS = [
 BY_MICRO_SHARD = ("linen", "nnx", "cnn")
 """Models whose BatchNorm has the statistics of a micro-shard in mode `exact`."""
 LAYERS = {"tower": 8}
-"""Layers of the models that can be cut into stages; for gpt2, see test_stages."""
+"""Layers of the models that can be cut into stages; for gpt2, see test_staged_objective."""
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def test_in_a_step_of_ones_own(place: str) -> None:
         return jax.tree.map(lambda p, g: p - rate * g, state, gradient), means
 
     if PLACES[place][1].get("layout") == "fsdp":
-        pytest.skip("fsdp splits the state of a step of one's own alike: see test_own_step")
+        pytest.skip("fsdp splits the state of a custom step alike: see test_custom_step")
     dp = parallel(place, step=step)
     state, found = dp.init(MODEL), []
     for batch in batches():
