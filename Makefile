@@ -169,7 +169,7 @@ test-everything: $(STAMP) data peers engines compilers loggers $(DOCS)
 # The rooms that stand on what JAX does not promise, on the newest Python of this machine.
 TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/core/test_parity.py \
 	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
-	tests/core/first_step/test_rows_apart.py
+	tests/core/first_step/test_rows_*.py
 
 newest:
 	$(MAKE) tier PYTHON=$(call runnable,$(NEWEST))

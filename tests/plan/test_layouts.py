@@ -10,7 +10,8 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from plan.test_plan import alone, host, in_process
+from plan.small_step import host
+from plan.test_plan import alone, in_process
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
