@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long a file may be, and what `import replicax` loads."""
+"""Who may import whom, how long a file may be, and what `import replicax` loads."""
 
 import ast
 import functools
@@ -63,7 +63,7 @@ NAMED = {
 MOST_LINES = 500
 MOST_LINES_OF_STEP = 1_900
 """Lines of `core/step`, which is the mathematics."""
-# What a user may have and `import replicax` must not need; each is imported where it is used.
+# Optional packages, which `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
     "equinox",
     "flax",
@@ -135,7 +135,7 @@ def statements(node: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
 
 
 def broken() -> set[tuple[str, str]]:
-    """Imports that no rule of the house allows."""
+    """Return imports that no rule allows."""
     found = set()
     for module in FILES:
         own = part(module, 1)
@@ -152,7 +152,7 @@ def broken() -> set[tuple[str, str]]:
 
 
 def circles() -> set[str]:
-    """Modules from which imports, deferred and typing ones included, lead back to themselves."""
+    """Return modules whose imports, also deferred and typing ones, lead back to themselves."""
     graph = {module: set(imports(module)) for module in FILES}
 
     def reached(module: str) -> set[str]:
@@ -168,7 +168,7 @@ def circles() -> set[str]:
 
 
 def comparing() -> set[str]:
-    """Modules that compare something with the name of a mode or a layout."""
+    """Return modules that compare something with the name of a mode or a layout."""
     names, found = {*MODES, *LAYOUTS}, set()
     for module, path in FILES.items():
         for node in ast.walk(parsed(path)):
@@ -210,7 +210,8 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     begins = re.compile(r'^ *"""(Of|What|Whoever|Those|That)\b', re.M)
-    assert [module for module, path in FILES.items() if begins.search(path.read_text())] == []
+    paths = [*FILES.values(), *Path(__file__).parent.rglob("*.py")]
+    assert [path for path in paths if begins.search(path.read_text())] == []
 
 
 def test_modes_and_layouts_are_asked_and_not_compared() -> None:

@@ -1,4 +1,4 @@
-"""The tutorials print what they show, and the site has every page and every public name."""
+"""The tutorials print what they show; the site has every page and every public name."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Losses that cannot be trained are refused in one line; what only resembles one works."""
+"""Losses that cannot be trained are refused in one line; similar correct ones train."""
 
 import functools
 from typing import Any

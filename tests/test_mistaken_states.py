@@ -109,7 +109,7 @@ def test_a_state_of_another_model_is_refused(model: Any, words: list[str]) -> No
 
 
 def test_a_state_with_other_values_is_its_own() -> None:
-    """As target networks and schedule-free averages are put in: on the host, in other dtypes."""
+    """As target networks and schedule-free averages are set: on the host, in other dtypes."""
     dp = make(donate=False)
     state = dp.init(MODEL)
     for changed in (

@@ -1,4 +1,4 @@
-"""Mistakes are refused in one line that names the fix; what only resembles one works."""
+"""Mistakes are refused in one line that names the fix; similar correct calls work."""
 
 import dataclasses
 import functools
@@ -173,7 +173,7 @@ def test_a_mistake_is_refused_in_one_line(name: str) -> None:
 
 
 class TorchLike:
-    """`torch.optim.Adam`, as far as anybody can see without calling it."""
+    """Looks like `torch.optim.Adam` without a call."""
 
     def step(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a step takes, read from its compiled text and checked against a count by hand."""
+"""The cost of a step, read from its compiled text, against counts by hand."""
 
 import math
 import re
@@ -119,7 +119,7 @@ def test_fsdp_holds_an_eighth_of_the_state_and_gathers_it() -> None:
 
 
 class Compiled:
-    """Text in place of a compiled function."""
+    """Stands in for a compiled function."""
 
     def __init__(self, line: str) -> None:
         self._line = line

@@ -1,4 +1,4 @@
-"""What fusions touch, by hand."""
+"""Bytes that fusions touch, by hand."""
 
 import pytest
 

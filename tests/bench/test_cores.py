@@ -1,4 +1,4 @@
-"""Pinning: what it refuses, what it does to every thread, and that it is undone."""
+"""Pinning: what it refuses, what it does to every thread, and how it is undone."""
 
 import os
 import sys

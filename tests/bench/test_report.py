@@ -1,4 +1,4 @@
-"""Tables: what stands in them, and that a terminal of 80 columns holds them."""
+"""Tables of a bench: their contents, within 80 columns."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that every user error is one line and exit code 2."""
+"""The command line: what it prints, and its exit codes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from replicax import cli
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def test_a_recipe_of_ones_own_trains(main: Main, folder: Path) -> None:
+def test_a_users_recipe_trains(main: Main, folder: Path) -> None:
     (folder / "my_recipe.py").write_text(RECIPE)
     code, out, err = main(
         "train", "my_recipe.py:Mine", "--offset", "0.5", "--log-every", "1", "--run", "mine"
@@ -167,7 +167,7 @@ def test_show_sharding_reads_no_source_twice(main: Main, folder: Path) -> None:
 
 
 class TestProcess:
-    """What needs a process of its own."""
+    """Tests that need another process."""
 
     @pytest.fixture
     def environment(self) -> dict[str, str]:

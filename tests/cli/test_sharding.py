@@ -1,4 +1,4 @@
-"""The output of `--show-sharding`: a line an array, a drawing for all that are split alike."""
+"""The output of `--show-sharding`: a line for each array, a drawing for each way to split one."""
 
 from typing import Any
 

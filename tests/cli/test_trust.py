@@ -1,4 +1,4 @@
-"""Runs of strangers: their folders hold data, and no code of theirs is run."""
+"""Runs of strangers: their folders are data, and their code never runs."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""How long processes wait for each other, and the variables that say so."""
+"""Timeouts between processes, and the variables that set them."""
 
 import pytest
 

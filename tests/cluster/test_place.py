@@ -1,4 +1,4 @@
-"""What wins over what, and what a contradiction says."""
+"""Precedence of variables, and errors of contradictions."""
 
 import re
 

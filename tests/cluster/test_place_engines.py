@@ -1,4 +1,4 @@
-"""Each engine's variables, as it really sets them, and its traps."""
+"""The variables that each engine really sets, and their traps."""
 
 import re
 import socket

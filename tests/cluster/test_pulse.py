@@ -1,4 +1,4 @@
-"""Where a process stands, by a clock that the tests set."""
+"""The position of a process, by a fake clock."""
 
 import re
 import threading
@@ -50,13 +50,13 @@ def pulse(clock: Clock) -> Pulse:
 
 
 def begin(pulse: Pulse, result: Result) -> None:
-    """Give a step to the devices."""
+    """Dispatch a step to the devices."""
     pulse.move()
     pulse.in_flight.add(result)
 
 
 def step(pulse: Pulse, clock: Clock, seconds: float) -> None:
-    """One that takes so long, and a beat."""
+    """Take one step of `seconds`, and a beat."""
     clock.now += seconds
     begin(pulse, Result(done=True))
     pulse.stand(PATIENCE)
@@ -103,7 +103,7 @@ def test_a_loop_that_is_stuck_after_its_first_beat(pulse: Pulse, clock: Clock) -
 def test_a_loop_that_runs_ahead_of_its_devices(
     pulse: Pulse, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifty steps given at once, of 20 seconds each: nobody is stuck."""
+    """50 steps of 20 seconds are dispatched at once: nobody is stuck."""
     monkeypatch.setattr(in_flight, "STEPS_IN_FLIGHT", 50)
     results = [Result() for _ in range(50)]
     for result in results:

@@ -1,4 +1,4 @@
-"""Who is to blame, judged by a clock that the tests set."""
+"""Finding the process to blame, by a fake clock."""
 
 import re
 from typing import Any
@@ -118,7 +118,7 @@ def test_the_last_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize("doing", ["compiling", "starting"])
-def test_whoever_compiles_has_longer_and_so_have_those_who_wait(doing: str) -> None:
+def test_a_process_that_compiles_has_longer_and_so_have_those_that_wait(doing: str) -> None:
     compiling = member(1, 6, doing, 300.0, allowed=1800.0)
     assert judged(member(0, 7, seconds=300.0), compiling) is None
     compiling = member(1, 6, doing, 1801.0, allowed=1800.0)

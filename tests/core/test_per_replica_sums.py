@@ -70,7 +70,7 @@ def on_gpus() -> Iterator[None]:
 
 
 def trained(loss: Any, mode: str, devices: int, **settings: Any) -> tuple[Any, Any]:
-    """Parameters after three steps, and what a step sends."""
+    """Return the parameters after three steps, and the traffic of a step."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     dp = rx.DataParallel(loss, optax.adam(0.01), mode=mode, mesh=mesh, **settings)
     state = dp.init(model())

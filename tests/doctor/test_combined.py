@@ -1,4 +1,4 @@
-"""Rows, one table of what several processes found, and the same as JSON."""
+"""Rows, the combined table of several processes, and its JSON."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def test_the_worst_verdict(verdicts: list[Verdict], expected: Verdict) -> None:
     assert worst(Check("check", "", verdict, "found") for verdict in verdicts) == expected
 
 
-def test_what_is_well_is_said_by_process_0_alone() -> None:
+def test_only_process_0_reports_that_all_is_well() -> None:
     skipped = Check("place", "", SKIP, "not known")
     assert combined([[FINE], [Check("limits", "", PASS, "2,048 files"), skipped]]) == [FINE]
 

@@ -1,4 +1,4 @@
-"""The devices that JAX uses and those it does not, and their all-reduce: exact, and timed."""
+"""The devices of JAX, unused ones, and their all-reduce: exact, and timed."""
 
 import dataclasses
 import re

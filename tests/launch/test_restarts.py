@@ -1,4 +1,4 @@
-"""When a failure is worth another start."""
+"""When a failure is worth a restart."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The rules that read code: each error where it is, and nothing in correct code."""
+"""The rules that read code: each error at its line, and none in correct code."""
 
 import re
 from pathlib import Path

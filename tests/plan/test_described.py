@@ -1,4 +1,4 @@
-"""The compilers for TPUs and NVIDIA GPUs, asked on a machine that has none of them."""
+"""Compilers for TPUs and NVIDIA GPUs, on a machine without them."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_cudnn_attends_where_there_are_host_devices_to_export_on(
 
 @pytest.fixture
 def without_cudnn(tmp_path: Path) -> Iterator[Path]:
-    """The folder of compilers, but for cuDNN."""
+    """Return a folder of the compilers without cuDNN."""
     path = tmp_path / "compilers"
 
     def link(source: str, destination: str) -> None:

@@ -1,4 +1,4 @@
-"""Plans of steps whose replicas have several devices, and of what each layout frees and costs."""
+"""Plans of steps whose replicas have several devices, and the cost of each layout."""
 
 import dataclasses
 from typing import Any
@@ -68,7 +68,7 @@ def test_devices_that_share_each_layer() -> None:
     # and its weight may be summed over both axes.
     assert sent["all-reduce", ("model",)].bytes - 2 * LAYERS * 8 * WIDTH * 4 in (0, 8)
     assert sent["all-reduce", ("data",)].bytes == found.formula.parameters + 8
-    assert found.traffic.least_bytes == 0  # nobody knows the least of activations
+    assert found.traffic.least_bytes == 0  # activations have no known minimum
     assert found.speed is not None
     assert found.speed.rows_per_second == pytest.approx(32 / found.speed.step.seconds)
     # The layers' products are shared, the first one is every device's.
@@ -82,7 +82,7 @@ def test_the_stages_of_a_pipeline() -> None:
     assert found.formula.parameters == 4 * (WIDTH * WIDTH + LAYERS * LAYER // 2)
     assert found.speed is not None
     assert found.speed.bubble == 1 / 5
-    # Of 6 ticks 5 go forward and 5 back, with 4 rows and 2 layers each.
+    # 5 of 6 ticks go forward and 5 back, with 4 rows and 2 layers each.
     products = 5 * 4 * (4 * WIDTH * WIDTH + 6 * 2 * LAYER)
     assert found.speed.flops == products
     assert found.traffic is not None

@@ -39,7 +39,7 @@ def compiled(dp: rx.DataParallel, devices: int, rows_of_each: int, **settings: A
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile here, for speeds that are made up: a process of its own takes seconds to start."""
+    """Compile in this process, for made-up speeds: a compiler process takes seconds to start."""
 
     @contextlib.contextmanager
     def compiler_for(
@@ -62,12 +62,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile here, and compare with nothing."""
+    """Compile in this process, and compare with nothing."""
     monkeypatch.setattr(planner, "alternatives", lambda *_: ((), ()))
 
 
 def assert_as_compiled(found: Plan, dp: rx.DataParallel, room: int = ROOM) -> None:
-    """What is said to fit does, and one resolution more does not."""
+    """Check that the largest batch fits, and the next one does not."""
     devices = found.target.devices
     for need in filter(None, (found.asked, found.largest, found.too_large)):
         memory = compiled(dp, devices, need.rows)

@@ -48,7 +48,7 @@ def test_by_formula_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("by_formula", only([True], [True, False]))
-def test_a_step_of_ones_own_is_planned(by_formula: bool, request: pytest.FixtureRequest) -> None:
+def test_a_custom_step_is_planned(by_formula: bool, request: pytest.FixtureRequest) -> None:
     if not by_formula:
         request.getfixturevalue("in_process")
 

@@ -1,4 +1,4 @@
-"""A step as a program: what is exported, for how many devices, and what cannot be."""
+"""A step as a program: its export, its device count, and steps that cannot be exported."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""The least time of a step, against arithmetic by hand on a chip that is made up."""
+"""The minimum time of a step, against arithmetic by hand on a made-up chip."""
 
 import dataclasses
 from typing import Any
@@ -136,7 +136,7 @@ def test_the_curves_go_through_the_target() -> None:
 
 
 def test_more_devices_pay_to_the_critical_batch_alone() -> None:
-    """Nothing is sent: what is left is that a large batch saves few steps."""
+    """Nothing is sent; the remaining loss is that a large batch saves few steps."""
     work = Work(8, 0.05, (), 5e12)
     mesh = abstract_mesh(4)
     free, bound = scaling(work, FOUR, mesh, None), scaling(work, FOUR, mesh, 320.0)

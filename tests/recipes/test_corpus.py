@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_an_error(
 
         return call
 
-    # Root, as which tests may run, is refused nothing.
+    # The tests may run as root, who may read everything.
     monkeypatch.setattr(Path, "open", refusing(Path.open))
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 

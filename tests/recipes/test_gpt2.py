@@ -117,7 +117,7 @@ def test_padding_never_counts() -> None:
     )
     found, expected = step(params, other), step(params, batch)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # And text does.
+    # Text is.
     changed = batch | {"tokens": np.where(padding, batch["tokens"], 256 - batch["tokens"])}
     assert step(params, changed)[0][0] != expected[0][0]
 
@@ -129,7 +129,7 @@ def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     recipe = GPT2(data=texts, vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
     assert model["wte"]["weight"].shape == (400, 16)
-    # Tokens that are no token's are not drawn, however little the network knows.
+    # Ids without a token are never drawn, however untrained the network is.
     assert (recipe.after_training(model) or "").startswith("one")
 
 

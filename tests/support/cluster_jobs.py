@@ -1,4 +1,4 @@
-"""Jobs whose processes are threads of the test: their hub, and their links to it."""
+"""Jobs whose processes are threads of the test: a hub, and links to it."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def proven(hello: Hello, secret: Secret = NO_SECRET) -> Hello:
 
 
 class Process:
-    """A thread's part in a job."""
+    """A thread that takes part in a job."""
 
     def __init__(
         self, process: int, wire: Connection, go: Go, patience: Patience, over: threading.Event
@@ -62,11 +62,11 @@ class Process:
         self.job = Linked(place(process, self.link.processes, 0), self.link)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """As the link's, and without waiting any longer once the test is over."""
+        """Gather like the link, but stop waiting when the test is over."""
         return self.link.gather(topic, value, self._over.is_set)
 
     def reason(self) -> str:
-        """Why it was stopped."""
+        """Return the reason of its stop."""
         return self.stopped.result(timeout=HANG_SECONDS).reason
 
 
@@ -105,7 +105,7 @@ class Job:
         versions: Mapping[str, str] = VERSIONS,
         secret: Secret | None = None,
     ) -> Future[Process]:
-        """`process` comes in a thread of its own."""
+        """Connect `process` in another thread."""
         coordinator, host = f"127.0.0.1:{self.port}", socket.gethostname()
         of = processes or self.processes
         proof = (secret or self.secret).proof(job, process, of)
@@ -122,7 +122,7 @@ class Job:
         return self._threads.submit(coming)
 
     def start(self) -> list[Process]:
-        """All come, in the wrong order."""
+        """Connect all processes, in reverse order."""
         coming = [self.come(process) for process in reversed(range(self.processes))]
         return [future.result(timeout=HANG_SECONDS) for future in reversed(coming)]
 
@@ -136,7 +136,7 @@ class Job:
 
     @contextlib.contextmanager
     def hub_asleep(self) -> Iterator[None]:
-        """Within this context the hub does nothing, as in a process that was stopped."""
+        """Pause the hub within this context, as in a stopped process."""
         assert self.hub is not None
         asleep, awake = threading.Event(), threading.Event()
 
@@ -164,7 +164,7 @@ def opened(
     timeout_seconds: float = HANG_SECONDS,
     secret: Secret = NO_SECRET,
 ) -> Iterator[Job]:
-    """A job whose hub serves; no thread of it is left at the end."""
+    """A job whose hub serves; all its threads end with it."""
     before = set(threading.enumerate())
     job = Job(processes, Patience(silent_seconds=silent_seconds), timeout_seconds, secret)
     try:

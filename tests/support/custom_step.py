@@ -1,4 +1,4 @@
-"""A small custom step, its data, and what trains it."""
+"""A small custom step with its data."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from replicax.cluster.failure import end
 
 
 def main() -> None:
-    """Twelve steps with an audit every four; the weights' norm at the end."""
+    """Take twelve steps with an audit every four; returns the norm of the weights."""
     job = rx.initialize(verbose=False)
     process, step, on_divergence = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)

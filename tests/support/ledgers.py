@@ -1,4 +1,4 @@
-"""Ledgers of a run's time with a clock that tests set."""
+"""Ledgers of a run's time with a fake clock."""
 
 from pathlib import Path
 

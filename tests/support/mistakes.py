@@ -1,4 +1,4 @@
-"""A small model and its data, for mistakes in one argument."""
+"""A small model and its data for tests of mistakes."""
 
 from collections.abc import Callable
 from typing import Any

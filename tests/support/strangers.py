@@ -1,4 +1,4 @@
-"""Strangers at the port of a job: each connects, says something hostile or nothing, and goes."""
+"""Strangers at the port of a job: each connects, sends something hostile or nothing, and leaves."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from replicax.cluster.wire import (
 )
 
 MOST_OPEN = 12
-"""Connections that the strangers keep open: all are heard."""
+"""Connections that the strangers keep open."""
 LONGEST_BYTES = 1 << 20
 SECONDS = 0.5
 RESET = struct.pack("ii", 1, 0)
@@ -48,10 +48,10 @@ class Strangers:
         self._chance = random.Random(seed)
         self._open: deque[socket.socket] = deque()
         self.refused = 0
-        """Connections that the system or the job turned away while the stranger spoke."""
+        """Connections that the system or the job closed while the stranger spoke."""
 
     def come(self) -> None:
-        """One more comes; the one that has stayed for longest goes."""
+        """Add a stranger; the oldest one leaves."""
         leaves = self._chance.choice([self._goes, self._resets, self._stays, self._listens])
         stranger = socket.create_connection(self._address, timeout=SECONDS)
         self._open.append(stranger)
@@ -66,7 +66,7 @@ class Strangers:
             self._goes(self._open[0])
 
     def leave(self) -> None:
-        """All go."""
+        """Close all connections."""
         while self._open:
             self._goes(self._open[0])
 

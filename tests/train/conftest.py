@@ -1,4 +1,4 @@
-"""A run's folder, and a start that holds it."""
+"""Fixtures for a run's folder, and for a start that holds its lease."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def holding(run: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats every 20 ms, a look every 50, and half a second without is death."""
+    """Heartbeats every 20 ms, a check every 50 ms, and a start is dead after half a second."""
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.02)
     monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)

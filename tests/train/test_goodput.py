@@ -59,7 +59,7 @@ def test_a_kill_loses_what_was_done_after_the_mark_that_is_restored(tmp_path: Pa
     first.mark(10)
     clock.spend(first, saving=0.5, productive=6, waiting=1)
     first.beat()
-    clock.time += 2  # until the kill: nobody knows of it
+    clock.time += 2  # until the kill, which is unknown
     second = clock.ledger(tmp_path, 2, 10)
     assert spent(second.summary()) == {
         "starting": 1,
@@ -88,7 +88,7 @@ def test_an_older_checkpoint_loses_several_starts(tmp_path: Path) -> None:
     assert spent(fourth.summary()) == {"productive": 10, "restoring": 1, "lost": 65}
     clock.spend(fourth, productive=80)
     fourth.mark(20)
-    fifth = clock.ledger(tmp_path, 5, 20)  # the new 20: what the old one had stays lost
+    fifth = clock.ledger(tmp_path, 5, 20)  # the new 20: seconds of the old one stay lost
     assert spent(fifth.summary()) == {"productive": 90, "restoring": 1, "lost": 65}
     sixth = clock.ledger(tmp_path, 6, None)
     assert spent(sixth.summary()) == {"restoring": 1, "lost": 155}
@@ -104,7 +104,7 @@ def test_nothing_is_lost_until_the_start_knows_what_it_goes_on_from(tmp_path: Pa
     second = clock.unopened(tmp_path, 2)
     clock.spend(second, restoring=3)
     assert spent(second.summary()) == {"productive": 15, "restoring": 3}
-    second.close()  # killed while it verified: it has thrown nothing away
+    second.close()  # killed during verification: it has lost nothing yet
     third = clock.unopened(tmp_path, 3)
     assert spent(third.summary()) == {"productive": 15, "restoring": 3}
     third.restored(10)
@@ -159,7 +159,7 @@ def test_what_was_moved_to_saving_after_a_mark_stays_there(tmp_path: Path) -> No
 
 
 class Model:
-    """The same in other words: pieces of time, each of which is thrown away or not."""
+    """A model of the ledger: pieces of time, each of which is lost or not."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[str, float]] = []

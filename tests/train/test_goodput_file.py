@@ -1,4 +1,4 @@
-"""The file of the ledger and the summary of a run's time that it is read into."""
+"""The ledger's file, and the summary of a run's time that is read from it."""
 
 import json
 from pathlib import Path

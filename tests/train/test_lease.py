@@ -1,4 +1,4 @@
-"""The lease: one start holds a run, and one that no longer does is told so."""
+"""The lease: one start holds a run, and a start that lost it is told so."""
 
 import json
 import os
@@ -119,7 +119,7 @@ for _ in range(15):
 
 
 def test_of_racing_processes_one_wins_and_the_next_number_is_its(run: Path) -> None:
-    """Every winner ends without giving back, so all but the first race for a dead one's run."""
+    """No winner releases it, so all but the first race for the run of a dead process."""
     start = Start(RACE, run)
     try:
         for token in range(1, 16):
@@ -226,7 +226,7 @@ def test_a_start_on_another_host_that_stands_still_is_followed_and_told_so(
         frozen.check()
     frozen.release()
     taken.check()
-    refused(run)  # nor has the old one's release given the new one's run back
+    refused(run)  # releasing the old lease has not released the new one
     taken.release()
 
 
@@ -252,7 +252,7 @@ def test_a_run_released_meanwhile_is_taken_before_the_wait_is_over(
 def test_where_no_system_tells_of_processes_heartbeats_decide(
     run: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
-    """As on Windows, or where those of others are hidden."""
+    """As on Windows, or where processes of others are hidden."""
 
     def unknown(pid: int) -> dict[str, Any]:
         return {"host": "here", "boot": None, "pid": pid, "started": None}
@@ -268,11 +268,11 @@ def test_where_no_system_tells_of_processes_heartbeats_decide(
     taken.release()
 
 
-# Two that take it at once
+# Two starts at once
 
 
 class Raced:
-    """A file of another start, which is there from the n-th listing on, for so many of them."""
+    """A file of another start, which exists from one listing to another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, at: int, until: int) -> None:
         self.listings, self.sleeps = 0, 0
@@ -297,7 +297,7 @@ class Raced:
 def test_who_sees_another_after_its_own_file_withdraws(
     run: Path, monkeypatch: pytest.MonkeyPatch, token: int
 ) -> None:
-    """Its own is there at the second listing; the other one withdraws as well, in the pause."""
+    """Its own file is there at the second listing; the other withdraws as well, in the pause."""
     other = run / "lease" / f"{token:08d}-{'0' * 16}.json"
     raced = Raced(monkeypatch, other, 2, 3)
     with take_lease(run) as taken:

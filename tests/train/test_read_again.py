@@ -1,4 +1,4 @@
-"""A loader that is read again from its start: other rows than before are noticed."""
+"""A loader that is read again from its start: different rows are noticed."""
 
 import re
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ run = undisturbed()
 
 
 class Loader:
-    """Batches of rows in an order of each pass.
+    """Batches of rows in a new order for each pass.
 
-    `kept` draws it from one generator for all, `epoch` from the number of each epoch.
+    `kept` draws the order from one generator for all passes, `epoch` from the number of each epoch.
     """
 
     def __init__(self, order: str, *, seed: int = 0, data: int = 1) -> None:
@@ -53,7 +53,7 @@ def dp() -> rx.DataParallel:
 
 
 def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any) -> rx.Fit:
-    """What the second start returns, each with a loader of its own."""
+    """Return the result of the second start; each start has a new loader."""
     before, after = loaders
     with crashing(at):
         fit(dp, folder, source=before, save_every=1, batch_size=None, **settings)

@@ -1,4 +1,4 @@
-"""A run has an id from its first start, which tells its checkpoints from those of other runs."""
+"""A run has an id from its first start, which marks its checkpoints."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def forget(folder: Path) -> None:
-    """Make the run one from before there were ids."""
+    """Turn the run into one from before there were ids."""
     without = config(folder)
     del without["start"]["run"]
     (folder / "config.json").write_text(json.dumps(without))

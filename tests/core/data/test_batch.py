@@ -1,4 +1,4 @@
-"""A batch: one row dim, dtypes a device holds, padding that repeats rows and counts for nothing."""
+"""A batch: one row dim, dtypes that a device holds, and padding that counts for nothing."""
 
 import sys
 import types
@@ -141,7 +141,7 @@ def test_bfloat16_stays() -> None:
 
 
 class TensorLike:
-    """As torch's: `np.asarray` reads it, and it has a shape of its own."""
+    """Like a tensor of torch: `np.asarray` reads it, and it has its own shape."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = values
@@ -185,7 +185,7 @@ def test_counts_known_on_the_host_do_not_make_another_structure() -> None:
 
 
 class Tensor:
-    """A tensor of torch, as far as it is read here."""
+    """The part of a tensor of torch that is read here."""
 
     def __init__(self, array: np.ndarray, dtype: str, requires_grad: bool = False) -> None:
         self.array, self.dtype, self.requires_grad = array, f"torch.{dtype}", requires_grad
@@ -284,7 +284,7 @@ def test_arrays_that_no_device_holds_are_refused_by_name(leaf: Any) -> None:
 
 
 class Picky:
-    """A class whose constructor looks at its argument."""
+    """A class whose constructor checks its argument."""
 
     def __init__(self, x: Any) -> None:
         assert x.ndim == 2

@@ -1,4 +1,4 @@
-"""A feed: one epoch as batches of one size, on all devices, nothing dropped or counted twice."""
+"""A feed: an epoch as batches of one size on all devices, each row exactly once."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def feed(
 
 
 def counted(batches: list[Batch]) -> list[int]:
-    """The indices of the rows that count."""
+    """Return the indices of the rows that count."""
     return [
         int(row)
         for batch in batches
@@ -162,7 +162,7 @@ def test_a_pass_can_begin_at_any_batch_of_its_epoch(kind: str, first: int) -> No
         assert (expected.size, expected.rows) == (found.size, found.rows)
 
 
-def test_a_pass_of_ones_own_rows_can_begin_at_any_batch() -> None:
+def test_a_pass_over_rows_of_each_process_can_begin_at_any_batch() -> None:
     own = PerProcess({"x": np.arange(40)})
     assert counted(list(feed(own, 16, first=1))) == list(range(16, 40))
     assert list(feed(own, 16, first=3)) == []

@@ -1,4 +1,4 @@
-"""Data of each process's own: how much of it there is in all."""
+"""Data held by each process, and its total size."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from replicax.errors import ConfigError
 
 
 class Pair(Alone):
-    """A job of two processes, of which the other one has `other` rows."""
+    """A job of two processes, the other of which has `other` rows."""
 
     processes = 2
 
@@ -25,7 +25,7 @@ class Pair(Alone):
 
 
 def opened(own: Any, other: int | None) -> Any:
-    """`own` data beside a process with `other` rows, at a batch size of 16 for both."""
+    """Data of this process beside a process with `other` rows, at a batch size of 16 for both."""
     return as_source(rx.PerProcess(own), 16, Pair(other), shuffle=False, seed=0)
 
 

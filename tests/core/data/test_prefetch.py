@@ -1,4 +1,4 @@
-"""Work ahead in a thread: bounded, honest about errors, and gone when it is over."""
+"""Prefetching in a thread: bounded, with errors passed on, and ended with its reader."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 class Counter:
-    """Counts what it has made."""
+    """Counts the items it has made."""
 
     def __init__(self, last: int) -> None:
         self.made = 0

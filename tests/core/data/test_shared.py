@@ -1,4 +1,4 @@
-"""Values in a batch that are no rows: `rx.Shared`."""
+"""Values in a batch that are not rows: `rx.Shared`."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ MODEL = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.floa
 
 
 def values(number: int) -> dict[str, Any]:
-    """What each batch shares: a number, and a pytree of an array that is as long as a batch."""
+    """Return a batch's shared values: a number, and a pytree with an array as long as a batch."""
     return {"clip": 9.0 + number, "target": {"w": np.linspace(0, number, BATCH), "n": number}}
 
 
@@ -55,7 +55,7 @@ def parallel(place: str, **more: Any) -> rx.DataParallel:
 
 
 def by_hand() -> tuple[Any, list[tuple[float, float]]]:
-    """Plain JAX on one device, the values as they are."""
+    """Train in plain JAX on one device, with the values as they are."""
     model, told = MODEL, []
     for number, batch in enumerate(batches()):
         plain = {"x": batch["x"], **values(number)}
@@ -100,7 +100,7 @@ def test_in_evaluation_and_predictions(place: str) -> None:
 
 
 @places
-def test_in_a_step_of_ones_own(place: str) -> None:
+def test_in_a_custom_step(place: str) -> None:
     def step(state: Any, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(state, batch, key)
         rate = batch["clip"].value * 0 + RATE

@@ -31,7 +31,7 @@ def step_of(case: Case, devices: int, mode: str = "exact", **options: Any) -> rx
 
 @functools.cache
 def trained(name: str, devices: int, **options: Any) -> tuple[str, float, dict[str, float]]:
-    """After four steps on 51 rows padded to 64: the state's digest, the loss, the evaluation."""
+    """Return the state's digest, the loss and the evaluation after four steps on 51 padded rows."""
     case = ALL[name]
     dp = step_of(case, devices, **options)
     state = dp.init(case.model())
@@ -59,7 +59,7 @@ def test_the_same_bits_in_bfloat16(name: str) -> None:
 
 
 def test_shard_map_has_other_bits_on_other_devices() -> None:
-    """Else nothing above would have to be shown."""
+    """Otherwise the tests above would show nothing."""
     assert (
         trained("weighted", 1, mode="shard_map")[0] != trained("weighted", 8, mode="shard_map")[0]
     )
@@ -91,7 +91,7 @@ def test_moves_no_more_than_a_ring() -> None:
 
 
 def test_the_tree_is_that_of_one_device() -> None:
-    """Numbers whose sum depends on the order: neighbours first, then neighbouring pairs."""
+    """Numbers whose sum depends on the order of additions."""
     values = jax.random.normal(first_key(), (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
     mesh = rx.make_mesh()
     added = jax.shard_map(
@@ -108,7 +108,7 @@ def test_the_tree_is_that_of_one_device() -> None:
 
 
 def test_zeros_keep_their_sign() -> None:
-    """A gradient of -0 from every micro-shard is -0: 0 would leave the weight another zero."""
+    """A gradient of -0 from every micro-shard stays -0: 0 would give the weight another zero."""
     weights = []
     for devices in (1, 8):
         dp = rx.DataParallel(

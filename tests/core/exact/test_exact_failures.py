@@ -1,4 +1,4 @@
-"""Cases whose bits once followed from the number of devices, in mode `exact`."""
+"""Regressions in mode `exact`: bits that once depended on the number of devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def normal(*shape: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What is trained, by which loss and optimizer."""
+    """A model with its loss and optimizer."""
 
     model: dict[str, Any]
     loss: Callable[..., Any]
@@ -43,7 +43,7 @@ class Failure:
 
 
 def _twins(optimizer: Callable[[], optax.GradientTransformation], **settings: Any) -> Failure:
-    """Two leaves of one shape, whose updates XLA fuses with one another."""
+    """Two leaves of one shape, whose updates XLA fuses."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         x = batch["x"]
@@ -83,7 +83,7 @@ def _unit(model: Any, batch: Any, key: Any) -> Any:
 
 
 def _widening() -> optax.GradientTransformation:
-    """Momentum that begins in the dtype of the parameters, and is float32 after a step."""
+    """Momentum that starts in the dtype of the parameters and is float32 after a step."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         state = jax.tree.map(lambda m, u: 0.9 * m.astype(jnp.float32) + u, state, updates)
@@ -123,7 +123,7 @@ FAILURES = {
 
 
 def trained(failure: Failure, devices: int) -> tuple[str, list[str], dict[str, float]]:
-    """The digests of the state after six steps and of each step's metrics, and the evaluation."""
+    """Digests of the state after six steps and of each step's metrics, and the evaluation."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     dp = rx.DataParallel(
         failure.loss,
@@ -149,7 +149,7 @@ def test_the_same_bits(name: str) -> None:
 
 
 def test_a_guarded_update_in_pieces_of_any_dim() -> None:
-    """Crashed on two devices: the host runs the guard's branch, whose results lay along dim 0."""
+    """Crashed on two devices: results of the guard's branch were sharded along dim 0."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return jnp.sum(jnp.tanh(batch["x"][:, :3] @ model["w"]) ** 2, -1)

@@ -1,4 +1,4 @@
-"""A loss that gathers rows in mode `exact`: that of one device, and the same bits on any number."""
+"""A loss that gathers rows in mode `exact`: as on one device, with the same bits on any number."""
 
 import itertools
 from collections.abc import Callable
@@ -81,7 +81,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def trained(name: str, mode: str, devices: int, **options: Any) -> tuple[Any, dict[str, float]]:
-    """The state after two epochs, and its evaluation."""
+    """Return the state after two epochs, and its evaluation."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     dp = rx.DataParallel(LOSSES[name], optax.adam(1e-2), mesh=mesh, mode=mode, **options)
     state = dp.init(MODEL)

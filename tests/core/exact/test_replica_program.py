@@ -1,4 +1,4 @@
-"""Programs that are compiled once for all devices, and what a step is cut into."""
+"""Programs compiled once for all devices, and the pieces of a step in mode `exact`."""
 
 import functools
 import json
@@ -49,7 +49,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def products(devices: int, scale: float = 1.0) -> tuple[str, list[np.ndarray]]:
-    """The digest of a program, and what each device computes with it."""
+    """Return the digest of a program and its result on each device."""
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((WIDTH, 8), (8, WIDTH))]
     closed = jax.make_jaxpr(lambda w, x: [jnp.tanh(x @ w * scale), jnp.sum(x)])(*shapes)
     mesh = mesh_of(devices)
@@ -74,7 +74,7 @@ def test_another_program_has_another_digest() -> None:
 
 
 def test_every_backward_pass_of_attention_is_deterministic() -> None:
-    """XLA would mark the first of equal calls alone, and not find the kernel of the second."""
+    """XLA would mark only the first of equal calls, and not find the kernel of the second."""
     targets = ["Softmax", "SoftmaxBackward", "SoftmaxBackward", "ScaleBiasSoftmaxBackward"]
     config = json.dumps({"cudnn_fmha_backend_config": {"fmha_scale": 0.125}})
 
@@ -92,7 +92,7 @@ def test_every_backward_pass_of_attention_is_deterministic() -> None:
     assert found == [False, True, True, True]
 
 
-# What a step is cut into.
+# The pieces of a step.
 
 
 def one(state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
@@ -167,7 +167,7 @@ def digest(name: str, devices: int) -> str:
 
 @pytest.mark.parametrize("devices", only([8], [2, 8]))
 @pytest.mark.parametrize("name", only(["branch"], STEPS))
-def test_a_step_of_ones_own_has_the_same_bits(name: str, devices: int) -> None:
+def test_a_custom_step_has_the_same_bits(name: str, devices: int) -> None:
     assert digest(name, devices) == digest(name, 1)
 
 
@@ -236,7 +236,7 @@ def test_how_many_programs_a_step_is(optimizer: Any, settings: Any, count: int) 
     assert [program.digest for program in found] == [program.digest for program in again]
 
 
-# The optimizer's state in pieces.
+# A sharded optimizer state.
 
 OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
@@ -248,7 +248,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def in_pieces(name: str, devices: int) -> str:
-    """The digest of the state after four steps, of which each device holds its pieces."""
+    """Return the digest of a sharded state after four steps."""
     mesh = mesh_of(devices)
     dp = rx.DataParallel(loss, OPTIMIZERS[name], mesh=mesh, mode="exact", layout="zero1")
     state = dp.init(MODEL)

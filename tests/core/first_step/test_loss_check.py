@@ -1,4 +1,4 @@
-"""A loss whose rows depend on one another is found before anything is trained on another one."""
+"""A loss whose rows depend on one another is found before the first step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ def dropped(model: Any, batch: Any, key: Any) -> Any:
 
 
 def mixed_up(model: Any, batch: Any, key: Any) -> Any:
-    """Rows are mixed in training alone, with others drawn at random."""
+    """Rows are mixed only in training, with others drawn at random."""
     x = batch["x"] if key is None else batch["x"] + jax.random.permutation(key, batch["x"])
     return errors(model, {**batch, "x": x}, key)
 
@@ -104,18 +104,18 @@ def always_random(model: Any, batch: Any, key: Any) -> Any:
 
 
 def there_and_back(model: Any, batch: Any, key: Any) -> Any:
-    """Apart, though its trace does not show it."""
+    """Rows stay apart, but the trace does not show it."""
     return errors(model, {name: leaf[::-1] for name, leaf in batch.items()}, key)[::-1]
 
 
 def gathered_of_some(model: Any, batch: Any, key: Any) -> Any:
-    """What is gathered was mixed before, among the rows of one replica."""
+    """The gathered values were mixed before, among the rows of one replica."""
     scores = batch["x"] @ model["w"]
     return scores[:, 0] - rx.gather(scores - scores.mean(0)).max()
 
 
 def own_logit(model: Any, batch: Any, key: Any) -> Any:
-    """The positive is at the row's number among those of its replica."""
+    """The positive is at the row's index within its replica."""
     rows = jnp.arange(len(batch["x"]))
     return (batch["y"] @ rx.gather(batch["x"] @ model["w"]).T)[rows, rows]
 
@@ -144,7 +144,7 @@ def one_sign_for_all(model: Any, batch: Any, key: Any) -> Any:
 
 
 def in_rare_steps(model: Any, batch: Any, key: Any) -> Any:
-    """In none that a trial takes."""
+    """Mixes rows in a step that no trial takes."""
     rare = rx.step_number() % 11 == 6
     return jnp.where(rare, normalised(model, batch, key), errors(model, batch, key))
 
@@ -161,7 +161,7 @@ DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumul
 
 
 def step(loss: Loss, model: Any = MODEL, rows: int = ROWS, **arguments: Any) -> rx.DataParallel:
-    """One that has taken a step."""
+    """Return a `DataParallel` that has taken a step."""
     dp = rx.DataParallel(loss, optax.sgd(0.01), **arguments)
     dp.step(dp.init(model), {name: leaf[:rows] for name, leaf in DATA.items()})
     return dp
@@ -262,7 +262,7 @@ class LinenNorm(nn.Module):
 
 
 class NNXNorm(nnx.Module):
-    """The same in NNX."""
+    """LinenNorm in NNX."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -297,8 +297,8 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
         (contrastive, "loss"),
     ],
 )
-def test_what_looking_costs(loss: Loss, said: str) -> None:
-    """Two traces: of all rows, and of those of one part."""
+def test_the_check_costs_two_traces(loss: Loss, said: str) -> None:
+    """The check costs two traces: of all rows, and of the rows of one part."""
     calls = []
 
     def counted(model: Any, batch: Any, key: Any) -> Any:

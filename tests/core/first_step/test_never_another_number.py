@@ -1,4 +1,4 @@
-"""Rows that mix before, in or after a loss are refused where they are divided, or the same."""
+"""Steps that mix rows give the numbers of one device, or are refused."""
 
 import pytest
 from row_programs import ROWS, SHORT, Program, differs

@@ -1,4 +1,4 @@
-"""Rows that only seem to meet are accepted, and every number of rows is looked at."""
+"""Rows that only seem to meet are accepted, and each new number of rows is checked."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ import replicax as rx
 
 
 def two_views(model: Any, batch: Any, key: Any) -> Any:
-    """Encoded as one batch, as in siamese networks."""
+    """Both views encoded as one batch, as in siamese networks."""
     both = jnp.tanh(jnp.concatenate([batch["x"], 2 * batch["x"]]) @ model["w"])
     one, other = jnp.split(both, 2)
     return jnp.sum((one - other) ** 2, axis=1)
@@ -100,7 +100,7 @@ APART = [
 
 @pytest.mark.parametrize("loss", APART)
 def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
-    """Those that draw no random numbers train as on one device."""
+    """Losses without random numbers also train as on one device."""
     found = stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
     if loss not in RANDOM:
         np.testing.assert_allclose(found["w"], stepped(loss, mode="single")["w"], 1e-5, 1e-6)

@@ -1,4 +1,4 @@
-"""Rows that meet are refused, also where the numbers of a few batches do not show it."""
+"""Rows that meet are refused, even if the numbers of a few batches do not show it."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def sign(x: Any) -> Any:
 
 @sign.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    """Of each row, the tangent is scaled by all."""
+    """The tangent of each row is scaled by all rows."""
     return sign(*primals), tangents[0] * jnp.mean(jnp.abs(primals[0]))
 
 
@@ -37,7 +37,7 @@ clipped.defvjp(lambda x: (x, None), _clip)
 
 
 def ignored_labels(model: Any, batch: Any, key: Any) -> Any:
-    """Later batches have some."""
+    """Only later batches have ignored labels."""
     real = batch["label"] != -100
     return jnp.sum(error(model, batch) * real) / jnp.sum(real)
 

@@ -1,4 +1,4 @@
-"""The tracker of dispatched steps, with results that the tests finish."""
+"""The tracker of dispatched steps, with fake results."""
 
 import threading
 
@@ -8,7 +8,7 @@ from replicax.core.ground.in_flight import STEPS_IN_FLIGHT, InFlight
 
 
 class Result:
-    """An array that the devices compute: when it is waited for, or before."""
+    """A fake array on devices: done when waited for, or before."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.done, self.waited, self.error = False, 0, error

@@ -1,4 +1,4 @@
-"""What is taken for granted of names that JAX does not publish; a new jax fails here first."""
+"""Assumptions about private names of JAX; a new JAX that breaks one fails here first."""
 
 import ast
 import inspect
@@ -22,7 +22,7 @@ TAKEN = {
     "Compiled": "executable const_args args_info out_tree",
     "tpu_chips": "",
 }
-"""Parameters by name, those that Replicax passes."""
+"""Names of the parameters that Replicax passes."""
 OF_A_LOWERING = "backend host_callbacks unordered_effects ordered_effects keepalive kept_var_idx"
 
 

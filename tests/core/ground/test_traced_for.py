@@ -1,4 +1,4 @@
-"""What a step is traced for: JAX must not take what it has traced for other devices."""
+"""The target of a trace: JAX must not reuse a trace for other devices."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Rows that stay apart are found in a jaxpr, and those that may have met are never overlooked."""
+"""Rows that stay apart are found in a jaxpr, and rows that may meet are never missed."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TABLE = jnp.ones((4, 5))
 
 
 def rows_of(function: Any) -> list[Any]:
-    """Of `function(x [rows, 4, 5], labels [rows], key)`, traced with 6 and with 12 rows."""
+    """Trace `function(x [rows, 4, 5], labels [rows], key)` with 6 and 12 rows, and follow rows."""
     one, two = (
         jax.make_jaxpr(function)(jnp.ones((rows, 4, 5)), jnp.arange(rows) % 4, *given(function))
         for rows in (ROWS, 2 * ROWS)
@@ -29,7 +29,7 @@ def rows_of(function: Any) -> list[Any]:
 
 
 def given(function: Any) -> list[jax.Array]:
-    """A key if the function takes one."""
+    """Return a key if the function takes one."""
     return [jax.random.key(0)] * (function.__code__.co_argcount == 3)
 
 
@@ -155,7 +155,7 @@ def test_traces_that_do_not_correspond_tell_nothing() -> None:
 
 @pytest.mark.parametrize("name", APART)
 def test_what_is_apart_is_apart_in_numbers(name: str) -> None:
-    """Another first row changes nothing in the others."""
+    """Changing the first row changes nothing in the others."""
     key = given(APART[name])
     before = APART[name](X, LABELS, *key)
     after = APART[name](X.at[0].add(1.0), LABELS.at[0].add(1), *key)

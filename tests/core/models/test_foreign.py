@@ -1,4 +1,4 @@
-"""What holds more than a model is refused by name, before anything of it trains."""
+"""Objects that are more than a model are refused by name, before anything trains."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ VARIABLES = NORM.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
 class FlaxState(train_state.TrainState):
-    """As Flax's ImageNet example has it."""
+    """As in Flax's ImageNet example."""
 
     batch_stats: Any
 

@@ -1,4 +1,4 @@
-"""Models of functions that hand their state back: `rx.Stateful` and `rx.Written`."""
+"""Functional models that return their state: `rx.Stateful` and `rx.Written`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def codes_loss(model: Any, batch: Any, key: Any) -> Any:
-    """Distance to the nearest code; codes follow the rows of the whole batch, and are counted."""
+    """Distance to the nearest code; codes are updated from the rows of the whole batch."""
     hidden, codes = batch["x"] @ model.model["w"], model.state["codes"]
 
     def nearest(hidden: Any) -> Any:
@@ -90,7 +90,7 @@ def trained(dp: rx.DataParallel, model: Any, count: int = 64) -> tuple[Any, list
 
 
 def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
-    """Plain JAX on one device."""
+    """Train in plain JAX on one device."""
     params, rest = eqx.partition(model.model, eqx.is_inexact_array)
 
     @jax.jit
@@ -209,7 +209,7 @@ def test_an_equinox_state_by_itself_names_the_fix() -> None:
         parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
 
-def test_a_step_of_ones_own_has_no_way_to_hand_it_back() -> None:
+def test_a_custom_step_has_no_way_to_return_it() -> None:
     def step(state: Any, batch: Any, key: Any) -> Any:
         means, _ = rx.value_and_grad(equinox_loss)(state, batch, key)
         return state, means

@@ -1,4 +1,4 @@
-"""Pipeline stages: the numbers of one device, whatever the schedule and the kind of model."""
+"""Pipeline stages compute the numbers of one device, for every schedule and kind of model."""
 
 import dataclasses
 import functools
@@ -150,7 +150,7 @@ def test_the_scale_of_a_float16_loss_multiplies_the_gradient_alone() -> None:
 
 @pytest.mark.parametrize("remat", [False, exhaustive(True)])
 def test_random_numbers_follow_from_the_step_the_replica_and_the_micro_batch(remat: bool) -> None:
-    """Every row, and every layer, draws a number of its own: the metric is their variance."""
+    """Every row and layer draws its own number: the metric is their variance."""
 
     def noisy(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
         block, key = given
@@ -310,7 +310,7 @@ def test_layers_of_every_kind_of_model_are_found(kind: str) -> None:
 
 
 def memory(schedule: str, micro_batches: int) -> int:
-    """Bytes that the gradient of so many micro-batches, of as many rows each, takes beside it."""
+    """Return the extra bytes of the gradient with so many micro-batches of as many rows."""
     dp, state = made(stage=4, micro_batches=micro_batches)
     objective = dataclasses.replace(dp.program(state).split_objective, schedule=schedule)
     (batch,) = dp.feed(rows(32 * micro_batches), batch_size=32 * micro_batches)

@@ -1,4 +1,4 @@
-"""What cannot be divided into pipeline stages: losses, rules, steps and models."""
+"""Losses, rules, steps and models that cannot be divided into pipeline stages."""
 
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_rules_that_divide_no_layers_are_refused(rules: Any, words: list[str]) -
         assert word in str(caught.value)
 
 
-def test_a_step_of_ones_own_is_refused() -> None:
+def test_a_custom_step_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step= .* 2 stages"):
         rx.DataParallel(
             step=lambda state, batch, key: (state, {}), mesh=rx.make_mesh(stage=2), layout=RULES

@@ -1,4 +1,4 @@
-"""Layouts: where each array of the state lives, and that the numbers do not depend on it."""
+"""Layouts: the sharding of each array of the state, and equal numbers in all layouts."""
 
 from functools import cache
 from typing import Any
@@ -50,7 +50,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def specs(layout: Any, mesh: Any = None) -> tuple[dict[str, P], dict[str, P]]:
-    """Of the parameters, and of Adam's first moment."""
+    """Return the specs of the parameters and of Adam's first moment."""
     dp = rx.DataParallel(loss, optax.adam(0.1), mesh=mesh, layout=layout)
     state = jax.eval_shape(lambda: _create(model()))
     shardings = dp.layout.shardings(state, dp.mesh)
@@ -238,7 +238,7 @@ def test_a_split_state_trains_as_one_device_does_and_stays_split(
 
 @cache
 def scheduled(name: str, layout: str, devices: int) -> tuple[Schedule, Any]:
-    """A compiled step of 16 rows, fewer than a layer has units, and its parameters."""
+    """Return a compiled step of 16 rows, fewer than a layer has units, and its parameters."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     step = SMALL_STEPS[name](16, mesh=mesh, layout=layout)
     text = step.dp.lower(step.model, step.batch).compile().as_text() or ""
@@ -246,7 +246,7 @@ def scheduled(name: str, layout: str, devices: int) -> tuple[Schedule, Any]:
 
 
 GPT2 = exhaustive(("gpt2", "fsdp"))
-# The embedding is the last layer, too, and mode `jit` reduces each part of its gradient.
+# The embedding is tied to the last layer, and mode `jit` reduces both parts of its gradient.
 TWICE = {"mlp": 0, "gpt2": 4 * 256 * 128}
 
 

@@ -1,4 +1,4 @@
-"""Meshes: axes named data, model and stage, made of the devices that there are."""
+"""Meshes with the axes data, model and stage."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_a_mesh_that_cannot_be_made_is_refused(arguments: dict[str, Any], words:
         assert word in message
 
 
-def test_a_mesh_of_ones_own_needs_a_data_axis() -> None:
+def test_a_users_mesh_needs_a_data_axis() -> None:
     devices = np.asarray(jax.devices())
     with pytest.raises(ConfigError, match=r"x, y .*'data'"):
         check_mesh(Mesh(devices.reshape(4, 2), ("x", "y")))

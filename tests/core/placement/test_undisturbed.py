@@ -1,4 +1,4 @@
-"""What the caller's mesh, settings and threads do to a step: nothing."""
+"""The caller's mesh, settings and threads do not change a step."""
 
 import contextlib
 import threading
@@ -29,7 +29,7 @@ def parallel(mode: str = "jit", devices: int = 4, **options: Any) -> rx.DataPara
 
 
 def callers(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """A mesh that the caller has set."""
+    """A mesh set by the caller."""
     if kind == "none":
         return contextlib.nullcontext()
     if kind == "own":
@@ -39,7 +39,7 @@ def callers(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def everything(mode: str, kind: str, folder: Path) -> list[float]:
-    """The numbers of all that a `DataParallel` and a run do within the caller's mesh."""
+    """Return the numbers of a `DataParallel` and a run within the caller's mesh."""
     found = []
     with callers(kind):
         model = {"w": jnp.arange(3.0)}

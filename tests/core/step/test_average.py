@@ -41,7 +41,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def by_hand(optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
-    """Parameters and their average, as plain JAX computes them."""
+    """Return the parameters and their average in plain JAX."""
     params = average = jax.tree.map(jnp.asarray, MODEL)
     state = optimizer.init(params)
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""A step of one's own, in every mode, beside the step written for a loss and an optimizer."""
+"""A custom step in every mode, compared with the built-in step of a loss and an optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,18 @@ places = pytest.mark.parametrize(("mode", "devices"), only([("shard_map", 4)], P
 
 @places
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}])
-def test_it_is_the_written_step(mode: str, devices: int, settings: dict[str, Any]) -> None:
-    own, mine = trained(parallel(mode=mode, devices=devices, **settings), state())
+def test_it_equals_the_built_in_step(mode: str, devices: int, settings: dict[str, Any]) -> None:
+    custom, mine = trained(parallel(mode=mode, devices=devices, **settings), state())
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    written = rx.DataParallel(loss, optimizer, mode=mode, mesh=mesh, **settings)
-    other, theirs = trained(written, model())
+    built_in = rx.DataParallel(loss, optimizer, mode=mode, mesh=mesh, **settings)
+    other, theirs = trained(built_in, model())
     for name in ("loss", "size"):
         np.testing.assert_allclose([m[name] for m in mine], [t[name] for t in theirs], rtol=1e-6)
     np.testing.assert_allclose(mine[1]["mean"], rows()["y"][BATCH:].mean(), rtol=1e-6)
-    assert int(own.params["done"]) == 2
+    assert int(custom.params["done"]) == 2
     jax.tree.map(
         lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7),
-        own.params["model"],
+        custom.params["model"],
         other.params,
     )
 
@@ -55,11 +55,11 @@ def test_it_is_the_written_step(mode: str, devices: int, settings: dict[str, Any
     "kept", only([{"layout": "fsdp"}], [{"layout": "fsdp"}, {"precision": "bfloat16"}])
 )
 def test_layouts_and_precisions(kept: dict[str, Any]) -> None:
-    written = rx.DataParallel(loss, optimizer, **kept)
-    _, theirs = trained(written, model())
-    own, mine = trained(parallel(mode="jit", devices=8, **kept), state())
+    built_in = rx.DataParallel(loss, optimizer, **kept)
+    _, theirs = trained(built_in, model())
+    custom, mine = trained(parallel(mode="jit", devices=8, **kept), state())
     np.testing.assert_allclose([m["loss"] for m in mine], [t["loss"] for t in theirs], rtol=1e-5)
-    split = own.params["model"]["w"].sharding.is_fully_replicated
+    split = custom.params["model"]["w"].sharding.is_fully_replicated
     assert split == (kept.get("layout") != "fsdp")
 
 
@@ -86,7 +86,7 @@ def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
     np.testing.assert_allclose(found, np.average(batch["y"][:, 0], weights=weights), rtol=1e-5)
 
 
-# Loops, branches, several losses, and what the step may ask for.
+# Loops, branches, several losses, and `rx` functions inside the step.
 
 
 def many(state: State, batch: Any, key: Any) -> tuple[State, Any]:
@@ -172,7 +172,7 @@ def test_an_nnx_model_keeps_its_statistics(mode: str, devices: int) -> None:
     )
 
 
-# Around a step: evaluation, bad steps, runs that are gone on with.
+# Evaluation, bad steps and resumed runs.
 
 
 def test_evaluate_takes_any_loss() -> None:
@@ -215,7 +215,7 @@ def test_a_bad_step_leaves_the_state() -> None:
 
 
 def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
-    """However finite its loss is; what was infinite before may stay so."""
+    """Its loss is finite; values that were infinite before may stay so."""
     begin = {**state(), "best": jnp.float32(jnp.inf)}
 
     def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:

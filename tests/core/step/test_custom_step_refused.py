@@ -36,7 +36,7 @@ def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("custom", "said"),
     [
         (changed(seen=lambda s, b, k: jnp.mean(b["y"])), "metrics.seen .*rows"),
         (changed(done=lambda s, b, k: s["done"] + b["x"].sum().astype(int)), "state.done .*rows"),
@@ -47,28 +47,28 @@ def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
         (changed(seen=lambda s, b, k: jax.lax.axis_index("data") * 1.0), "reduces over"),
     ],
 )
-def test_replicas_that_would_differ_are_refused(own: Any, said: str) -> None:
+def test_replicas_that_would_differ_are_refused(custom: Any, said: str) -> None:
     with pytest.raises(rx.LossError, match=said):
-        trained(parallel(own), state())
+        trained(parallel(custom), state())
     if "reduces" not in said:
-        trained(parallel(own, "jit"), state(), batch_size=52)
+        trained(parallel(custom, "jit"), state(), batch_size=52)
 
 
 def test_rows_of_the_step_itself_need_real_rows() -> None:
-    own = changed(seen=lambda s, b, k: jnp.mean(b["y"]))
+    custom = changed(seen=lambda s, b, k: jnp.mean(b["y"]))
     with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
-        trained(parallel(own, "jit", 8), state())
-    _, told = trained(parallel(own, "jit"), state())  # 20 rows are 5 for each device
+        trained(parallel(custom, "jit", 8), state())
+    _, told = trained(parallel(custom, "jit"), state())  # 20 rows are 5 for each device
     assert told[1]["seen"] == pytest.approx(rows()["y"][BATCH:].mean(), rel=1e-5)
     weighed = changed(seen=lambda s, b, k: jnp.sum(b["y"][:, 0] * rx.row_weights(b["y"])))
     trained(parallel(weighed, "jit"), state())
 
 
 def test_gathered_rows_need_real_rows_too() -> None:
-    own = changed(seen=lambda s, b, k: jnp.mean(rx.gather(b["y"])))
+    custom = changed(seen=lambda s, b, k: jnp.mean(rx.gather(b["y"])))
     with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
-        trained(parallel(own, devices=8), state())
-    _, told = trained(parallel(own), state(), batch_size=52)
+        trained(parallel(custom, devices=8), state())
+    _, told = trained(parallel(custom), state(), batch_size=52)
     assert told[0]["seen"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
 
 
@@ -79,16 +79,16 @@ def contrastive(model: Any, batch: Any, key: Any) -> Any:
 
 def normalised(model: Any, batch: Any, key: Any) -> Any:
     found = batch["x"] @ model["w"]
-    found = jax.lax.sort(found)  # no rule knows it, and rows stay apart
+    found = jax.lax.sort(found)  # no rule for it, and rows stay apart
     return jnp.sum(found, -1)
 
 
 def with_loss(loss: Any) -> Any:
-    def own(state: State, batch: Any, key: Any) -> Any:
+    def custom(state: State, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
         return {**state, "model": jax.tree.map(lambda p, g: p - g, state["model"], gradient)}, means
 
-    return own
+    return custom
 
 
 def test_a_loss_whose_rows_meet_is_refused() -> None:
@@ -153,9 +153,9 @@ STEPS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", list(STEPS))
 def test_a_step_that_does_not_keep_its_contract(name: str) -> None:
-    own, error, said = STEPS[name]
+    custom, error, said = STEPS[name]
     with pytest.raises(error, match=said) as caught:
-        trained(parallel(own, "jit", 1), state())
+        trained(parallel(custom, "jit", 1), state())
     assert "\n" not in str(caught.value)
 
 
@@ -189,6 +189,8 @@ class Remembers:
         ({"reduction": Remembers()}, "'float32' or 'bfloat16'"),
     ],
 )
-def test_what_a_step_does_not_go_with(settings: dict[str, Any], said: str) -> None:
+def test_options_that_a_custom_step_cannot_have_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(rx.ConfigError, match=said):
         rx.DataParallel(**{"step": step, "mode": "shard_map", **settings}).init(state())

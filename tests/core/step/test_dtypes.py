@@ -1,4 +1,4 @@
-"""Parameters of several dtypes: each keeps its own, with its moments, as in plain JAX."""
+"""Parameters of several dtypes: each keeps its dtype, with its moments, as in plain JAX."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def dtypes(tree: Any) -> list[Any]:
 
 
 def check_params(state: rx.TrainState, params: Any, low: str) -> None:
-    # One unit in the last place of the low one decides at most.
+    # At most one unit in the last place of the low precision.
     tolerance = {"bfloat16": 2**-7, "float16": 2**-10, "complex64": 1e-5}[low]
     for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""Parameters that are gathered where a loss uses them, and updates of a replica's own part."""
+"""Parameters gathered where a loss uses them, and updates of each replica's shard."""
 
 import functools
 import re
@@ -62,7 +62,7 @@ def unrolled(x: jax.Array, h: Any) -> jax.Array:
 
 
 def looped(x: jax.Array, h: Any) -> jax.Array:
-    """The last layer, twice: a loop that is no scan over a stack."""
+    """The last layer, twice: a loop that is not a scan over a stack."""
     own = jax.tree.map(lambda leaf: leaf[-1], h)
     x = lax.fori_loop(0, 2, lambda _, x: layer(x, own), x)
     return lax.cond(jnp.sum(own["w"]) > 1e6, lambda x: x, lambda x: layer(x, own), x)
@@ -183,7 +183,7 @@ def test_exact_splits_the_state_of_what_trains() -> None:
 
 
 def _check_close(one: Any, other: Any) -> None:
-    """Check the numbers: bits of pieces are their own."""
+    """Compare the numbers: shards have other bits."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one, other)
 
 
@@ -222,4 +222,4 @@ def test_what_a_reduction_sends_under_zero1() -> None:
     split = sent("shard_map", "zero1", CLIPPED)
     assert split["reduce-scatter"] * 8 == split["all-gather"] == whole - odd
     norms = 4 * len(jax.tree.leaves(model()))
-    assert split["all-reduce"] <= odd + 8 + norms  # what cannot be split, loss, weight, norms
+    assert split["all-reduce"] <= odd + 8 + norms  # unsplittable leaves, loss, weight, norms

@@ -1,4 +1,4 @@
-"""Random numbers of a step: one draw in the global view, one of each replica elsewhere."""
+"""Random numbers of a step: one draw in the global view, one for each replica elsewhere."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ DATA = {"x": np.ones((16, 1), np.float32)}
 
 
 def drawn(rows: Any, key: Any) -> dict[str, Any]:
-    """A number for all rows in sight, and its square."""
+    """Return one number for all rows of the replica, and its square."""
     number = jax.random.uniform(key) * jnp.ones(len(rows))
     return {"number": number, "square": number**2}
 

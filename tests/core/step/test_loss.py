@@ -1,4 +1,4 @@
-"""The loss contract: what may be returned, what it means, and what is refused."""
+"""The loss contract: allowed return values, their meaning, and errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a loss may ask while it runs, and what it is told in every mode and outside of a step."""
+"""Functions that a loss may call, in every mode and outside of a step."""
 
 import re
 from collections.abc import Callable
@@ -59,7 +59,7 @@ OPTIMIZER = optax.sgd(0.1)
 
 
 def by_hand(loss: Loss, steps: int = 4) -> tuple[list[float], Any]:
-    """Plain JAX on one device, the last batch of an epoch with 20 rows."""
+    """Train in plain JAX on one device; the last batch of an epoch has 20 rows."""
     params, losses = jax.tree.map(jnp.asarray, MODEL), []
     for step in range(steps):
         rows = slice(0, BATCH) if step % 2 == 0 else slice(BATCH, ROWS)

@@ -1,4 +1,4 @@
-"""Precision `float16`: gradients that would be lost or overflow, and the scale that prevents it."""
+"""Precision `float16`: gradients that would underflow or overflow, and the loss scale."""
 
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def test_the_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gradient_too_small_for_float16_arrives() -> None:
-    """Each row's is 1e-9; the smallest that float16 holds is 6e-8."""
+    """The gradient of each row is 1e-9; the smallest number of float16 is 6e-8."""
 
     def small(model: Any, batch: Any, key: Any) -> Any:
         return (batch["x"] @ model["w"])[:, 0].astype(jnp.float32) * 1e-9
@@ -162,7 +162,7 @@ def test_exact_keeps_its_bits() -> None:
 
 
 def test_the_noise_of_gradients_is_that_of_float32() -> None:
-    """Where they would be lost in float16."""
+    """Gradients that would underflow in float16."""
 
     def noise(loss: Any, precision: str) -> float:
         dp = parallel(loss=lambda *given: loss(*given) * 1e-7).replace(precision=precision)
@@ -174,13 +174,13 @@ def test_the_noise_of_gradients_is_that_of_float32() -> None:
 
 
 def test_verify_compares_steps_that_were_taken() -> None:
-    """Its first steps overflow."""
+    """The first steps overflow."""
     result = rx.verify(parallel(), MODEL, DATA, modes=["shard_map"], micro_batches=2)
     assert result.ok
     (check,) = (each for each in result.checks if each.case == "update")
     assert check.verdict == "pass"
 
 
-def test_a_step_of_ones_own_is_refused() -> None:
+def test_a_custom_step_is_refused() -> None:
     with pytest.raises(rx.ConfigError, match="'bfloat16' or 'float32'"):
         rx.DataParallel(step=lambda s, b, k: (s, {}), precision="float16")

@@ -1,7 +1,7 @@
-"""Reductions: rounded to bfloat16 on the wire, and one's own with a state.
+"""Reductions: rounded to bfloat16 on the wire, and custom ones with a state.
 
 Contributions are whole numbers of more than bfloat16's 8 bits, whose sums float32 holds exactly:
-what NumPy makes of them on one device is the same to the last bit.
+NumPy's result on one device is the same to the last bit.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def linear(model: Any, batch: Any, key: Any) -> Any:
 
 
 def parts(count: int) -> list[dict[str, np.ndarray]]:
-    """The gradient of the sum over each of `count` equal runs of the rows."""
+    """Return the gradient of the sum over each of `count` equal runs of the rows."""
 
     def total(model: Any, batch: Any) -> jax.Array:
         return jnp.sum(linear(model, batch, None)[0])
@@ -134,7 +134,7 @@ def test_bfloat16_halves_the_bytes_on_the_wire(mode: str) -> None:
     assert 0.5 <= sent("bfloat16") / sent("float32") <= 0.51
 
 
-# One's own.
+# Custom reductions.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is frozen is neither differentiated, nor reduced, nor given optimizer state."""
+"""Frozen parameters are neither differentiated, nor reduced, nor given optimizer state."""
 
 import re
 from functools import partial
@@ -96,7 +96,7 @@ def test_ways_to_name_what_trains(trainable: Any) -> None:
 
 
 def reduced(compiled: str) -> int:
-    """Floats that all-reduces send."""
+    """Return the number of floats that all-reduces send."""
     shapes = re.findall(r"(\S+|\([^)]*\)) all-reduce\(", compiled)
     sizes = [re.findall(r"f32\[([\d,]*)\]", shape) for shape in shapes]
     return sum(

@@ -1,4 +1,4 @@
-"""What the step hands to an optimizer, and what of a gradient is reduced."""
+"""Gradients as the optimizer receives them, and the arrays that are reduced."""
 
 from typing import Any
 
@@ -77,5 +77,5 @@ def test_fit_reduces_only_what_the_optimizer_reads(mode: str) -> None:
     moved = [sum(each.bytes for each in step.collectives) for step in (plain, fitted)]
     trained = 4 * (512 * 2 + 2 * 3)
     assert trained <= moved[0] <= trained + 64
-    assert moved[1] - moved[0] <= 16  # counts of what is not finite
+    assert moved[1] - moved[0] <= 16  # counts of values that are not finite
     assert fitted.flops == plain.flops

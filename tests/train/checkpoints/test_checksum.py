@@ -189,7 +189,7 @@ def test_sizes_are_looked_at_before_a_file_is_opened(
 def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = file_entries(folder)
     (folder / "a/b/.zarray").unlink()
-    # What no process has at address 0 is read as from a bad sector.
+    # An address that no process has reads like a bad sector.
     monkeypatch.setattr(manifest, "_sizes", lambda folder: {"a/b/.zarray": 2})
     (folder / "a/b/.zarray").symlink_to("/proc/self/mem")
     line = "a/b/.zarray cannot be read (Input/output error)"

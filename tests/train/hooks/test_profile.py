@@ -88,7 +88,7 @@ def test_the_command_lines_form(text: str, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "5:", ":5", "1:2:3", "-1:2", "0:3", "5:4", "1.5"])
-def test_what_are_no_steps(text: str) -> None:
+def test_text_that_names_no_steps_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         rx.Profile.parse(text)
     assert "\n" not in str(raised.value)
