@@ -12,13 +12,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.analysis.compiled import (
-    Collectives,
-    CompiledStep,
-    Memory,
-    convolution_flops,
-    inspect,
-)
+from replicax.analysis.compiled import Collectives, CompiledStep, Memory, convolution_flops, inspect
 
 ROWS, IN, HIDDEN, OUT = 64, 16, 32, 8
 MODEL = {"w1": jnp.ones((IN, HIDDEN)), "w2": jnp.ones((HIDDEN, OUT))}

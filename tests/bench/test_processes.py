@@ -110,11 +110,7 @@ def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_this_host_cannot_run_is_refused(
-    counts: list[int],
-    modes: list[str],
-    platform: str,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int], modes: list[str], platform: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", platform)

@@ -107,10 +107,7 @@ def test_every_part_gives_figures(tmp_path: Path) -> None:
 
 def lacks(row: dict[str, Any]) -> bool:
     """Return whether a part was skipped for a valid reason, or has digests as figures."""
-    missing = {
-        "has no torch": "torch",
-        "no compiler to plan with": "jax_cuda13_plugin",
-    }
+    missing = {"has no torch": "torch", "no compiler to plan with": "jax_cuda13_plugin"}
     if "different digests" in row:
         return True
     (module,) = (module for text, module in missing.items() if text in row["left_out"])

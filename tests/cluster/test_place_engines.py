@@ -153,19 +153,11 @@ def test_mpirun_on_one_host() -> None:
 def test_mpirun_version_5_on_one_host() -> None:
     version_5 = {name: value for name, value in MPIRUN.items() if "MCA" not in name}
     place = find_place(
-        {
-            **version_5,
-            "PMIX_NAMESPACE": "prterun-node017-2143@1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-        }
+        {**version_5, "PMIX_NAMESPACE": "prterun-node017-2143@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     )
     assert place.job == "prterun-node017-2143@1"
     other = find_place(
-        {
-            **version_5,
-            "PMIX_NAMESPACE": "prterun-node017-2144@1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-        }
+        {**version_5, "PMIX_NAMESPACE": "prterun-node017-2144@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     )
     assert place.coordinator != other.coordinator
 

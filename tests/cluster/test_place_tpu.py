@@ -37,11 +37,7 @@ def test_tpu_slices() -> None:
         "MEGASCALE_SLICE_ID": "1",
         "MEGASCALE_COORDINATOR_ADDRESS": "s0-0.t:8080",
     }
-    pod = {
-        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-        "JOB_COMPLETION_INDEX": "1",
-        "WORLD_SIZE": "2",
-    }
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}
     # One indexed Job a slice: its index is the worker's, not the process's.
     place = find_place({**TPU, **slices, **pod})
     assert (place.process, place.processes, place.coordinator) == (3, 4, "s0-0.t:8482")

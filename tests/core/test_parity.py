@@ -164,8 +164,7 @@ def simulated_replicas(function: Any, _mesh: Any, _into: Any, _out: Any) -> Any:
 
 @pytest.mark.parametrize("accumulate", only([4], [1, 4]))
 @pytest.mark.parametrize(
-    "kind",
-    only(["weighted", "linen"], [kind for kind in CASES if kind not in ("lenet", "cnn")]),
+    "kind", only(["weighted", "linen"], [kind for kind in CASES if kind not in ("lenet", "cnn")])
 )
 def test_a_custom_mode_is_one_entry(
     kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch

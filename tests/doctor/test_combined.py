@@ -7,15 +7,7 @@ import pytest
 from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
-from replicax.doctor.combined import (
-    STYLE,
-    combined,
-    guarded,
-    parted,
-    summary,
-    to_json,
-    worst,
-)
+from replicax.doctor.combined import STYLE, combined, guarded, parted, summary, to_json, worst
 from replicax.errors import ConfigError
 
 FINE = Check("limits", "", PASS, "1,024 files")
@@ -96,11 +88,7 @@ def test_rows_survive_json() -> None:
 ROWS = [
     Check("versions", "", PASS, " · ".join(f"package{n} 0.{n}.2" for n in range(9))),
     Check(
-        "folder",
-        "",
-        NOTE,
-        "/a/very/long/path" * 9,
-        "use a shorter one, or one that is " + "l" * 90,
+        "folder", "", NOTE, "/a/very/long/path" * 9, "use a shorter one, or one that is " + "l" * 90
     ),
     Check("folder", "", FAIL, "it is full", "make room"),
     Check("clocks", "", SKIP, "one process"),

@@ -129,11 +129,7 @@ def test_a_wrong_sum_is_counted_on_every_device(
 
 @pytest.mark.parametrize(
     ("largest", "expected"),
-    [
-        (64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]),
-        (MB, [4 * KB, 64 * KB, MB]),
-        (100, [100]),
-    ],
+    [(64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]), (MB, [4 * KB, 64 * KB, MB]), (100, [100])],
 )
 def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
     assert sizes(largest) == expected

@@ -59,10 +59,7 @@ def test_lines_have_the_number_of_their_process(
     ],
 )
 def test_what_is_shown_of_what_is_written(
-    written: bytes,
-    lines: list[bytes],
-    tmp_path: Path,
-    capfdbinary: pytest.CaptureFixture[bytes],
+    written: bytes, lines: list[bytes], tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     out, err = shown(f"os.write(1, {written!r})", tmp_path, capfdbinary)
     assert out == [b"[0] " + line + b"\n" for line in lines]

@@ -27,12 +27,7 @@ class Found:
 
 
 def search(
-    memory: Memory,
-    *,
-    start: int = 8,
-    guess: float = MB,
-    unit: int = 1,
-    told: Memory | None = None,
+    memory: Memory, *, start: int = 8, guess: float = MB, unit: int = 1, told: Memory | None = None
 ) -> Found:
     """Search on a device of 16 GB.
 

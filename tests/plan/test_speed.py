@@ -15,14 +15,7 @@ from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
 from replicax.plan.memory_formula import MemoryFormula
-from replicax.plan.speed import (
-    Work,
-    known_dtype,
-    scaling,
-    speed,
-    work_by_formula,
-    work_of_schedule,
-)
+from replicax.plan.speed import Work, known_dtype, scaling, speed, work_by_formula, work_of_schedule
 from replicax.plan.target import Target, parse_target
 
 # 100 TFLOP/s in bfloat16 and 50 in float32, 1 TB/s of memory; 100 GB/s to the neighbour, at once.

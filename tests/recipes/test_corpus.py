@@ -33,11 +33,7 @@ def of(*contents: bytes) -> Corpus:
 
 
 def test_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = write(
-        tmp_path,
-        zipfile=b"no suffix",
-        json__test__test_json=b"a test",
-    )
+    library = write(tmp_path, zipfile=b"no suffix", json__test__test_json=b"a test")
     for name in ("b.py", "a/b.py", "a.py", "empty.py"):
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"" if name == "empty.py" else name.encode())

@@ -281,11 +281,7 @@ def weights(folder: Path) -> list[object]:
         (text, ["--remat", "some"], ["'some'", "--remat", "selective"]),
         (text, ["--preset", "125m"], ["'125m'", "nano, 124m", "mean '124m'"]),
         (text, ["--init-from", "nowhere"], ["nowhere is not", ".safetensors"]),
-        (
-            weights,
-            [],
-            ["wte.weight is [300, 16]", "[257, 16]", "--vocab-size"],
-        ),
+        (weights, [], ["wte.weight is [300, 16]", "[257, 16]", "--vocab-size"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )

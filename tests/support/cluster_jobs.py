@@ -74,11 +74,7 @@ class Job:
     """A job on a port of its own; all that it opened is closed at the end."""
 
     def __init__(
-        self,
-        processes: int,
-        patience: Patience,
-        timeout_seconds: float,
-        secret: Secret = NO_SECRET,
+        self, processes: int, patience: Patience, timeout_seconds: float, secret: Secret = NO_SECRET
     ) -> None:
         self.secret = secret
         self.processes, self.patience, self.timeout_seconds = processes, patience, timeout_seconds

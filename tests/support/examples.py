@@ -99,11 +99,7 @@ def with_replicax(
         state = dp.init(example.state())
     else:
         dp = rx.DataParallel(
-            example.loss,
-            example.optimizer(),
-            mesh=mesh,
-            mode=mode,
-            trainable=TRAINABLE.get(name),
+            example.loss, example.optimizer(), mesh=mesh, mode=mode, trainable=TRAINABLE.get(name)
         )
         state = dp.init(example.model())
     found, order = [], []

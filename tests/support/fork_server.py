@@ -23,13 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "jax",
-    "jax.experimental.multihost_utils",
-    "optax",
-    "orbax.checkpoint",
-    "replicax",
-)
+PRELOADED = ("jax", "jax.experimental.multihost_utils", "optax", "orbax.checkpoint", "replicax")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 

@@ -25,14 +25,7 @@ def main() -> None:
     change = partial(flip_leaf, leaf=leaf, device=device, byte=5, bit=6)
     audit = rx.Audit(4, on_divergence)
     with before_step(step, change):
-        result = rx.fit(
-            dp,
-            state,
-            DATA,
-            batch_size=16,
-            steps=12,
-            hooks=[audit],
-        )
+        result = rx.fit(dp, state, DATA, batch_size=16, steps=12, hooks=[audit])
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
     print(f"norm {norm!r} after {audit.restores} restores", flush=True)
 

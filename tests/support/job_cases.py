@@ -65,13 +65,7 @@ def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
     last = {name: float(value) for name, value in metrics.items()}
     known = dp.feed(source, BATCH)
     told = {"rows": known.source.rows, "padding": known.padding}
-    return {
-        "weights": weights,
-        "last": last,
-        "evaluated": evaluated,
-        "rows": rows,
-        "told": told,
-    }
+    return {"weights": weights, "last": last, "evaluated": evaluated, "rows": rows, "told": told}
 
 
 def train_network(mesh: Any = None, job: Job | None = None) -> list[float]:

@@ -265,11 +265,7 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ((0,), r"every=0; .*\b1\b"),
-        ((10, "restor"), "did you mean 'restore'"),
-    ],
+    ("settings", "said"), [((0,), r"every=0; .*\b1\b"), ((10, "restor"), "did you mean 'restore'")]
 )
 def test_arguments_that_cannot_work_are_refused(settings: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

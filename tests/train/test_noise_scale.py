@@ -22,11 +22,7 @@ from support.tiers import EXHAUSTIVE, exhaustive
 import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
-from replicax.train.noise_scale import (
-    NoiseScale,
-    load_noise_scale,
-    noise_scale,
-)
+from replicax.train.noise_scale import NoiseScale, load_noise_scale, noise_scale
 from replicax.train.records import Record
 
 DIM = 40

@@ -20,12 +20,7 @@ from support.figures import figures as numbers
 
 from replicax.train import progress as module
 from replicax.train.dispatched import Dispatched, RunPosition
-from replicax.train.progress import (
-    PlainProgress,
-    Progress,
-    figures,
-    open_progress,
-)
+from replicax.train.progress import PlainProgress, Progress, figures, open_progress
 from replicax.train.records import Record
 from replicax.train.streams import Unfailing
 
@@ -109,10 +104,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     def run(function: Callable[[], None]) -> bytes:
         reader = threading.Thread(target=read)
         reader.start()
-        with (
-            os.fdopen(follower, "w", encoding="utf-8") as stream,
-            monkeypatch.context() as patch,
-        ):
+        with os.fdopen(follower, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
             # Rich reads the size from the descriptors of the standard streams: give it this one.
             patch.setattr(sys, "stdout", stream)
             patch.setattr(sys, "__stdout__", stream)

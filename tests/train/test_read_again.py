@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.processes import SUPPORT, run_job
-from support.resumable import BATCH, bits, crashing, data_parallel, fit, rows, undisturbed
+from support.resumable import BATCH, bits, crashing, fit, rows, undisturbed
 from support.tiers import only
 
 import replicax as rx
@@ -44,12 +44,6 @@ class Loader:
         for start in range(0, count, BATCH):
             taken = order[start : start + BATCH]
             yield {name: array[taken] for name, array in self.data.items()}
-
-
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
 
 
 def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any) -> rx.Fit:
@@ -146,11 +140,7 @@ def test_a_run_that_goes_back_says_that_rows_have_changed(
 @pytest.mark.parametrize("sets", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
 def test_other_evaluation_data_is_told_once_and_not_refused(
-    dp: rx.DataParallel,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    sets: bool,
-    loads: bool,
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: bool, loads: bool
 ) -> None:
     def evaluation(seed: int) -> rx.Evaluation:
         source = Loader("fixed", data=seed) if loads else rows(20, seed)

@@ -13,7 +13,6 @@ from support.resumable import (
     bits,
     check_same,
     crashing,
-    data_parallel,
     fit,
     rows,
     steps_saved,
@@ -31,12 +30,6 @@ from replicax.train.summary import derived
 
 EVALUATED = {"eval_source": rows(20, 2)}
 run = undisturbed()
-
-
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
 
 
 def stopped(dp: rx.DataParallel, folder: Path, at: int, of: str = "step", **settings: Any) -> None:

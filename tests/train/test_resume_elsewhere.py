@@ -36,12 +36,6 @@ run = undisturbed()
 DEVICES = (8, 1, 4, 2)
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for most tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 # Other devices.
 
 

@@ -48,12 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 def stopped(dp: rx.DataParallel, folder: Path, at: int, **settings: Any) -> rx.Fit:
     """Check that a run stopped at step `at` and resumed ends as the undisturbed one."""
     with crashing(at):

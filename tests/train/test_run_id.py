@@ -10,7 +10,6 @@ from support.resumable import (
     STEPS,
     bits,
     crashing,
-    data_parallel,
     fit,
     model,
     steps_saved,
@@ -23,12 +22,6 @@ from replicax.train.changes import run_id
 from replicax.train.checkpoints.manifest import read_manifest
 
 run = undisturbed()
-
-
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
 
 
 @pytest.fixture

@@ -289,13 +289,7 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
 
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [
-        (errors, ""),
-        (dropped, ""),
-        (mean, ""),
-        (there_and_back, ""),
-        (contrastive, "loss"),
-    ],
+    [(errors, ""), (dropped, ""), (mean, ""), (there_and_back, ""), (contrastive, "loss")],
 )
 def test_the_check_costs_two_traces(loss: Loss, said: str) -> None:
     """The check costs two traces: of all rows, and of the rows of one part."""

@@ -61,11 +61,7 @@ FOREIGN = {
         "module.bind(variables)",
     ),
     "bound linen in a dict": (lambda: {"a": NORM.bind(VARIABLES)}, "model['a']", "submodules"),
-    "nnx in a dict": (
-        lambda: {"a": nnx.BatchNorm(3, rngs=nnx.Rngs(0))},
-        "model['a']",
-        "nnx.Dict",
-    ),
+    "nnx in a dict": (lambda: {"a": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "model['a']", "nnx.Dict"),
     "nnx state": (
         lambda: nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))),
         "nnx.BatchStat",
@@ -78,11 +74,7 @@ FOREIGN = {
         "model[1]",
         "MultiStepsState",
     ),
-    "optimizer": (
-        lambda: {**PARAMS, "tx": ADAM},
-        "model['tx']",
-        "optax.GradientTransformation",
-    ),
+    "optimizer": (lambda: {**PARAMS, "tx": ADAM}, "model['tx']", "optax.GradientTransformation"),
 }
 
 

@@ -61,13 +61,7 @@ def test_training_leaves_the_callers_model_alone(kind: str) -> None:
 
 
 def test_only_floating_arrays_of_a_pytree_train() -> None:
-    model = {
-        "w": np.ones(3, np.float32),
-        "table": np.arange(3),
-        "name": "a",
-        "rate": 5,
-        "n": None,
-    }
+    model = {"w": np.ones(3, np.float32), "table": np.arange(3), "name": "a", "rate": 5, "n": None}
     definition, params, extras = split_model(model)
     assert jax.tree.leaves(params)[0].shape == (3,)
     assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
@@ -282,12 +276,7 @@ def equinox_model(dropout: float) -> Any:
 @pytest.mark.parametrize(
     ("dropped", "whole", "loss", "source"),
     [
-        (
-            DROPOUT_CASES["nnx"].model,
-            CASES["nnx"].model,
-            CASES["nnx"].loss,
-            CASES["nnx"].source,
-        ),
+        (DROPOUT_CASES["nnx"].model, CASES["nnx"].model, CASES["nnx"].loss, CASES["nnx"].source),
         (lambda: equinox_model(0.5), lambda: equinox_model(0.0), equinox_loss, {"x": X}),
     ],
     ids=["nnx", "equinox"],

@@ -151,13 +151,7 @@ def test_without_one_the_state_has_none() -> None:
         lambda: dp.model(state, ema=True),
         lambda: dp.evaluate(state, [DATA], ema=True),
         lambda: rx.fit(
-            dp,
-            state,
-            DATA,
-            batch_size=8,
-            steps=1,
-            eval_source=AVERAGED,
-            progress=False,
+            dp, state, DATA, batch_size=8, steps=1, eval_source=AVERAGED, progress=False
         ),
     ):
         with pytest.raises(rx.ConfigError, match=r"no average\b.*ema=0\.999\)"):

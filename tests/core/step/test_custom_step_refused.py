@@ -6,17 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from support.custom_step import (
-    BATCH,
-    State,
-    loss,
-    optimizer,
-    parallel,
-    rows,
-    state,
-    step,
-    trained,
-)
+from support.custom_step import BATCH, State, loss, optimizer, parallel, rows, state, step, trained
 
 import replicax as rx
 
@@ -40,10 +30,7 @@ def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
     [
         (changed(seen=lambda s, b, k: jnp.mean(b["y"])), "metrics.seen .*rows"),
         (changed(done=lambda s, b, k: s["done"] + b["x"].sum().astype(int)), "state.done .*rows"),
-        (
-            changed(seen=lambda s, b, k: jax.random.uniform(k)),
-            "metrics.seen .*key",
-        ),
+        (changed(seen=lambda s, b, k: jax.random.uniform(k)), "metrics.seen .*key"),
         (changed(seen=lambda s, b, k: jax.lax.axis_index("data") * 1.0), "reduces over"),
     ],
 )

@@ -80,12 +80,7 @@ def test_the_trained_part_is_trained_as_alone_and_the_rest_stays(arguments: Any)
 
 @pytest.mark.parametrize(
     "trainable",
-    [
-        "lora",
-        ["'a'", "'b'"],
-        lambda path: path.startswith("['lora']"),
-        re.compile(r"lora").search,
-    ],
+    ["lora", ["'a'", "'b'"], lambda path: path.startswith("['lora']"), re.compile(r"lora").search],
 )
 def test_ways_to_name_what_trains(trainable: Any) -> None:
     dp = made(trainable=trainable)

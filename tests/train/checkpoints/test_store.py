@@ -194,10 +194,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     "no chunk": (lambda path: (path / "state/step/0").unlink(), "state/step/0 is missing"),
     "no state": (lambda path: shutil.rmtree(path / "state"), "is missing"),
-    "another step": (
-        lambda path: sealed(path, arrays=WANTED, position=POSITION),
-        "step 120",
-    ),
+    "another step": (lambda path: sealed(path, arrays=WANTED, position=POSITION), "step 120"),
     "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), ""),
     "empty": (lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json is missing"),
 }

@@ -73,8 +73,7 @@ def test_a_skipped_update_does_not_count_as_the_optimizer_counts() -> None:
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_it_is_found_beside_what_replicax_wraps_around_the_optimizer(ema: float | None) -> None:
     injected = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.inject_hyperparams(optax.adam)(learning_rate=0.25),
+        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.25)
     )
     found = figures(fit(injected, rx.LearningRate(), ema=ema, trainable="w"), "learning_rate")
     assert found[8] == 0.25

@@ -63,13 +63,7 @@ def test_a_start_in_the_middle_of_them_records_the_rest(steps: Steps) -> None:
 
 def test_a_run_that_ends_among_them_or_before_says_so(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 5, "elsewhere"))
-    assert steps.do(hook, run, range(1, 4)) == [
-        1,
-        ("on", there()),
-        2,
-        3,
-        "off",
-    ]
+    assert steps.do(hook, run, range(1, 4)) == [1, ("on", there()), 2, 3, "off"]
     assert "2 to 3" in run.lines[0]
     assert steps.do(hook, run, range(1, 2)) == [1]
     assert len(run.lines) == 2
