@@ -92,7 +92,7 @@ def test_the_bytes_of_a_loop_grow_with_its_layers_and_not_with_their_square() ->
 
 
 def test_of_a_pipeline_the_ticks_that_work_count() -> None:
-    """A conditional does something in 3 of 5 ticks; what is beside it runs in all of them."""
+    """A conditional computes in 3 of 5 ticks; the code outside it runs in all."""
 
     def tick(carried: jax.Array, time: jax.Array) -> tuple[jax.Array, None]:
         works = lax.cond(time < 3, lambda x: jnp.tanh(x @ x), lambda x: x, carried)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from chaos.checks import check_done, is_bitwise_equal

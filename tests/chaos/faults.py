@@ -156,7 +156,7 @@ def _terminated(trial: Trial, start: Start, ready: bool, how: str) -> None:
         trial.measure(start)
         return
     if -signal.SIGTERM in start.codes and trial.disk().newest == STEPS:
-        # `fit` was over, all saved, its handler gone; the peer may miss who was to leave with it
+        # `fit` was over, all saved, its handler gone; its peer may miss it
         start.killed.update(child.pid for child in start.children)
         trial.finish()
         return

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
@@ -183,7 +183,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
             source(data),
             batch_size=BATCH,
             epochs=EPOCHS,
-            shuffle=data != "nan-all",  # else the rows of one batch would come in many
+            shuffle=data != "nan-all",  # otherwise a batch would arrive in many parts
             seed=4,
             eval_source=rows(EVAL_ROWS, seed=5),
             log_every=1,
@@ -228,7 +228,7 @@ def main() -> int:
 
 
 def write_in_all_processes() -> None:
-    """JAX lets process 0 alone write what it compiled, though each has programs of its own."""
+    """JAX lets only process 0 write compiled programs, though each process has its own."""
     write = compiler._cache_write
 
     def writing(*arguments: Any) -> None:

@@ -66,7 +66,7 @@ def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lone_process_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAX_PROCESS_ID", "2")
-    failure.end(ValueError("two\nlines"), 1)  # and goes on to end as Python does
+    failure.end(ValueError("two\nlines"), 1)  # and ends as Python does
     word = written(path)
     assert (word["process"], word["error"]) == (2, "ValueError: two lines")
 

@@ -26,7 +26,7 @@ def asked(count: int, ask: Callable[[Job], Any]) -> list[Any]:
     with opened(count) as job:
         processes = job.start()
         told = [future.result(5.0) for future in [job.call(run, p) for p in processes]]
-        assert not any(process.stopped.done() for process in processes)  # nobody is blamed
+        assert not any(process.stopped.done() for process in processes)  # no process is blamed
     return told
 
 

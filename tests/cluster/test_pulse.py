@@ -83,7 +83,7 @@ def test_begun_and_finished(pulse: Pulse, clock: Clock) -> None:
 
 def test_the_usual_time_is_the_median(pulse: Pulse, clock: Clock) -> None:
     step(pulse, clock, 0.0)
-    assert pulse.stand(PATIENCE).allowed_seconds == 1800.0  # one step tells no time
+    assert pulse.stand(PATIENCE).allowed_seconds == 1800.0  # one step gives no duration
     for seconds in (8.0, 8.0, 900.0, 8.0):
         step(pulse, clock, seconds)
     clock.now += 79.0

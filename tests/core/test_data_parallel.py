@@ -206,7 +206,7 @@ def test_step_runs_what_lower_compiled_and_the_state_may_be_of_another_mode(mode
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
     )
     (batch,) = dp.feed(SOURCE, 8)
-    jax.block_until_ready(jax.random.key(0))  # has small programs of its own
+    jax.block_until_ready(jax.random.key(0))  # compiles small programs too
     compiled: list[str] = []
 
     def listener(event: str, _seconds: float, **_: Any) -> None:

@@ -31,11 +31,11 @@ ROUNDING_DECIDES = {
     ("cnn", "sgd"): 1e-2,
     ("cnn", "adamw"): 1e-2,
     # A key's bias adds the same to all scores of a query, which softmax takes out again: its
-    # gradient is 0, what is computed of it is rounding, and Adam makes steps of that.
+    # gradient is 0; only rounding is computed, and Adam takes full steps of it.
     ("gpt2", "adamw"): 1e-3,
 }
-"""Wider bounds for gradient and params in float32. That it is rounding and nothing else, float64
-shows: there these too agree, to FLOAT64_BOUND."""
+"""Wider bounds for gradient and params in float32. In float64 these
+models agree to FLOAT64_BOUND, so the differences are rounding."""
 FLOAT64_BOUND = 1e-9
 BATCH_NORM = ("linen", "nnx", "cnn")
 ROW_BY_ROW = [kind for kind in CASES if kind not in BATCH_NORM]

@@ -1,4 +1,4 @@
-"""Mode `jit` traced for several GPUs: one reduction in float32, or else the global view."""
+"""Mode `jit` traced for several GPUs: one reduction in float32, or the global view."""
 
 from collections.abc import Iterator
 from typing import Any

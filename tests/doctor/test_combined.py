@@ -133,7 +133,7 @@ def test_verdicts_fixes_and_speeds(
     out = capsys.readouterr().out
     full = next(line for line in out.splitlines() if "it is full" in line)
     assert full.split()[-1] == "problem"
-    assert full.startswith(" ")  # the check's name stands above
+    assert full.startswith(" ")  # the check's name is in the line above
     assert "fix: make room" in out
     assert "1.05 MB  2 ms   0.5      0.75" in out
     assert out.splitlines()[-1] == "1 problem (folder) and 1 warning (folder)"

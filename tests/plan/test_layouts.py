@@ -126,7 +126,7 @@ def test_between_hosts_the_state_may_be_split_inside_each() -> None:
     names = [each.change for each in found.alternatives]
     assert "layout=fsdp, fsdp=4" in names
     assert "stage=4, accumulate=16" in names
-    assert not any(name.startswith("model") for name in names)  # a compiler alone can tell
+    assert not any(name.startswith("model") for name in names)  # only a compiler knows
     one = rx.plan(step(), MODEL, rows(64), target="h100:8", changes={}, by_formula=True)
     assert [each.change for each in one.alternatives] == [
         "precision=bfloat16",

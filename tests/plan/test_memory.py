@@ -67,7 +67,7 @@ def test_a_mask_is_not_stored_where_it_can_be_made_again() -> None:
     def loss(model: Any, batch: Any, key: Any) -> jax.Array:
         return chain(model, batch, key, lambda x: jnp.maximum(x, 0))
 
-    # Each product's result and the relu's, which the next product reads; the last one's nobody.
+    # Each product's result and the relu's, which the next product reads; none reads the last.
     assert formula(loss).activations == 4 * ROWS * WIDTH * (2 * LAYERS - 1)
 
 

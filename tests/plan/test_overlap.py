@@ -77,7 +77,7 @@ def _ticked(compute: int, transfers: list[tuple[int, int, int]]) -> int:
     left = [size for size, _, _ in queue]
     clock = computed = 0
     while True:
-        # Transfers of nothing are done as soon as it is their turn.
+        # Empty transfers are done as soon as it is their turn.
         done = 0
         while done < len(queue) and left[done] == 0 and queue[done][1] <= computed:
             done += 1

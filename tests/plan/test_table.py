@@ -121,7 +121,7 @@ def test_by_formula_says_so_at_each_heading() -> None:
 
 
 def test_another_target() -> None:
-    # 84942979072 bytes, of which JAX takes three quarters; nobody to send to.
+    # 84942979072 bytes, of which JAX takes three quarters; one device sends nothing
     fits = "yes: 8 rows… 11 of 63.7 GB…JAX preallocates…84.9 GB"
     assert_says(KINDS["one device"](), fits=fits, sends="", scales="", pays="")
     unknown = KINDS["unknown chip"]()

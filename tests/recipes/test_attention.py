@@ -172,6 +172,6 @@ def test_it_lowers_for_an_accelerator_without_one(platform: str, dtype: Any) -> 
     arrays = inputs(256, dtype)
     traced = jax.jit(with_gradients).trace(*arrays)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    # The whole of the scores in one product, and on a CPU a quarter of the queries.
+    # All scores in one product; on a CPU a quarter of the queries at a time.
     assert "tensor<2x3x256x256x" in text
     assert "tensor<2x3x256x256x" not in traced.lower(lowering_platforms=("cpu",)).as_text()

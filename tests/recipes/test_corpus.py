@@ -1,4 +1,4 @@
-"""Which files are text, in which order, what is skipped, and what is held out."""
+"""Text files: which are read, in which order, what is skipped, and what is held out."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""GPT-2 on a small text: it learns, counts what is text and nothing else, and reduces once."""
+"""GPT-2 on a small text: it learns, counts only text, and reduces once."""
 
 import math
 from collections.abc import Callable

@@ -173,7 +173,7 @@ CASES = {
     "mlp": _recipe(_SMALL_MLP, _SMALL_MLP.train_source()),
     "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
-    "gpt2": Case(  # the recipe's own model would look for a text
+    "gpt2": Case(  # the recipe's model would look for a text
         lambda: transformer.init(_SMALL_GPT2, first_key()),
         GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context).loss,
         _text(_SMALL_GPT2.context, _SMALL_GPT2.vocab_size),

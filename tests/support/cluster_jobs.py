@@ -71,7 +71,7 @@ class Process:
 
 
 class Job:
-    """A job on a port of its own; all that it opened is closed at the end."""
+    """A job on a free port; all that it opened is closed at the end."""
 
     def __init__(
         self, processes: int, patience: Patience, timeout_seconds: float, secret: Secret = NO_SECRET

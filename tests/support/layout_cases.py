@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def _tower() -> Any:
-    """Layers in a stack, between an input and an output of their own."""
+    """Stacked layers between an input and an output layer."""
     keys = jax.random.split(jax.random.key(7), 3)
     return {
         "in": jax.random.normal(keys[0], (6, 16)) / 3,
@@ -71,7 +71,7 @@ RULES["weighted"] = RULES["pytree"]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A mode, what is split over the replicas, a mesh, and the order of micro-batches in stages."""
+    """A mode, a layout, a mesh, and the order of micro-batches in stages."""
 
     mode: str
     layout: str

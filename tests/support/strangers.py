@@ -33,7 +33,7 @@ MOST_OPEN = 12
 LONGEST_BYTES = 1 << 20
 SECONDS = 0.5
 RESET = struct.pack("ii", 1, 0)
-"""Close without waiting for what was sent."""
+"""Close without waiting until all is sent."""
 VALUES: list[object] = [
     *(None, True, -1, 0, 1, 2**63, 1e308, 0.5, "", "1", "\u0000", "ä", "x" * 5000),
     *([], {}, [[1]], {"a": {"b": []}}, list(range(500)), {"jax": 3}, [None], "Hello"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 HANG_SECONDS = 240.0
-"""Bounds a wait for what is certain to come, so that a test of broken code ends; no promise."""
+"""Bounds waits for events that must come, so that a test of broken code ends."""
 
 
 def until(true: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:

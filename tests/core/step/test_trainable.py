@@ -115,7 +115,7 @@ def test_what_is_frozen_costs_no_bytes(arguments: Any, fits: bool) -> None:
 
 
 class Adapted(nnx.Module):
-    """A dense layer with LoRA beside it."""
+    """A dense layer with LoRA."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)

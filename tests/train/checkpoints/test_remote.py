@@ -27,7 +27,7 @@ from replicax.train.places import place
 
 @pytest.fixture
 def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
-    """A store; and temporary files have a folder of their own."""
+    """A store, and a separate folder for temporary files."""
     for name in ("objects", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Gone(rx.Logger):
-    """Talks to nobody."""
+    """A logger without a server."""
 
     def __init__(self, at: str) -> None:
         self._at = at

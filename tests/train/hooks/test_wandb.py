@@ -38,7 +38,7 @@ def records(path: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         whole += data[at + HEADER : at + HEADER + length]
         at += HEADER + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole block, or its last part
             yield Record.FromString(whole)
             whole = b""
 
