@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from plan.small_step import host
-from plan.test_plan import alone, in_process
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -19,8 +18,6 @@ from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.memory_formula import memory_formula
 from replicax.plan.planned import Plan
 from replicax.plan.target import parse_target
-
-__all__ = ["alone", "in_process"]
 
 LAYERS, WIDTH = 4, 64
 LAYER = 2 * WIDTH * 4 * WIDTH

@@ -1,10 +1,6 @@
 """Plans of small steps, against the same steps really compiled, and against sums by hand."""
 
-import contextlib
-import dataclasses
-import importlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,14 +13,8 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory
-from replicax.analysis.hardware import Chip, Interconnect
-from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.planned import Plan
-from replicax.plan.target import Target
 from replicax.train.guarded import guarded
-
-planner: Any = importlib.import_module("replicax.plan.planner")
-module: Any = importlib.import_module("replicax.plan.planner")  # rx.plan is the function
 
 
 def compiled(dp: rx.DataParallel, devices: int, rows_of_each: int, **settings: Any) -> Memory:
@@ -35,35 +25,6 @@ def compiled(dp: rx.DataParallel, devices: int, rows_of_each: int, **settings: A
     found = read_memory(other.lower(MODEL, rows(devices * rows_of_each)).compile())
     assert found is not None
     return found
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile in this process, for made-up speeds: a compiler process takes seconds to start."""
-
-    @contextlib.contextmanager
-    def compiler_for(
-        target: Target, by_formula: bool = False
-    ) -> Iterator[tuple[Compiler | None, tuple[str, ...]]]:
-        assert not by_formula
-        yield AttachedCompiler(jax.devices()[: target.devices]), ()
-
-    def measured(chip: Chip, devices: int) -> Chip:
-        return dataclasses.replace(
-            chip,
-            flops_per_second={"float32": 1e12, "bfloat16": 1e12},
-            memory_bytes_per_second=1e11,
-            inside=Interconnect(1e10, 0.0, "made up"),
-        )
-
-    monkeypatch.setattr(module, "compiler_for", compiler_for)
-    monkeypatch.setattr(module, "measured", measured)
-
-
-@pytest.fixture
-def alone(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile in this process, and compare with nothing."""
-    monkeypatch.setattr(planner, "alternatives", lambda *_: ((), ()))
 
 
 def assert_as_compiled(found: Plan, dp: rx.DataParallel, room: int = ROOM) -> None:
