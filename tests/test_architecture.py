@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long a file may be, and what `import replicax` loads."""
+"""Who may import whom, how long a file may be, and what `import replicax` loads."""
 
 import ast
 import functools
@@ -66,7 +66,7 @@ MOST_LINES_OF_STEP = 1_900
 """Lines of `core/step`, which is the mathematics."""
 MOST_FILES_OF_A_STEP = 16
 """Files that a `jit` step enters while it is traced, and once it is compiled."""
-# What a user may have and `import replicax` must not need; each is imported where it is used.
+# Optional packages, which `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
     "equinox",
     "flax",
@@ -153,7 +153,7 @@ def public_names(tree: ast.Module) -> Iterator[str]:
 
 
 def broken() -> set[tuple[str, str]]:
-    """Imports that no rule of the house allows."""
+    """Return imports that no rule allows."""
     found = set()
     for module in FILES:
         own = part(module, 1)
@@ -170,7 +170,7 @@ def broken() -> set[tuple[str, str]]:
 
 
 def circles() -> set[str]:
-    """Modules from which imports, deferred and typing ones included, lead back to themselves."""
+    """Return modules whose imports, also deferred and typing ones, lead back to themselves."""
     graph = {module: set(imports(module)) for module in FILES}
 
     def reached(module: str) -> set[str]:
@@ -186,7 +186,7 @@ def circles() -> set[str]:
 
 
 def comparing() -> set[str]:
-    """Modules that compare something with the name of a mode or a layout."""
+    """Return modules that compare something with the name of a mode or a layout."""
     names, found = {*MODES, *LAYOUTS}, set()
     for module, path in FILES.items():
         for node in ast.walk(parsed(path)):
@@ -232,7 +232,8 @@ def test_a_public_name_has_one_meaning() -> None:
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     begins = re.compile(r'^ *"""(Of|What|Whoever|Those|That)\b', re.M)
-    assert [module for module, path in FILES.items() if begins.search(path.read_text())] == []
+    paths = [*FILES.values(), *Path(__file__).parent.rglob("*.py")]
+    assert [path for path in paths if begins.search(path.read_text())] == []
 
 
 def test_modes_and_layouts_are_asked_and_not_compared() -> None:

@@ -1,4 +1,4 @@
-"""Which cases are measured, and what is said of those that are not."""
+"""The cases that are measured, and the reasons for those left out."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Tables: what stands in them, and that a terminal of 80 columns holds them."""
+"""Tables of a bench: their contents, within 80 columns."""
 
 import dataclasses
 import re
@@ -79,12 +79,7 @@ def test_without_one_device_there_is_no_speedup() -> None:
     bench = dataclasses.replace(bench, cases=bench.cases[1:])
     lines = bench_table(bench)
     start = next(at for at, line in enumerate(lines) if line.startswith("layouts: 256 rows"))
-    assert lines[start + 1].split() == [
-        "de-",
-        "state",
-        "peak",
-        "bub-",
-    ]
+    assert lines[start + 1].split() == ["de-", "state", "peak", "bub-"]
     both = dataclasses.replace(
         bench, cases=(*bench.cases, *layouts("pmap").cases[:1], *bench.cases[:1])
     )

@@ -1,4 +1,4 @@
-"""Who differs from the others, in words."""
+"""Naming the processes that differ from the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a process says as it ends, and leaves for whoever started it."""
+"""Messages and the failure file of a process that fails."""
 
 import json
 import re
@@ -21,14 +21,14 @@ from replicax.errors import AgreementError, interrupted
 
 
 class JaxRuntimeError(RuntimeError):
-    """As jaxlib calls what a device says."""
+    """Named like jaxlib's error of a device."""
 
 
 WHY = "SIGTERM before the first step"
 
 
 class Left(BaseException):
-    """Instead of the end of this process."""
+    """Raised in place of the end of this process."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lone_process_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAX_PROCESS_ID", "2")
-    failure.end(ValueError("two\nlines"), 1)  # and goes on to end as Python does
+    failure.end(ValueError("two\nlines"), 1)  # and ends as Python does
     word = written(path)
     assert (word["process"], word["error"]) == (2, "ValueError: two lines")
 
@@ -93,7 +93,7 @@ def test_a_stop_with_everything_saved_is_no_failure(
 def test_a_victim_of_such_a_stop_ends_like_the_others(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The devices of the one that stopped are gone before its word has come."""
+    """The devices of the failed process are gone before its message arrives."""
     with opened(2) as job:
         first, second = job.start()
         set_job(first.job)
@@ -230,7 +230,7 @@ def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
-    """With others to wait for, even where a thread of its own would go on."""
+    """A process with peers ends even if one of its threads would go on."""
     script = (
         "import sys, threading, time\n"
         "from replicax.cluster import failure\n"
@@ -251,7 +251,7 @@ def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
 
 
 def test_a_ctrl_c_on_which_all_have_stopped_is_no_failure(path: Path) -> None:
-    """Each process raises it, and none is told that another has failed."""
+    """Each process raises it, so none reports the failure of another."""
     stopped = interrupted(SimpleNamespace(step=7, saved=True, exit_code=75))
     with opened(2) as job, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "excepthook", lambda *_: None)

@@ -1,4 +1,4 @@
-"""The devices that JAX uses and those it does not, and their all-reduce: exact, and timed."""
+"""The devices of JAX, unused ones, and their all-reduce: exact, and timed."""
 
 import dataclasses
 import re
@@ -129,11 +129,7 @@ def test_a_wrong_sum_is_counted_on_every_device(
 
 @pytest.mark.parametrize(
     ("largest", "expected"),
-    [
-        (64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]),
-        (MB, [4 * KB, 64 * KB, MB]),
-        (100, [100]),
-    ],
+    [(64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]), (MB, [4 * KB, 64 * KB, MB]), (100, [100])],
 )
 def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
     assert sizes(largest) == expected

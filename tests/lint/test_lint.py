@@ -1,4 +1,4 @@
-"""`replicax.lint`: files it takes and refuses, and how it says what it found."""
+"""`replicax.lint`: the files it takes and refuses, and its messages."""
 
 import importlib.machinery
 import json

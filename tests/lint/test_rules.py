@@ -1,4 +1,4 @@
-"""The rules that read code: each error where it is, and nothing in correct code."""
+"""The rules that read code: each error at its line, and none in correct code."""
 
 import re
 from pathlib import Path
@@ -120,7 +120,7 @@ EXECUTED = {
     "shard_map, unchecked and checked": {},
     "metrics fetched every step, and now and then": {},
 }
-"""Programs that are whole: their first step runs as `verify --step` would have it, and what fails
+"""Complete programs: their first step runs as `verify --step` needs it, and a failing check
 has these words in its cause."""
 OFTEN = (
     "pmap without pmean",

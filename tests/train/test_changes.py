@@ -1,4 +1,4 @@
-"""A run that is continued with another configuration: what is named, and what is refused."""
+"""A run resumed with another configuration: changes that are named, and those refused."""
 
 import copy
 import errno
@@ -63,7 +63,7 @@ json_values = st.recursive(
 
 
 def edited(**fields: Any) -> dict[str, Any]:
-    """CONFIG with other values at `section__field`."""
+    """Return CONFIG with other values at `section__field`."""
     config = copy.deepcopy(CONFIG)
     for path, value in fields.items():
         *sections, last = path.split("__")
@@ -223,7 +223,7 @@ def test_how_far_it_goes_matters_where_the_program_follows_from_it(config: dict[
     assert len(check_changes(with_program(CONFIG), with_program(more), accept=False)) == 1
     scheduled = with_program(more, optimizer="d4")
     assert refused(with_program(CONFIG), scheduled) == {field, "program.optimizer"}
-    assert refused(CONFIG, with_program(more)) == {field}  # nobody knows
+    assert refused(CONFIG, with_program(more)) == {field}  # unknown without a program
     assert refused(with_program(CONFIG), more) == set()  # it is compared at the first batch
 
 
@@ -370,7 +370,7 @@ def test_a_file_that_is_not_there_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_every_option_of_the_command_is_judged() -> None:
-    """An option that is added is either listed as harmless or known here to matter."""
+    """A new option is either listed as harmless or known here to matter."""
     names = TrainOptions().flat().keys() - OF_THIS_START
     harmless = {path.removeprefix("options.") for path in HARMLESS}
     assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"}

@@ -77,7 +77,7 @@ def test_no_ratio_where_there_is_none() -> None:
         (np.array([1.0, np.nan, 4.0]), "NaN or infinity"),
     ],
 )
-def test_what_is_no_matter_of_size_is_said_in_words(found: Any, words: str) -> None:
+def test_differences_without_a_size_are_shown_in_words(found: Any, words: str) -> None:
     held = {} if found is None else {"a": found}
     difference = first_difference(held, {"a": VALUES["a"]}, {"a": np.array(1e9)})
     assert difference is not None
@@ -141,7 +141,7 @@ def test_the_coarsest_dtype_is_found_inside() -> None:
     assert coarsest_eps(jax.jit(lambda x: x * 2), x) == EPS
 
 
-# What rounding can do. Each function is computed on all rows and as the mean over eight parts.
+# Rounding. Each function is computed on all rows, and as the mean over eight parts.
 
 
 def network(params: Any, rows: Any) -> jax.Array:
@@ -216,7 +216,7 @@ def test_elements_that_the_perturbed_runs_missed_are_rounding_too() -> None:
 
 
 def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
-    """Adam makes whole steps of it: its bound is the step."""
+    """Adam takes whole steps of it: its bound is the step."""
     loss, params = MODELS["attention"]
     reference = step(loss, optax.adam(1e-3), 1)
     expected = reference(params, ROWS)
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
 
 
 def test_noise_without_a_bound_on_size_is_none() -> None:
-    """In bfloat16 a few units would be another model: they stop at one."""
+    """In bfloat16 a few units would be another model: the bound stops at one."""
     params = {"w": normal(9, 8)}
     noise = rounding_noise(
         lambda state, _: leaves({"w": state["w"]}), params, {}, eps=2.0**-7, expected=leaves(params)

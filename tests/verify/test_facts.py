@@ -1,4 +1,4 @@
-"""Random numbers that do not follow from the key are found in the program."""
+"""Random numbers that do not come from the key are found in the program."""
 
 import cProfile
 import math

@@ -1,4 +1,4 @@
-"""What is verified is the step that a run takes, which skips bad ones."""
+"""`verify` checks the guarded step of a run, which skips bad steps."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ def data_parallel(loss: Any, optimizer: Any, **options: Any) -> rx.DataParallel:
 
 
 def restless() -> optax.GradientTransformation:
-    """Its state is an integer and a float in turn."""
+    """Its state is alternately an integer and a float."""
 
     def turned(gradient: Any, count: jax.Array, params: Any = None) -> Any:
         return gradient, count.astype(jnp.float32 if count.dtype == jnp.int32 else jnp.int32)
@@ -58,7 +58,7 @@ def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None
 
 
 def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
-    """The value of a row, but on a part of the batch its gradient is NaN."""
+    """The value of a row, with a NaN gradient on a part of the batch."""
     values = zoo.errors(model, batch)
     if key is not None and batch["x"].shape[0] != zoo.ROWS:
         values += jnp.sqrt(0 * model["bias"][0])

@@ -1,4 +1,4 @@
-"""What leaving rows out tells about a loss."""
+"""Dependence of rows, measured by leaving rows out."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Parity sees what is wrong in the step itself, and not only in the loss."""
+"""Parity finds mistakes in the step itself, not only in the loss."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str,
 
 
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that was forgotten leaves full batches right."""
+    """A forgotten mask leaves full batches right."""
     of = subject(zoo.Entry())
     facts = examine_subject(of)
     sums = loss_module.sums

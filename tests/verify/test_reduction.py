@@ -1,4 +1,4 @@
-"""Reductions that round: what they may change is allowed, and no more."""
+"""Reductions that round may change as much as they declare, and no more."""
 
 import dataclasses
 from typing import Any
@@ -76,7 +76,7 @@ class Dropping(Wire):
 
 
 class Coarse(Wire):
-    """Rounds to 3 bits where it promises bfloat16's 8."""
+    """Rounds to 3 bits but declares bfloat16's 8."""
 
     def _round(self, leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float8_e5m2).astype(leaf.dtype)
@@ -86,7 +86,7 @@ class Coarse(Wire):
 
 
 class Silent(Wire):
-    """Rounds to bfloat16 and does not say so."""
+    """Rounds to bfloat16 without declaring it."""
 
     def error(self, roundings: int = 2) -> float:
         return 0.0

@@ -1,4 +1,4 @@
-"""Sums in 16-bit floats, of the devices at hand and of those that a compiler describes."""
+"""Sums in 16-bit floats, for the devices at hand and for described ones."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def careful(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def noisy(model: Any, batch: Any, key: jax.Array) -> jax.Array:
-    """Draws, which keeps mode `jit` from computing it replica by replica."""
+    """Random draws keep mode `jit` from computing it replica by replica."""
     noise = jax.random.normal(key, (batch["ids"].shape[0], 1))
     return careful(model, batch, key) + 0 * noise[:, 0]
 
@@ -171,7 +171,7 @@ def test_an_h100_reduces_what_the_partitioner_does(h100: Elsewhere) -> None:
 @needs("cuda")
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 def test_gpt2_on_an_h100_has_none(mode: str) -> None:
-    """In a process whose path has cuDNN: JAX asks for it as the step is traced."""
+    """Runs in a process with cuDNN on its path: JAX looks for it while it traces."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -1,4 +1,4 @@
-"""The table: one line where many say the same, and 80 columns."""
+"""The table: one line for equal results, within 80 columns."""
 
 import sys
 

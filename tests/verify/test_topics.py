@@ -1,4 +1,4 @@
-"""Beside parity: parameters that learn, equal copies, the same bits again, and one compilation."""
+"""Checks beside parity: learning parameters, equal copies, equal bits, one compilation."""
 
 import contextlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs against what is needed."""
+"""Bytes and FLOPs of a step against the necessary ones."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_verdicts_by_bytes(subject: Subject, count: int, size: int, verdict: str
 
 
 def test_reductions_that_grow_with_micro_batches(subject: Subject) -> None:
-    """They fail where the user trains so, and are worth a word elsewhere."""
+    """They fail if the user trains so, and are a note otherwise."""
     cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
     programs = {case: program(case, case.micro_batches, 360) for case in cases}
     facts = examine_subject(subject)
@@ -106,7 +106,7 @@ def test_work(subject: Subject, flops: int, verdict: str) -> None:
 def test_work_is_that_of_all_devices(
     data: int, rules: dict[str, Any], times: int, verdict: str
 ) -> None:
-    """Those of a replica that split no product of the model compute the same."""
+    """Devices of a replica that split no product compute the same."""
     mesh = rx.make_mesh(data, 4 // data, devices=jax.devices()[:4])
     layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
@@ -118,7 +118,7 @@ def test_work_is_that_of_all_devices(
 
 
 def test_a_frozen_parameter_is_not_reduced() -> None:
-    """The optimizer does not read its gradient, so that nobody computes it."""
+    """The optimizer does not read its gradient, so it is never computed."""
     mesh = rx.make_mesh(devices=jax.devices()[:4])
     dp = rx.DataParallel(zoo.good, zoo.frozen_optimizer(), mesh=mesh, mode="shard_map")
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
@@ -144,7 +144,7 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
 def test_a_layout_sends_what_it_has_to(
     setup: Setup, micro_batches: int, most: float, inside: bool
 ) -> None:
-    """Times the bytes of one all-reduce of the gradient; what goes on inside a replica is apart."""
+    """Multiples of the bytes of one all-reduce of the gradient; traffic in a replica is apart."""
     dp = data_parallel("tower", setup, micro_batches)
     case = MODELS["tower"]
     of = Subject(dp, case.model(), {name: leaf[:48] for name, leaf in case.source.items()}, 1, 0)

@@ -1,4 +1,4 @@
-"""A checkpoint that was harmed is refused, however it was."""
+"""A damaged checkpoint is refused, whatever the damage."""
 
 import contextlib
 import hashlib
@@ -38,12 +38,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(original: Path, tmp_path: Path) -> Path:
-    """A checkpoint to harm."""
+    """A checkpoint to damage."""
     return Path(shutil.copytree(original, tmp_path / original.name))
 
 
 def refusal(folder: Path) -> str:
-    """Why it is refused, in one line."""
+    """Return the refusal, in one line."""
     with pytest.raises(CheckpointError) as refused:
         verify_checkpoint(folder, read_manifest(folder))
     reason = str(refused.value)
@@ -128,7 +128,7 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
 def test_a_checkpoint_that_was_never_whole_is_refused(
     checkpoint: Path, harm: Callable[[Path], object], reason: list[str]
 ) -> None:
-    """Its manifest describes it as it is, and Orbax would read zeros."""
+    """The manifest matches the damage, and Orbax would read zeros."""
     harm(checkpoint / KERNEL)
     sealed(checkpoint, arrays=read_manifest(checkpoint).arrays)
     assert_mentions(refusal(checkpoint), *reason)
@@ -151,12 +151,12 @@ def test_a_path_out_of_the_folder_is_refused(checkpoint: Path, path: str) -> Non
     assert refusal(checkpoint) == f"{path} is missing"
 
 
-# Harm at random: of bits, of whole files, of several at once.
+# Random damage: to bits, whole files, and several at once.
 
 
 @contextlib.contextmanager
 def corrupted(folder: Path, whole: dict[str, bytes], seed: int) -> Iterator[str]:
-    """One corruption of `folder`, and what it is; taken back where nothing is raised meanwhile."""
+    """Corrupt `folder` and yield how; undone unless an error is raised meanwhile."""
     choose = random.Random(seed)
     kind, path = choose.choice(KINDS), choose.choice(list(whole))
     file, text, what = folder / path, whole[path], f"seed {seed}: {kind} of {path}"
@@ -199,13 +199,13 @@ def swap(one: Path, other: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of each file, by its path in `folder`."""
+    """Return the bytes of each file, by its path in `folder`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def accepted(folder: Path, seeds: range) -> list[str]:
-    """The corruptions that were not refused."""
+    """Return the corruptions that were not refused."""
     whole, found = contents(folder), []
     for seed in seeds:
         with corrupted(folder, whole, seed) as what, contextlib.suppress(CheckpointError):
