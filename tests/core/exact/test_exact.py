@@ -13,6 +13,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
+from replicax.core.exact.ordered_reduction import add_in_order
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.train.fingerprint import sha256
 
@@ -95,7 +96,7 @@ def test_the_tree_is_that_of_one_device() -> None:
     values = jax.random.normal(first_key(), (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
     mesh = rx.make_mesh()
     added = jax.shard_map(
-        lambda own: REDUCTIONS["float32"].add(own[0], "data", ordered=True),
+        lambda own: add_in_order(REDUCTIONS["float32"], own[0], "data"),
         mesh=mesh,
         in_specs=jax.sharding.PartitionSpec("data"),
         out_specs=jax.sharding.PartitionSpec(),

@@ -19,7 +19,7 @@ def test_a_state_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**20 - 1)
-    monkeypatch.setattr(memory_check, "GIB", 2**20)
+    monkeypatch.setattr(memory_check, "GIBIBYTE", 2**20)
     model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
     halves = rx.make_mesh(2)
     with pytest.raises(rx.ConfigError) as caught:
@@ -44,7 +44,7 @@ def test_a_step_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**18)
-    monkeypatch.setattr(memory_check, "GIB", 2**20)
+    monkeypatch.setattr(memory_check, "GIBIBYTE", 2**20)
     with pytest.raises(rx.ConfigError) as caught:
         first_step(mesh=rx.make_mesh(2))
     text = str(caught.value)
