@@ -1,0 +1,89 @@
+"""Compare two checkouts: `import replicax`, the first step, and the host's work of a step.
+
+    python benchmarks/checkouts.py BEFORE --rounds 15
+
+`BEFORE` is the folder of another checkout; this one is "after". Each round runs both, in fresh
+processes and in turn: milliseconds of the import beyond `import jax, optax`, of the first step of a
+layered MLP with its compilation, and microseconds of a step of two parameters in mode `jit`.
+Writes `results/checkouts.json`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from timing import environment, ratios, save, spread
+
+HERE = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import json, time
+import jax, jax.numpy as jnp, numpy as np, optax
+began = time.perf_counter()
+import replicax as rx
+imported = time.perf_counter() - began
+
+def loss(model, batch, key):
+    x = batch["x"]
+    for weights in model["layers"]:
+        x = jnp.tanh(x @ weights)
+    return (x[:, 0] + model["b"] - batch["y"]) ** 2
+
+def steps(model, width, count):
+    dp = rx.DataParallel(loss, optax.adam(1e-3), mesh=rx.make_mesh(devices=jax.devices()[:1]))
+    state = dp.init(model)
+    rows = {"x": np.ones((8, width), np.float32), "y": np.ones(8, np.float32)}
+    batch = next(iter(dp.feed(rows, batch_size=8)))
+    began = time.perf_counter()
+    state, metrics = dp.step(state, batch)
+    jax.block_until_ready(metrics)
+    first, took = time.perf_counter() - began, []
+    for _ in range(count):
+        began = time.perf_counter()
+        state, metrics = dp.step(state, batch)
+        jax.block_until_ready(metrics)
+        took.append(time.perf_counter() - began)
+    return first, float(np.median(took)) if took else 0.0
+
+first, _ = steps({"layers": [jnp.eye(64)] * 8, "b": jnp.zeros(())}, 64, 0)
+_, step = steps({"layers": [], "b": jnp.zeros(())}, 1, 3000)
+print(json.dumps({"import_ms": imported * 1e3, "first_step_ms": first * 1e3, "step_us": step * 1e6}))
+"""
+
+
+def measured(checkout: Path) -> dict[str, float]:
+    env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    checkouts = {"before": options.before, "after": HERE}
+    rounds: list[dict[str, dict[str, float]]] = []
+    for number in range(options.rounds + 1):  # the first fills the caches
+        taken = {name: measured(path) for name, path in checkouts.items()}
+        if number:
+            rounds.append(taken)
+    results: dict[str, object] = {**environment(), "rounds": options.rounds}
+    for figure in rounds[0]["before"]:
+        before, after = ([each[name][figure] for each in rounds] for name in checkouts)
+        results[figure] = {
+            "before": spread(before),
+            "after": spread(after),
+            "ratio": ratios(after, before),
+        }
+        print(figure, results[figure])
+    save("checkouts", results)
+
+
+if __name__ == "__main__":
+    main()
