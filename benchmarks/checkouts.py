@@ -4,7 +4,7 @@
 
 `BEFORE` is the folder of another checkout; this one is "after". Each round runs both, in fresh
 processes and in turn: milliseconds of the import beyond `import jax, optax`, of the first step of a
-layered MLP with its compilation, and microseconds of a step of two parameters in mode `jit`.
+layered MLP with its compilation, and of a step of two parameters in mode `jit`.
 Writes `results/checkouts.json`.
 """
 
@@ -49,7 +49,8 @@ def steps(model, width, count):
 
 first, _ = steps({"layers": [jnp.eye(64)] * 8, "b": jnp.zeros(())}, 64, 0)
 _, step = steps({"layers": [], "b": jnp.zeros(())}, 1, 3000)
-print(json.dumps({"import_ms": imported * 1e3, "first_step_ms": first * 1e3, "step_us": step * 1e6}))
+seconds = {"import": imported, "first_step": first, "step": step}
+print(json.dumps({f"{name}_ms": 1e3 * each for name, each in seconds.items()}))
 """
 
 

@@ -104,8 +104,8 @@ def sums_by_key(
 
     @jax.jit
     def sums(state: Any, batch: Any, seed: int) -> StepSums:
-        view = CallContext(jax.random.key(seed), step=state.step)
-        return objective.step_sums(state.params, state.extras, batch.whole(), view)[0]
+        context = CallContext(jax.random.key(seed), step=state.step)
+        return objective.step_sums(state.params, state.extras, batch.whole(), context)[0]
 
     return lambda seed: jax.device_get(sums(state, batch, seed))
 

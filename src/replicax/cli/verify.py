@@ -181,10 +181,10 @@ def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:
     """Whether the loss can be traced in evaluation."""
     program = dp.program(model)
     _, params, extras = dp.configuration.split_model(model)
-    view = CallContext(step=jnp.int32(0))
+    context = CallContext(step=jnp.int32(0))
     with contextlib.suppress(Exception):  # the user's loss
         rows = program.placed(batch)
-        score = partial(program.objective.loss_sums, view=view)
+        score = partial(program.objective.loss_sums, context=context)
         jax.eval_shape(score, params, extras, rows)
         return True
     return False

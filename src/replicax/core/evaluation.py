@@ -159,8 +159,8 @@ def _as_numbers(leaf: Any) -> jax.Array:
 def _predicted(
     state: TrainState, batch: Batch, axis: Axis | None, *, objective: Objective
 ) -> tuple[PyTree, jax.Array]:
-    view = CallContext(axis=axis, step=state.step)
-    found, _ = objective.returned(state.params, state.extras, batch, view)
+    context = CallContext(axis=axis, step=state.step)
+    found, _ = objective.returned(state.params, state.extras, batch, context)
     rows = batch.mask.shape[0]
     for path, leaf in (by_path(found) or {"": None}).items():
         if np.shape(leaf)[:1] != (rows,):

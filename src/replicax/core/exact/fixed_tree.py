@@ -201,10 +201,10 @@ def _local(
 ) -> tuple[StepSums, list[jax.Array], PyTree]:
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)
-    view = CallContext(
+    context = CallContext(
         folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
     )
-    sums, after = function(state.params, state.extras, batch, view)
+    sums, after = function(state.params, state.extras, batch, context)
     if isinstance(after, Stateful):  # depends on gathered rows, or on none
         return sums, [], after
     return sums, _floats(after), state.extras

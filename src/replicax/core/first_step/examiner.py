@@ -55,7 +55,12 @@ class RowExaminer:
     """Whether the losses are differentiated, so that their weights must be constants."""
 
     def step_sums(
-        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: CallContext
+        self,
+        objective: Objective,
+        params: PyTree,
+        extras: PyTree,
+        rows: Batch,
+        context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does, with zeros for the gradient."""
         rows = rows.map_rows(self._enter)
@@ -66,12 +71,12 @@ class RowExaminer:
             return found
 
         watched = dataclasses.replace(objective, loss=observed)
-        view = dataclasses.replace(view, axis=AXIS, gather=self.gather, only_read=True)
-        returned, after = watched.returned(params, extras, rows, view)
+        context = dataclasses.replace(context, axis=AXIS, gather=self.gather, only_read=True)
+        returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)
         if self.learns and has_weights(returned):
             self._check_weights(
-                objective, params, lambda own: watched.returned(own, extras, rows, view)
+                objective, params, lambda own: watched.returned(own, extras, rows, context)
             )
         for name, value in values_by_name(returned).items():
             self.see(name, value)
@@ -151,8 +156,8 @@ def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | Non
     """Return a loss, in training or in evaluation, to be examined."""
 
     def run(state: TrainState, batch: Batch, examiner: RowExaminer) -> tuple[PyTree, jax.Array]:
-        view = CallContext(key_of(state), step=state.step)
-        total, after = examiner.step_sums(objective, state.params, state.extras, batch, view)
+        context = CallContext(key_of(state), step=state.step)
+        total, after = examiner.step_sums(objective, state.params, state.extras, batch, context)
         writes = getattr(objective.definition, "writes", False)
         return {"state": after if writes else ()}, total.weighted[LOSS].total
 

@@ -50,7 +50,7 @@ class Definition(Protocol):
         """Return the user's complete model."""
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
     ) -> tuple[Any, PyTree]:
         """Return `function(model)` and the updated extras.
 

@@ -31,8 +31,8 @@ def split_equinox(model: PyTree) -> SplitModel:
 class EquinoxDefinition(PytreeDefinition):
     """A pytree with Equinox modules."""
 
-    def seen(self, model: Any, view: CallContext) -> Any:
-        return inference_mode(model) if view.key is None else model
+    def seen(self, model: Any, context: CallContext) -> Any:
+        return inference_mode(model) if context.key is None else model
 
 
 def _holds(model: PyTree, kinds: tuple[type, ...]) -> bool:

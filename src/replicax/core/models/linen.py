@@ -36,20 +36,20 @@ class LinenDefinition:
         return self.module.bind({PARAMS: params, **extras})
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
     ) -> tuple[Any, PyTree]:
         # Linen derives every RNG stream not named here from "params".
-        rngs = {} if view.key is None else {PARAMS: view.key}
-        mutable = [] if view.key is None else list(extras)
+        rngs = {} if context.key is None else {PARAMS: context.key}
+        mutable = [] if context.key is None else list(extras)
         model = self.module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)
         synchronised: set[tuple[str, ...]] = set()
 
         def average_statistics(
-            call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+            call: Any, args: Any, kwargs: Any, of_call: nn.module.InterceptorContext
         ) -> Any:
-            if isinstance(context.module, nn.BatchNorm):
-                object.__setattr__(context.module, "axis_name", view.axis)  # modules are frozen
-                synchronised.add(tuple(context.module.path))
+            if isinstance(of_call.module, nn.BatchNorm):
+                object.__setattr__(of_call.module, "axis_name", context.axis)  # modules are frozen
+                synchronised.add(tuple(of_call.module.path))
             return call(*args, **kwargs)
 
         with nn.intercept_methods(average_statistics):
@@ -61,7 +61,7 @@ class LinenDefinition:
             if new is old:
                 return old
             owner = tuple(entry.key for entry in path[1:-1])
-            if not view.may_write and owner not in synchronised:
+            if not context.may_write and owner not in synchronised:
                 raise changed_alone(jax.tree_util.keystr(path))
             return new.astype(old.dtype)
 

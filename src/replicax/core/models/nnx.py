@@ -48,14 +48,14 @@ class NNXDefinition:
         nnx.update(model, jax.tree.unflatten(self.extras, jax.tree.leaves(extras)))
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
-        if view.key is None:
+        if context.key is None:
             model.eval()
         else:
-            _reseed(model, view.key)
-        synchronised = _average_statistics_over(model, view.axis)
+            _reseed(model, context.key)
+        synchronised = _average_statistics_over(model, context.axis)
         random = _random(model)
         before = _extras_by_path(model)
         returned = function(model)
@@ -66,7 +66,7 @@ class NNXDefinition:
             new = after[name]
             if new is before[name] or name in random:
                 return old
-            if not view.may_write and name not in synchronised:
+            if not context.may_write and name not in synchronised:
                 raise changed_alone(".".join(map(str, name)))
             return new.astype(old.dtype)
 

@@ -47,11 +47,11 @@ class PytreeDefinition:
         return jax.tree.unflatten(self._structure, own)
 
     def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: CallContext
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
     ) -> tuple[Any, PyTree]:
-        returned = function(self.seen(self.merge(params, extras), view))
+        returned = function(self.seen(self.merge(params, extras), context))
         if self.writes:
-            extras = take_state(returned, extras, view)
+            extras = take_state(returned, extras, context)
         return values_of(returned) if self.writes else returned, extras
 
     def seen(self, model: Any, _view: CallContext) -> Any:

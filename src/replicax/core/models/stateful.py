@@ -61,9 +61,9 @@ def values_of(returned: Any) -> Any:
     return returned.values if isinstance(returned, Written) else returned
 
 
-def take_state(returned: Any, extras: PyTree, view: CallContext) -> PyTree:
+def take_state(returned: Any, extras: PyTree, context: CallContext) -> PyTree:
     """Return `extras`, the non-trainable arrays of a `Stateful`, with the state of `returned`."""
-    if view.key is None:
+    if context.key is None:
         return extras
     if not isinstance(returned, Written):
         raise LossError(

@@ -71,7 +71,7 @@ class Stage:
     extras: PyTree
     rows: Batch
     """The replica's rows, `[micro_batches, rows, ...]`."""
-    view: CallContext
+    context: CallContext
     """Includes the replica's key."""
 
     def forward_sums(self) -> WeightedSums:
@@ -114,7 +114,7 @@ class Stage:
 
         def loss(wanted: PyTree, floats: Arrays, others: Arrays, number: jax.Array) -> Any:
             weighted = self.rest(whole(wanted), together(floats, others), number)
-            return differentiated(weighted, self.view), weighted
+            return differentiated(weighted, self.context), weighted
 
         later = Later(layers, wanted, (self._no_carry, jnp.int32(0)))
         turn = SCHEDULES[schedule](self.stages, self.micro_batches)
@@ -181,8 +181,8 @@ class Stage:
 
     def _inputs(self, params: PyTree, number: jax.Array) -> list[Any]:
         rows = self.rows.map_rows(partial(_at, number))
-        key = folded(self.view.key, number)
-        return jax.tree.leaves((params, self.extras, rows, key, self.view.step))
+        key = folded(self.context.key, number)
+        return jax.tree.leaves((params, self.extras, rows, key, self.context.step))
 
     @property
     def _is_last(self) -> jax.Array:

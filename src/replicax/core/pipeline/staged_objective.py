@@ -45,17 +45,17 @@ class Staged(Objective):
     per_replica: ClassVar[bool] = True
 
     def loss_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return `Objective.loss_sums` of all micro-batches, all-reduced."""
 
         def sums(stage: Stage) -> Any:
             return all_reduce(stage.forward_sums(), self._everyone)
 
-        return self._mapped(sums, _WHOLE, params, extras, batch, view), extras
+        return self._mapped(sums, _WHOLE, params, extras, batch, context), extras
 
     def step_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return `Objective.step_sums` of all micro-batches, all-reduced."""
 
@@ -63,7 +63,7 @@ class Staged(Objective):
             return self._reduced(stage.step_sums(self.read, self.schedule))
 
         out: Any = StepSums(only_read(self._specs, self.read), _WHOLE)  # type: ignore[arg-type]
-        return self._mapped(sums, out, params, extras, batch, view), extras
+        return self._mapped(sums, out, params, extras, batch, context), extras
 
     def _reduced(self, sums: StepSums) -> StepSums:
         """All-reduce gradients of layers over replicas, and all other sums over stages too."""
@@ -93,12 +93,14 @@ class Staged(Objective):
         params: PyTree,
         extras: PyTree,
         batch: Batch,
-        view: CallContext,
+        context: CallContext,
     ) -> Any:
         """Map `function` over the stages of all replicas; `out` holds the specs of its results."""
         mesh, batch = self.mesh, batch.apart()
         stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axis(mesh))
-        shapes = jax.eval_shape(lambda *given: given, params, extras, batch, view.key, view.step)
+        shapes = jax.eval_shape(
+            lambda *given: given, params, extras, batch, context.key, context.step
+        )
 
         def of_one(given: Any, replica: jax.Array, index: jax.Array) -> Any:
             # Trace whole layers here, as equations record the axes that are mapped around them.
@@ -108,7 +110,7 @@ class Staged(Objective):
             stage = Stage(
                 *(parts, structure, stages, self.micro_batches, index[0], params, extras),
                 rows=batch.map_rows(partial(split_rows, parts=self.micro_batches)),
-                view=CallContext(folded(key, replica[0]), step=step, scale=scale),
+                context=CallContext(folded(key, replica[0]), step=step, scale=scale),
             )
             return function(stage)
 
@@ -124,7 +126,7 @@ class Staged(Objective):
             axis_names=set(self._everyone),
             check_vma=False,
         )
-        given = (params, extras, batch, view.key, view.step, view.scale)
+        given = (params, extras, batch, context.key, context.step, context.scale)
         return mapped(given, jnp.arange(replica_count(mesh)), jnp.arange(stages))
 
     def _layers(self, params: PyTree) -> dict[int, str]:
@@ -163,8 +165,8 @@ class Staged(Objective):
         one = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype))
 
         def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
-            view = CallContext(key, part=batch.size < whole, step=step)
-            return super(Staged, self).loss_sums(params, extras, batch, view)
+            context = CallContext(key, part=batch.size < whole, step=step)
+            return super(Staged, self).loss_sums(params, extras, batch, context)
 
         traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
             params, extras, one, key, step

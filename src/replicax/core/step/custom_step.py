@@ -32,7 +32,12 @@ class Examiner(Protocol):
     """Observes a step while it is traced."""
 
     def step_sums(
-        self, objective: Objective, params: PyTree, extras: PyTree, rows: Batch, view: CallContext
+        self,
+        objective: Objective,
+        params: PyTree,
+        extras: PyTree,
+        rows: Batch,
+        context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does."""
 
@@ -97,8 +102,8 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, rows, key)
-        found = total.means(), mean_gradient(total, params)
-        (means, gradient), after = sums_of_all_replicas((found, after))
+        outputs = total.means(), mean_gradient(total, params)
+        (means, gradient), after = sums_of_all_replicas((outputs, after))
         if hasattr(definition, "write"):
             definition.write(model, after)
         if isinstance(definition, PytreeDefinition):
@@ -140,8 +145,8 @@ def mean(values: PyTree) -> PyTree:
         return StepSums((), sums), extras
 
     total, _, _ = primitives.summing(part, state, rows, None)
-    found = sums_of_all_replicas(list(total.means().values()))
-    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_weighted), found)
+    means = sums_of_all_replicas(list(total.means().values()))
+    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_weighted), means)
 
 
 def _is_weighted(node: Any) -> bool:
@@ -169,8 +174,8 @@ def custom_update(
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    view = CallContext(key, axis, step=state.step, gather=accumulator.gather)
-    with inside(batch.mask, view, (primitives, batch.index)) as here:
+    context = CallContext(key, axis, step=state.step, gather=accumulator.gather)
+    with inside(batch.mask, context, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:
         examiner.step(here)
@@ -205,7 +210,7 @@ def _seen(
         )
     else:
         (primitives, index), seen = here.own, here.mask.shape[0]
-        step = here.view.step
+        step = here.context.step
         if count != seen:
             raise LossError(
                 f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
@@ -217,15 +222,15 @@ def _seen(
 
 
 @jax.jit
-def sums_of_all_replicas(found: PyTree) -> PyTree:
-    """Return `found`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
-    return _constant(found)
+def sums_of_all_replicas(outputs: PyTree) -> PyTree:
+    """Return `outputs`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
+    return _constant(outputs)
 
 
 @jax.custom_jvp
-def _constant(found: PyTree) -> PyTree:
-    """Return `found`, not differentiable: a replica's derivative is not the total derivative."""
-    return found
+def _constant(outputs: PyTree) -> PyTree:
+    """Return `outputs`, not differentiable: a replica's derivative is not the total derivative."""
+    return outputs
 
 
 @_constant.defjvp

@@ -28,7 +28,7 @@ class LossContext:
 
     mask: jax.Array
     """float32 `[rows]`, 0 for padding."""
-    view: CallContext
+    context: CallContext
     trace: Any
     """The JAX trace in which it is called."""
     own: Any = None
@@ -43,14 +43,14 @@ _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, view: CallContext, own: Any = None) -> Iterator[LossContext]:
+def inside(mask: jax.Array, context: CallContext, own: Any = None) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
-    here = LossContext(mask, view, get_opaque_trace_state(), own)
+    here = LossContext(mask, context, get_opaque_trace_state(), own)
     token = _current.set(here)
     # The sums of a step belong to its trace, so no cache may pass them to another trace.
     once = None if own is None else object()
     try:
-        with _gathers((view.axis, view.part, once)):
+        with _gathers((context.axis, context.part, once)):
             yield here
     finally:
         _current.reset(token)
@@ -84,14 +84,16 @@ def gather(rows: PyTree) -> PyTree:
     here = _seeing("gather", rows)
     if here is None:
         return rows
-    if here.view.part and here.view.gather is None:
+    if here.context.part and here.context.gather is None:
         raise LossError(
             "rx.gather in a loss computed on micro-batches, which would only see rows of the same "
             "micro-batch: use accumulate=1 or mode='exact', and no stages"
         )
-    if here.view.axis is None and here.view.gather is None:
+    if here.context.axis is None and here.context.gather is None:
         return rows_gathered_already(rows)
-    gather_rows = here.view.gather or partial(lax.all_gather, axis_name=here.view.axis, tiled=True)
+    gather_rows = here.context.gather or partial(
+        lax.all_gather, axis_name=here.context.axis, tiled=True
+    )
 
     def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
         _, unpack = ravel_pytree([leaf[0] for leaf in leaves])
@@ -157,10 +159,10 @@ def step_number() -> jax.Array:
         >>> state, metrics = dp.step(dp.init(model), batch)
     """
     here = _current.get()
-    if here is None or here.view.step is None:
+    if here is None or here.context.step is None:
         return jnp.zeros((), jnp.int32)
     _check_trace("step_number", here)
-    return here.view.step
+    return here.context.step
 
 
 def weighs() -> bool:

@@ -98,9 +98,9 @@ def unscaling(apply: Apply) -> Apply:
         mends = jnp.isfinite(total.weighted[LOSS].total) & (scale.value > SMALLEST)
         overflow = ~jnp.all(jnp.stack(held)) & mends
         total = unscaled(total, state)
-        after, told = unless(overflow, lambda state: apply(state, total, *rest), state)
+        after, metrics = unless(overflow, lambda state: apply(state, total, *rest), state)
         after = dataclasses.replace(after, step=state.step + 1, scale=scale.after(overflow))
-        return after, {**told, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
+        return after, {**metrics, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
 
     return unscaled_apply
 

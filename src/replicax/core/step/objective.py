@@ -36,16 +36,18 @@ class Objective:
     """Whether it splits a batch over replicas itself."""
 
     def loss_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
-        return self._called(lambda found: sums(found, batch.mask), params, extras, batch, view)
+        return self._called(
+            lambda returned: sums(returned, batch.mask), params, extras, batch, context
+        )
 
     def returned(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[Any, PyTree]:
         """Return the result of the loss for the rows of `batch`, and the extras after it."""
-        return self._called(lambda found: found, params, extras, batch, view)
+        return self._called(lambda returned: returned, params, extras, batch, context)
 
     def _called(
         self,
@@ -53,15 +55,15 @@ class Objective:
         params: PyTree,
         extras: PyTree,
         batch: Batch,
-        view: CallContext,
+        context: CallContext,
     ) -> tuple[Any, PyTree]:
         """Return `then` of the loss's result, and the extras after it."""
 
         def of_whole(params: PyTree) -> tuple[Any, PyTree]:
             data = self.precision.to_compute(unshared(batch.whole().data))
-            with inside(batch.mask, view):
+            with inside(batch.mask, context):
                 returned, after = self.definition.apply(
-                    lambda model: call(self.loss, model, data, view.key), params, extras, view
+                    lambda model: call(self.loss, model, data, context.key), params, extras, context
                 )
             return then(returned), after
 
@@ -70,23 +72,23 @@ class Objective:
         return self.gathering(of_whole, params, self.precision)
 
     def step_sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: CallContext
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
         """Return `loss_sums` with the gradient, which is None where it is unused."""
 
-        def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
-            whole = restored(wanted, params, self.read)
-            weighted, after = self.loss_sums(whole, extras, batch, view)
-            return differentiated(weighted, view), (weighted, after)
+        def total(read: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
+            whole = restored(read, params, self.read)
+            weighted, after = self.loss_sums(whole, extras, batch, context)
+            return differentiated(weighted, context), (weighted, after)
 
         gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after
 
 
-def differentiated(weighted: dict[str, WeightedSum], view: CallContext) -> jax.Array:
+def differentiated(weighted: dict[str, WeightedSum], context: CallContext) -> jax.Array:
     """Return the scalar that a step differentiates."""
     value = weighted[LOSS].total
-    return value if view.scale is None else value * view.scale
+    return value if context.scale is None else value * context.scale
 
 
 def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
@@ -98,14 +100,16 @@ def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
     return jax.tree.unflatten(structure, kept)
 
 
-def restored(wanted: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
-    """Return `params` with the leaves that are read replaced by `wanted`; see `only_read`."""
+def restored(leaves_read: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `params` with the leaves that are read replaced by `leaves_read`; see `only_read`."""
     if read is None:
-        return wanted
+        return leaves_read
     leaves, structure = jax.tree.flatten(params)
-    found = iter(jax.tree.leaves(wanted))
+    new = iter(jax.tree.leaves(leaves_read))
     pairs = zip(leaves, read, strict=True)
-    return jax.tree.unflatten(structure, [next(found) if each else leaf for leaf, each in pairs])
+    return jax.tree.unflatten(
+        structure, [next(new) if is_read else leaf for leaf, is_read in pairs]
+    )
 
 
 def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:

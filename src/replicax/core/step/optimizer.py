@@ -79,7 +79,7 @@ def _read(
     state = None
     try:
         state = jax.eval_shape(optimizer.init, shapes)
-        closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
+        closed, outputs = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
     except NameError:  # it names a mesh axis, defined only inside the step
         return None, True
     except Exception as error:
@@ -90,11 +90,9 @@ def _read(
             f"the optimizer raised {said}; a step calls update(gradient, state, params), with "
             f"value=loss if supported, and nothing else: {next(fixes, 'fix it, or use another')}"
         ) from error
-    given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
-    other = [
-        f"{one} and not {like}" for one, like in zip(given, wanted, strict=False) if one != like
-    ]
-    if other and len(given) == len(wanted):
+    new, old = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (outputs[0], shapes))
+    other = [f"{one} and not {like}" for one, like in zip(new, old, strict=False) if one != like]
+    if other and len(new) == len(old):
         raise ConfigError(
             f"the optimizer returns updates of shape {other[0]}, as if it expected one gradient "
             "per row; it is given the mean gradient: use another, or a custom step that takes "
@@ -194,8 +192,8 @@ def averaging(
 def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
     """Return an optimizer's average, in the dtypes of `params`, or raise `ConfigError`."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Averaged))
-    found = [node.average for node in nodes if isinstance(node, Averaged)]
-    if not found:
+    averages = [node.average for node in nodes if isinstance(node, Averaged)]
+    if not averages:
         raise ConfigError(
             "ema=True but the state has no average of the parameters; keep one with "
             "DataParallel(loss, optimizer, ema=0.999)"
@@ -206,5 +204,5 @@ def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
         return param if frozen else jnp.asarray(average, param.dtype)
 
     return jax.tree.map(
-        newest, found[0], params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+        newest, averages[0], params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )

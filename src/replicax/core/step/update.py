@@ -132,10 +132,10 @@ def score(
     `"rows"` counts the real rows: its total, with weight 1.
     """
 
-    def part(params: PyTree, extras: PyTree, rows: Batch, view: CallContext) -> Any:
-        found, extras = objective.loss_sums(params, extras, rows, view)
+    def part(params: PyTree, extras: PyTree, rows: Batch, context: CallContext) -> Any:
+        weighted, extras = objective.loss_sums(params, extras, rows, context)
         count = jnp.sum(rows.mask)
-        sums = {**found, "rows": WeightedSum(count, jnp.zeros_like(count))}
+        sums = {**weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
         return StepSums((), sums), extras
 
     total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)
