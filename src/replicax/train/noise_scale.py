@@ -90,7 +90,7 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
 def _sample(
     state: TrainState,
     batch: Batch,
-    _axis: None,
+    axis: None,
     *,
     objective: Objective,
     micro_batches: int,
