@@ -1,11 +1,10 @@
 """`Run`, a training run as an object, and `fit`, a whole run in one call."""
 
 import contextlib
-import dataclasses
 import inspect
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
@@ -13,7 +12,6 @@ import jax
 
 from replicax.arguments import Count, Rows, Seed, typed
 from replicax.core.data.batch import Batch
-from replicax.core.data.host_arrays import opened
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import Metrics, TrainState, check_unused, was_donated
@@ -21,10 +19,10 @@ from replicax.errors import ConfigError, DivergedError, StateError, Terminated, 
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
-from replicax.train.evaluator import ONLY_ONCE, Evaluation, Evaluator
+from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import guarded, judged, with_losses
+from replicax.train.guarded import Guard, guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
 from replicax.train.places import exists, place, writing
@@ -35,26 +33,7 @@ from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
 
-
-@typed
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """When to skip a step and record its examples, and when to stop a run that skips steps.
-
-    Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
-
-    Args:
-        most: consecutive steps with a non-finite loss or gradient before the run stops.
-        spikes: whether to skip steps whose loss is far above the recent losses too; see
-            `replicax.train.guarded.with_losses`.
-    """
-
-    most: Count = 5
-    spikes: bool = False
-
-
-_EVERY_TEN_MINUTES = Saving()
+_MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
@@ -124,7 +103,7 @@ class Run(Loop):
         seed: Seed = 0,
         log_every: Count = 50,
         hooks: Sequence[Hook] = (),
-        guard: Guard = Guard(),
+        guard: Guard = _MOST_5,
         run_dir: str | Path | None = None,
         saving: Saving = _EVERY_TEN_MINUTES,
         accept_changes: bool = False,
@@ -142,7 +121,7 @@ class Run(Loop):
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
         if (epochs or 0) > 1 and not self.source.can_repeat:
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
-        plan = _as_evaluation(eval_source, source)
+        plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
         dp.job.agree("the run", {**told, **plain_config(config or {})})
@@ -352,21 +331,6 @@ class Run(Loop):
             lines.append(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
         for line in lines:
             self.say(line)
-
-
-def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
-    if eval_source is None or isinstance(eval_source, Evaluation):
-        return eval_source
-    if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
-        rows: Any = jax.tree.structure(opened(source))
-        sets = opened(eval_source).items()
-        named = [name for name, each in sets if rows == jax.tree.structure(each)]
-        if named:
-            raise ConfigError(
-                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
-                "holds the arrays of one source: pass rx.Evaluation(sets=...)"
-            )
-    return Evaluation(eval_source)
 
 
 def _fields(**values: Any) -> dict[str, Any]:
