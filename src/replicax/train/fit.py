@@ -28,9 +28,11 @@ from replicax.train.loop import Loop
 from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
+from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
+from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
-from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
+from replicax.train.storage import RecordsFile, Saving, Storage
 from replicax.train.summary import Fit, derived, describe, summary
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
@@ -136,16 +138,23 @@ class Run(Loop):
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
-        self._evaluator = (
-            None
-            if plan is None
-            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted, self.say)
-        )
-        if self._evaluator is not None:
+        self._evaluator = None
+        if plan is not None:
+            self._evaluator = Evaluator(
+                plan, self.dp, state, batch_size, self._is_interrupted, self.say
+            )
             steps_of_epoch = self.source.batches or steps or 1
             self._evaluator.check_passes(epochs or -(-(steps or 1) // steps_of_epoch))
-        self._meter = Meter(log_every)
-        self._bad_steps = BadSteps(guard.most, dp.job, judged(dp, state))
+        self._run_state = RunState(
+            self.source,
+            dp.job,
+            self.hooks,
+            Meter(log_every),
+            BadSteps(guard.most, dp.job, judged(dp, state)),
+            self._evaluator,
+            RereadCheck(dp.job, self.say, self.alarm, accept=accept_changes),
+        )
+        self.records = self._run_state.records
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
@@ -155,7 +164,7 @@ class Run(Loop):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches, starting at exactly the next one; evaluate and save between them."""
-        batches = super().__iter__()
+        batches = self._stream = self._batches()
         while True:
             with self._own_mesh():
                 batch = next(batches, None)
@@ -277,7 +286,7 @@ class Run(Loop):
             for leaf in jax.tree.leaves(self.state):
                 leaf.delete()
         self.records.extend(found.records)
-        self._stand_at(found.position, {**found.extra, "batch": batch})
+        self._run_state.load_state(found.position, {**found.extra, "batch": batch})
         self.state = self._storage.restore(like)
         if self._donated:
             self._never_finite |= params_not_finite(self.state)
@@ -293,7 +302,7 @@ class Run(Loop):
             )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
-            self._storage.finish(self.state, self._position(), self._extra_saved())
+            self._storage.finish(self.state, *self._run_state.save_state())
         storage, job = self._storage, self.dp.job
         ends_here = not self._begun and not self._stopping.wanted
         if storage is not None and not storage.knows_program and ends_here:
