@@ -1,6 +1,6 @@
-# `make help` lists the targets. Everything runs in .venv, which is made when it is needed.
+# `make help` lists the targets. Everything runs in .venv, which they create.
 
-# A Python that is named has an environment of its own: make test PYTHON=python3.13
+# PYTHON selects another environment: make test PYTHON=python3.13
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -11,7 +11,7 @@ LOGGERS := $(VENV)/.loggers
 DOCS := $(VENV)/.docs
 UV_VERSION := 0.13.8
 
-# The first that is Python 3.11 or newer and can make a virtual environment: on the PATH, or pyenv's.
+# The first Python 3.11 or newer with venv, on the PATH or in pyenv.
 NEWEST := python3.14 python3.13 python3.12 python3.11
 HAS_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 runnable = $(shell for name in $(1); do \
@@ -27,25 +27,25 @@ ARGS ?=
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make test       every promise once, in minutes (PYTHON=python3.13, WORKERS=8)'
-	@echo 'make test-fast  those of them that take no second'
-	@echo 'make test-all   chosen products, real launchers and compilers; installs what they need'
-	@echo 'make newest     what stands on JAX itself, on the newest Python and jax here'
-	@echo 'make unpinned   the same and `make test`, on the newest jax that there is'
-	@echo 'make test-everything  all cases of every product, and the searches: hours'
+	@echo 'make test-fast  the quick ones, in seconds'
+	@echo 'make test-all   more combinations, real launchers and compilers; installs them'
+	@echo 'make newest     tests of what depends on JAX internals, on the newest Python here'
+	@echo 'make unpinned   these and `make test`, on the newest released jax'
+	@echo 'make test-everything  all combinations, and the searches: hours'
 	@echo 'make test-times measure the tests, and put the table into CONTRIBUTING.md'
 	@echo 'make check      lint, formatting, types'
-	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
+	@echo 'make chaos      inject faults into training runs (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
 	@echo 'make gpu        measure Replicax on this machine'\''s GPU, 8 minutes (ARGS="--only bits")'
 	@echo 'make docs       build the documentation into build/site, readable without a network'
 	@echo 'make tutorials  run the tutorials, and put what they print and draw into their pages'
-	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
+	@echo 'make data       install Fashion-MNIST from Debian if possible'
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
-	@echo 'make compilers  install those for TPUs and GPUs, which `make test-all` plans with (3 GB)'
+	@echo 'make compilers  install compilers for TPUs and GPUs, which `make test-all` plans with (3 GB)'
 	@echo 'make loggers    install TensorBoard, MLflow and wandb, which `make test-all` logs to'
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
-	@echo 'make clean      remove what these targets made, .venv included; runs/ stays'
+	@echo 'make clean      remove all that these targets made, except runs/'
 
 $(STAMP): requirements.lock pyproject.toml
 	$(eval FOUND := $(call runnable,$(or $(PYTHON),python3 $(NEWEST))))
@@ -80,7 +80,7 @@ data:
 
 peers: $(PEERS)
 
-# Of the lock the versions alone: pip would ask for hashes of every package if it saw one.
+# Versions of the lock without hashes: with one, pip asks for hashes of every package.
 $(PEERS): requirements-peers.txt $(STAMP)
 	@echo "peers: installing $(shell sed '/^#/d' requirements-peers.txt)"
 	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
@@ -116,7 +116,7 @@ $(ENGINES): requirements-engines.txt $(STAMP)
 
 compilers: $(COMPILERS)
 
-# In a folder that is on no path: jax loads all that it finds. Tests show it to compilers alone.
+# In a folder on no path, since jax loads all compilers it finds; tests add it to the path.
 $(COMPILERS): requirements-compilers.txt $(STAMP)
 	@echo "compilers: installing $(shell sed -n 's/==.*//p' requirements-compilers.txt | uniq)"
 	@rm -rf $(VENV)/compilers
@@ -140,7 +140,7 @@ $(DOCS): requirements-docs.txt $(STAMP)
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'docs: that failed; the test that builds the site will be skipped'
 
-# Its advertisement of another major version is no warning of ours.
+# Without the warning about another major version of MkDocs.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'open build/site/index.html'
@@ -148,9 +148,9 @@ docs: $(DOCS)
 tutorials: $(STAMP)
 	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
 
-# Each takes up to 3 GB.
+# Each worker takes up to 3 GB.
 WORKERS ?= 2
-# A file's tests run in one worker, which makes their fixtures once; tests/conftest.py orders files.
+# A file runs in one worker, which makes its fixtures once; tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
@@ -166,10 +166,10 @@ test-everything: $(STAMP) data peers engines compilers loggers $(DOCS)
 	XLA_FLAGS= $(PYTEST) $(ARGS)
 	$(BIN)/python benchmarks/exact_search.py
 
-# The rooms that stand on what JAX does not promise, on the newest Python of this machine.
-TIER := tests/verify tests/plan tests/train/checkpoints tests/core/test_parity.py \
-	tests/core/test_layout_parity.py tests/core/test_exact*.py tests/core/test_same_program.py \
-	tests/core/test_jax_internals.py tests/core/test_rows_apart.py
+# Tests of code that depends on JAX internals.
+TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/core/test_parity.py \
+	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
+	tests/core/first_step/test_rows_*.py
 
 newest:
 	$(MAKE) tier PYTHON=$(call runnable,$(NEWEST))
@@ -177,7 +177,7 @@ newest:
 tier: $(STAMP)
 	XLA_FLAGS= $(PYTEST) -m "not exhaustive" $(TIER) $(ARGS)
 
-# Whatever pyproject.toml and the lock say of jax.
+# The newest jax, whatever pyproject.toml and the lock say.
 unpinned:
 	$(call runnable,$(or $(PYTHON),$(NEWEST))) -m venv --clear .venv-unpinned
 	.venv-unpinned/bin/python -m pip install --quiet --editable '.[dev]'
@@ -203,7 +203,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/lenet.py
 
-# A machine with a GPU has a jax with CUDA of its own, which the lock has not: name its Python.
+# The lock has no jax with CUDA: GPU_PYTHON names a Python that has one.
 GPU_PYTHON ?= $(BIN)/python
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))

@@ -32,7 +32,7 @@ from replicax.recipes.mlp import MLP  # noqa: E402
 from replicax.train.checkpoints.arrays import abstract, array_entries, read  # noqa: E402
 from replicax.train.checkpoints.manifest import Position, read_manifest  # noqa: E402
 from replicax.train.checkpoints.saver import Saver  # noqa: E402
-from replicax.train.checkpoints.store import Store, verify  # noqa: E402
+from replicax.train.checkpoints.store import Store, verify_checkpoint  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
 from replicax.train.storage import Saving  # noqa: E402
@@ -139,7 +139,7 @@ def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
     for _ in range(max(rounds // 2, 3)):
         begun = time.perf_counter()
         manifest = read_manifest(path)
-        verify(path, manifest)
+        verify_checkpoint(path, manifest)
         checked = time.perf_counter()
         jax.block_until_ready(read(like, path / "state"))
         restored.append(time.perf_counter() - checked)

@@ -153,7 +153,7 @@ def begin(draw: Draw) -> Any:
 
 
 def _step(draw: Draw) -> Callable[..., Any]:
-    """A step of one's own, of the drawn kind."""
+    """A custom step of the drawn kind."""
     optimizer = exact_optimizers.optimizer(draw.optimizer)
     by_value = draw.optimizer[0] in exact_optimizers.BY_VALUE
     loss = loss_of(draw)

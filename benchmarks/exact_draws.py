@@ -30,7 +30,7 @@ class Draw:
     head: str
     penalty: str
     custom_step: str
-    """Kind of a step of one's own, if it is one."""
+    """Kind of a custom step; None for a loss."""
     optimizer: tuple[str, ...]
     features: int
     rows: int

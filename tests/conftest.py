@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices, and nothing of the caller's Replicax settings."""
+"""Every test sees eight CPU devices, and none of the caller's settings of Replicax."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ import pytest
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
-if Path("/dev/shm").is_dir():  # runs wait for the disk otherwise, at every save
+if Path("/dev/shm").is_dir():  # runs would wait for the disk at every save
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is left as it is: `make newest` does
     # Programs that compile in half the time or less, in children too; they run more slowly.
@@ -45,7 +45,7 @@ jax.devices()  # now, before a command makes others
 for _name, _value in programs.CACHE.items():
     jax.config.update(_name.lower(), _value)
 
-# A shell's background jobs are born deaf to Ctrl-C, those of nohup to SIGHUP, and tests with them.
+# Background jobs of a shell ignore SIGINT, and nohup's ignore SIGHUP: restore the defaults.
 for _number, _default in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
@@ -68,7 +68,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the files that take longest begin, and short ones fill the end of both workers."""
+    """Run the slowest files first, so that short ones fill the end of both workers."""
 
     def place(item: pytest.Item) -> tuple[float, str]:
         name = item.path.relative_to(HERE).as_posix()
@@ -84,12 +84,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """LLVM optimizes, as for users: for the same bits from programs that differ."""
+    """LLVM optimizes, as for users: to compare the bits of different programs."""
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     monkeypatch.setenv(name.upper(), "0")  # for child processes
     jax.config.update(name, False)
-    jax.clear_caches()  # what is compiled the one way has other bits than the other
+    jax.clear_caches()  # programs compiled the other way have other bits
     yield
     jax.config.update(name, before)
     jax.clear_caches()
@@ -103,7 +103,7 @@ def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_drawn() -> Iterator[None]:
-    """Runs draw nothing, which would take longer than they do."""
+    """Runs draw no curves, which would take longer than the runs."""
     with mock.patch("replicax.train.curves.draw_curves", lambda records, path: path.touch()):
         yield
 
@@ -129,5 +129,5 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def main(folder: Path, capsys: pytest.CaptureFixture[str]) -> Main:
-    """Runs the command line in an empty folder; its exit code, and what it printed."""
+    """Runs the command line in an empty folder; returns its exit code and output."""
     return runner(capsys)

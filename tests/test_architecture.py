@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long a file may be, and what `import replicax` loads."""
+"""Who may import whom, how long a file may be, and what `import replicax` loads."""
 
 import ast
 import functools
@@ -66,7 +66,7 @@ MOST_LINES_OF_STEP = 1_900
 """Lines of `core/step`, which is the mathematics."""
 MOST_FILES_OF_A_STEP = 16
 """Files that a `jit` step enters while it is traced, and once it is compiled."""
-# What a user may have and `import replicax` must not need; each is imported where it is used.
+# Optional packages, which `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
     "equinox",
     "flax",
@@ -137,8 +137,23 @@ def statements(node: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
             yield from statements(child, into_functions=into_functions)
 
 
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Names that a module defines at its top level."""
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                names = [node.name]
+            case ast.Assign():
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names = [name]
+            case _:
+                continue
+        yield from (name for name in names if name[0] != "_")
+
+
 def broken() -> set[tuple[str, str]]:
-    """Imports that no rule of the house allows."""
+    """Return imports that no rule allows."""
     found = set()
     for module in FILES:
         own = part(module, 1)
@@ -155,7 +170,7 @@ def broken() -> set[tuple[str, str]]:
 
 
 def circles() -> set[str]:
-    """Modules from which imports, deferred and typing ones included, lead back to themselves."""
+    """Return modules whose imports, also deferred and typing ones, lead back to themselves."""
     graph = {module: set(imports(module)) for module in FILES}
 
     def reached(module: str) -> set[str]:
@@ -171,7 +186,7 @@ def circles() -> set[str]:
 
 
 def comparing() -> set[str]:
-    """Modules that compare something with the name of a mode or a layout."""
+    """Return modules that compare something with the name of a mode or a layout."""
     names, found = {*MODES, *LAYOUTS}, set()
     for module, path in FILES.items():
         for node in ast.walk(parsed(path)):
@@ -204,28 +219,21 @@ def test_no_two_modules_have_one_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_two_classes_have_one_name() -> None:
-    nodes = (node for path in FILES.values() for node in ast.walk(parsed(path)))
-    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    public = {name for name, count in classes.items() if count > 1 and name[0] != "_"}
-    assert public == {"Network"}  # the models of two recipes
-
-
-def test_rooms_of_the_core_name_their_files_in_the_order_to_read_them() -> None:
-    """The docstring of a room's `__init__` names each of its files, and where its tests are."""
-    unnamed = set()
+def test_a_public_name_has_one_meaning() -> None:
+    """Classes, functions, aliases and constants; a command of the same name calls its verb."""
+    homes: dict[str, list[str]] = {}
     for module, path in FILES.items():
-        if path.name == "__init__.py" and part(module, 1) == "core":
-            text = ast.get_docstring(parsed(path)) or ""
-            files = {file.name for file in path.parent.glob("*.py")} - {path.name}
-            tests = "/".join(["tests", *module.split(".")[1:], ""])
-            unnamed |= {(module, name) for name in {*files, tests} if name not in text}
-    assert unnamed == set()
+        for name in public_names(parsed(path)):
+            if module != f"replicax.cli.{name}":
+                homes.setdefault(name, []).append(module)
+    several = {name for name, modules in homes.items() if len(modules) > 1}
+    assert several == {"Network", "Params", "logits"}  # the models of two recipes
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     begins = re.compile(r'^ *"""(Of|What|Whoever|Those|That)\b', re.M)
-    assert [module for module, path in FILES.items() if begins.search(path.read_text())] == []
+    paths = [*FILES.values(), *Path(__file__).parent.rglob("*.py")]
+    assert [path for path in paths if begins.search(path.read_text())] == []
 
 
 def test_modes_and_layouts_are_asked_and_not_compared() -> None:

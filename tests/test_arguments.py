@@ -1,4 +1,4 @@
-"""Arguments of the public API: what fits is converted, what does not is one line."""
+"""Arguments of the public API: valid ones are converted, others are an error of one line."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +176,7 @@ API: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def check(name: str, argument: str, value: Any) -> None:
-    """It works, or it is one line."""
+    """Check that it works, or is refused in one line."""
     function, _ = API[name]
     try:
         function(**{argument: value})

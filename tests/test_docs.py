@@ -1,4 +1,4 @@
-"""The tutorials print what they show, and the site has every page and every public name."""
+"""The tutorials print what they show; the site has every page and every public name."""
 
 import importlib.util
 import os
@@ -18,11 +18,7 @@ PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-py
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize(
-    "page",
-    only(PAGES[:3], [*PAGES, *TUTORIALS]),
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", only(PAGES[:3], [*PAGES, *TUTORIALS]), ids=lambda page: page.stem)
 def test_a_page_prints_and_draws_what_it_shows(page: Path) -> None:
     command = [sys.executable, ROOT / "docs/run_page.py", page]
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT / "src")}

@@ -18,7 +18,7 @@ from support.tiers import EXHAUSTIVE
 import replicax as rx
 
 ELSEWHERE = {"MLflow": "mlflow", "TensorBoard": "tensorboardX", "WandB": "wandb"}
-"""Packages that an example needs and `make test` has not."""
+"""Packages that an example needs and `make test` lacks."""
 NO_EXAMPLE = {
     "AgreementError",
     "ClusterError",
@@ -26,9 +26,9 @@ NO_EXAMPLE = {
     "MissingDependencyError",
     "ReplicasDifferError",
 }
-"""Errors that take several processes, another machine or a missing package."""
+"""Errors that need several processes, another machine or a missing package."""
 SLOW = {"Bench", "Verification", "bench", "verify"}
-"""Seconds each; what they do has tests of its own in `make test`."""
+"""Examples that take seconds; other tests in `make test` cover them."""
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in {*ELSEWHERE, *SLOW} else ())
     for name in rx.__all__
@@ -37,7 +37,7 @@ EXAMPLES = [
 
 
 def known() -> dict[str, Any]:
-    """Return what an example may use without saying where it comes from."""
+    """Return the names that an example may use without an import."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         errors = batch["x"] @ model["w"] - batch["y"]

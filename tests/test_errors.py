@@ -1,4 +1,4 @@
-"""Errors: one family, with the exit code of the command line and a builtin kin each."""
+"""Errors: one family, each with an exit code of the command line and a builtin base."""
 
 import importlib
 import re
@@ -58,7 +58,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
 def test_a_folder_that_has_the_name_of_a_package_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As wandb leaves one, named after itself, where a run had no folder."""
+    """wandb leaves a folder named after itself if a run has none."""
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingDependencyError):

@@ -40,14 +40,14 @@ def loaded(name: str) -> Any:
 
 
 def assert_equal(found: list[Metrics], expected: list[Metrics]) -> None:
-    """Those that plain JAX has too: the losses, and all metrics of a step of one's own."""
+    """Compare what plain JAX has too: the losses, and all metrics of a custom step."""
     for name in expected[0]:
         mine, theirs = ([each[name] for each in of_steps] for of_steps in (found, expected))
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 OTHERS = ([("jit", 1), ("pmap", 2)], [("jit", 2), ("pmap", 1)])
-"""Beside KEPT: every other example has the first two, so that each meets each mode and count."""
+"""Cases beside KEPT: every other example has the first two, so that all values meet."""
 FIRST_LOSSES = [
     (name, *case)
     for number, name in enumerate(name for name in NAMES if name not in WHOLE)
@@ -63,10 +63,7 @@ def expected_of(name: str) -> list[Metrics]:
 
 @pytest.mark.parametrize(
     ("name", "mode", "devices"),
-    only(
-        [case for case in FIRST_LOSSES if case[0] in QUICK and case[1:] in KEPT],
-        FIRST_LOSSES,
-    ),
+    only([case for case in FIRST_LOSSES if case[0] in QUICK and case[1:] in KEPT], FIRST_LOSSES),
 )
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
     example = loaded(name)

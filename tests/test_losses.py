@@ -42,7 +42,7 @@ def logits(dtype: Any, deviation: float = 4.0) -> jax.Array:
 
 
 def in_float64(logits: jax.Array) -> np.ndarray[Any, Any]:
-    """The gradient of the weighed sum, by the formula."""
+    """Return the gradient of the weighted sum by the formula."""
     wide = np.asarray(logits, np.float64)
     exponentials = np.exp(wide - wide.max(-1, keepdims=True))
     chances = exponentials / exponentials.sum(-1, keepdims=True)

@@ -14,7 +14,7 @@ CORE = {"jax", "jaxlib", "msgspec", "numpy", "optax", "replicax"}
 
 
 def python(version: str) -> str | None:
-    """Path of the Python of that version; None where there is none."""
+    """Return the path of that Python, or None."""
     if sys.version.startswith(f"{version}."):
         return sys.executable
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))

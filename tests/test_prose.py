@@ -1,4 +1,4 @@
-"""Tests pin numbers, names and codes, so that any sentence can be reworded without breaking one."""
+"""Tests pin numbers, names and codes, so that any sentence can be reworded."""
 
 import ast
 import re

@@ -26,10 +26,10 @@ def test_all_is_complete() -> None:
 @pytest.mark.parametrize("name", replicax.__all__)
 def test_every_public_name_has_a_docstring(name: str) -> None:
     value = getattr(replicax, name)
-    if name.startswith("__"):  # __version__ and its like: text, not an object to describe
+    if name.startswith("__"):  # __version__ and the like: text, not an object to describe
         return
     doc = value.__doc__ or ""
-    generated = doc.startswith(f"{name}(")  # what a dataclass has when nobody wrote one
+    generated = doc.startswith(f"{name}(")  # the default docstring of a dataclass
     assert doc.strip(), f"replicax.{name} has no docstring"
     assert not generated, f"replicax.{name} has only the docstring that dataclass makes"
 

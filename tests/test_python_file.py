@@ -39,8 +39,7 @@ def test_a_file_that_fails_leaves_no_half_of_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("no_such.py", r"no_such\.py .* a step"), ("notes.txt", "end in .py")],
+    ("name", "words"), [("no_such.py", r"no_such\.py .* a step"), ("notes.txt", "end in .py")]
 )
 def test_what_is_no_python_file(folder: Path, name: str, words: str) -> None:
     (folder / "notes.txt").touch()

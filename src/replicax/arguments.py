@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from replicax.errors import ConfigError
 
-T = TypeVar("T", bound=Callable[..., Any])
+_T = TypeVar("_T", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Range:
 _NUMPY_BOOLS = ("numpy.bool", "numpy.bool_")
 Natural = Annotated[int, Range(0, 2**63 - 1)]
 Count = Annotated[int, Range(1, 2**63 - 1)]
-Rows = Annotated[int, Range(1, 2**31 - 1)]
+Int32Count = Annotated[int, Range(1, 2**31 - 1)]
 """Rows of a batch, which int32 numbers."""
 Devices = Annotated[int, Range(1, 4096)]
 """Devices of a process; a CPU simulates each in a thread of its own."""
@@ -54,12 +54,12 @@ Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0, 1e18)]
 
 
-def typed_but(*skipped: str) -> Callable[[T], T]:
+def typed_but(*skipped: str) -> Callable[[_T], _T]:
     """Decorate as `typed` does, except for arguments that the function checks better itself."""
     return lambda target: _typed(target, frozenset(skipped))
 
 
-def typed(target: T) -> T:
+def typed(target: _T) -> _T:
     """Decorate a function, or a class for its `__init__`: its arguments are those that it declares.
 
     Raises:
@@ -71,7 +71,7 @@ def typed(target: T) -> T:
     return _typed(target, frozenset())
 
 
-def _typed(target: T, skipped: Set[str]) -> T:
+def _typed(target: _T, skipped: Set[str]) -> _T:
     signature, hints = inspect.signature(target), functools.cache(_hints)
 
     @functools.wraps(target)

@@ -85,11 +85,11 @@ def table_text(checks: Sequence[Check], total: str | None = None, *, style: Styl
             f"{each.found}"
             for each in checks
         ]
-        return "\n".join([*lines, summary(checks, style=style) if total is None else total])
+        return "\n".join([*lines, checks_summary(checks, style=style) if total is None else total])
     return _drawn(checks, total, None, style)
 
 
-def summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
+def checks_summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
     """Return a line such as `38 checks: 36 pass, 1 note, 1 fail`."""
     counts = collections.Counter[str](check.verdict for check in checks)
     listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _STYLES if counts[each]]
@@ -131,7 +131,7 @@ def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Styl
         for each in style.below(check):
             add(Text(each, "dim", no_wrap=True), indent=4)
     lines = rendered(drawn, console, width=style.width)
-    return "\n".join([*lines, "", summary(checks, style=style) if total is None else total])
+    return "\n".join([*lines, "", checks_summary(checks, style=style) if total is None else total])
 
 
 def _word(check: Check, style: Style) -> str:

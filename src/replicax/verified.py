@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from replicax.arguments import Count, Rows, Seed, typed
+from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
@@ -20,8 +20,8 @@ def verify(
     batch: Any,
     *,
     modes: Sequence[str | Mode] | None = None,
-    micro_batches: Count = checks.MICRO_BATCHES,
-    batch_size: Rows | None = None,
+    micro_batches: Count = checks.MICRO_BATCHES_TRIED,
+    batch_size: Int32Count | None = None,
     target: str | Target | None = None,
     seed: Seed = 0,
     show: checks.Show | None = None,
@@ -61,7 +61,7 @@ def verify(
         ConfigError: several processes, an unknown mode or target, or too few rows.
     """
     show = show or (lambda text: None)
-    return checks.verify(
+    return checks.verify_program(
         dp,
         model,
         batch,

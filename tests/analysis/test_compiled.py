@@ -1,4 +1,4 @@
-"""What a step takes, read from its compiled text and checked against a count by hand."""
+"""The cost of a step, read from its compiled text, against counts by hand."""
 
 import math
 import re
@@ -12,13 +12,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.analysis.compiled import (
-    Collectives,
-    CompiledStep,
-    Memory,
-    convolution_flops,
-    inspect,
-)
+from replicax.analysis.compiled import Collectives, CompiledStep, Memory, convolution_flops, inspect
 
 ROWS, IN, HIDDEN, OUT = 64, 16, 32, 8
 MODEL = {"w1": jnp.ones((IN, HIDDEN)), "w2": jnp.ones((HIDDEN, OUT))}
@@ -119,7 +113,7 @@ def test_fsdp_holds_an_eighth_of_the_state_and_gathers_it() -> None:
 
 
 class Compiled:
-    """Text in place of a compiled function."""
+    """Stands in for a compiled function."""
 
     def __init__(self, line: str) -> None:
         self._line = line

@@ -1,4 +1,4 @@
-"""What is known of hardware hangs together, and says where it comes from."""
+"""The table of hardware is consistent and gives its sources."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""HLO text: which instructions run, how often, and with what shapes."""
+"""HLO text: the instructions that run, how often, and with which shapes."""
 
 import pytest
 
@@ -173,7 +173,7 @@ def test_text_without_an_entry_has_no_instructions() -> None:
     assert list(instructions("")) == []
 
 
-# As a TPU's compiler leaves a loop: nobody says how often it runs.
+# As TPU compilers write a loop: without its trip count.
 COUNTER = """\
 %less (t: (s32[], f32[4])) -> pred[] {
   %limit = s32[]{:T(128)} constant(12)

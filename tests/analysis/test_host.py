@@ -1,4 +1,4 @@
-"""What this host can do is measured."""
+"""The capabilities of this host are measured."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What fusions touch, by hand."""
+"""Bytes that fusions touch, by hand."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def touched(result: str, *body: str) -> int:
         (
             WHOLE,
             ["ROOT %r = f32[8,4]{1,0} scatter(%p, %i, %u), to_apply=%add"],
-            3 * ROW + INDEX,  # what is added to is read
+            3 * ROW + INDEX,  # the operand of an add is read
         ),
         (
             WHOLE,

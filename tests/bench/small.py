@@ -1,4 +1,4 @@
-"""A loss, a model and rows that a bench is done with soon."""
+"""A loss, a model and rows for a short bench."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +35,6 @@ def short() -> Iterator[None]:
 
 
 def run(**options: Any) -> Bench:
-    """Bench of the above: 2 rounds of batches of 8 rows, where nothing else is given."""
+    """Bench the above, by default in 2 rounds of batches of 8 rows."""
     given = {"batch_size": 8, "rounds": 2, "progress": False, **options}
     return bench(loss, optax.sgd(0.01), MODEL, given.pop("source", SOURCE), **given)

@@ -1,4 +1,4 @@
-"""Which cases are measured, and what is said of those that are not."""
+"""The cases that are measured, and the reasons for those left out."""
 
 import dataclasses
 import re
@@ -10,8 +10,8 @@ from replicax.bench import machine
 from replicax.bench.cases import (
     BenchCase,
     all_cases,
-    check_devices,
     default_devices,
+    device_counts,
     notes_on_cases,
     possible_modes,
     usual_modes,
@@ -79,12 +79,12 @@ def test_default_devices_are_powers_of_two_and_all(attached: int, counts: tuple[
 )
 def test_device_counts_that_cannot_be_are_refused(devices: tuple[int, ...], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_devices(devices, 8, "cpu")
+        device_counts(devices, 8, "cpu")
     assert says in str(caught.value)
 
 
 def test_device_counts_are_sorted_and_unique() -> None:
-    assert check_devices([4, 1, 4], 8, "cpu") == (1, 4)
+    assert device_counts([4, 1, 4], 8, "cpu") == (1, 4)
 
 
 def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Pinning: what it refuses, what it does to every thread, and that it is undone."""
+"""Pinning: what it refuses, what it does to every thread, and how it is undone."""
 
 import os
 import sys
@@ -81,8 +81,7 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
 
 
 @pytest.mark.parametrize(
-    ("devices", "system", "says"),
-    [(3, "linux", "pin on 2 cores"), (1, "darwin", "pin on darwin")],
+    ("devices", "system", "says"), [(3, "linux", "pin on 2 cores"), (1, "darwin", "pin on darwin")]
 )
 def test_what_cannot_be_pinned_is_refused(
     devices: int, system: str, says: str, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The line that is shown while a bench goes on."""
+"""The progress line of a bench."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Layouts side by side: their meshes, what is left out, and what is measured of them."""
+"""Layouts side by side: their meshes, what is left out, and their measurements."""
 
 import re
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_on_one_device_all_layouts_are_one_case_and_none_is_there_twice() -> Non
     ]
 
 
-def test_what_cannot_be_is_left_out_with_the_reason_of_the_widest() -> None:
+def test_impossible_cases_are_left_out_with_the_reason_of_the_widest() -> None:
     with pytest.raises(ConfigError, match=r"jit model .* 8 devices .*skipped: model=8"):
         cases_of_layouts(["model"], ["jit"], [8], 8, RULES, at_most(1, "model"))
 
@@ -156,7 +156,7 @@ def test_layouts_are_told_apart_by_what_they_hold_and_send(result: Bench) -> Non
     assert least == [0, MODEL_BYTES, None, None, None]
 
 
-def test_a_pair_is_a_layout_on_a_mesh_of_ones_own() -> None:
+def test_a_pair_is_a_layout_on_another_mesh() -> None:
     def hybrid(devices: int) -> Mesh:
         return rx.make_mesh(devices // 2, fsdp=2, devices=jax.devices())
 

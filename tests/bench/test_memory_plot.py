@@ -1,4 +1,4 @@
-"""The picture of memory over time: what is in a timeline can be seen in it."""
+"""The picture of memory over time shows what its timeline holds."""
 
 import sys
 from pathlib import Path

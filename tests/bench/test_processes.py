@@ -1,4 +1,4 @@
-"""Jobs of several processes in turn, by measurements that are made up."""
+"""Jobs of several processes in turn, with made-up measurements."""
 
 import dataclasses
 import os
@@ -14,14 +14,14 @@ from replicax.analysis.compiled import Collectives
 from replicax.bench import machine
 from replicax.bench.bench_result import Bench
 from replicax.bench.processes import bench_processes, check_counts
-from replicax.bench.report import table
+from replicax.bench.report import bench_table
 from replicax.bench.save import write_bench
 from replicax.cli.bench import job_measure
 from replicax.errors import ClusterError, ConfigError
 
 
 def part(count: int, seconds: float) -> Bench:
-    """Of two modes, with one run twice as slow as the others."""
+    """Return a bench of two modes, in which one run takes twice as long as the others."""
     runs = (seconds, seconds, 2 * seconds)
     reduced = (Collectives("all-reduce", 1, 4008),) if count > 1 else ()
     case = dataclasses.replace(
@@ -75,7 +75,7 @@ def test_one_count_alone_is_no_scaling() -> None:
 
 def test_text_and_pictures_speak_of_processes(tmp_path: Path) -> None:
     result, _ = measured()
-    lines = table(result)
+    lines = bench_table(result)
     assert any(re.fullmatch(r"weak scaling: 128 rows .*process", line) for line in lines)
     assert any(line.split()[:2] == ["mode", "processes"] for line in lines)
     assert "4.01 kB" in "\n".join(lines)
@@ -110,11 +110,7 @@ def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_this_host_cannot_run_is_refused(
-    counts: list[int],
-    modes: list[str],
-    platform: str,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int], modes: list[str], platform: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", platform)
@@ -129,7 +125,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="cores are given out 
 
 @linux
 def test_a_job_gets_a_core_and_a_device_for_each_process(tmp_path: Path) -> None:
-    """The fake one writes what it was given where the part belongs, and that is no part."""
+    """The fake process writes its environment in place of its part, which is no valid part."""
     shown = "print(len(os.sched_getaffinity(0)), *(os.environ[n] for n in "
     shown += "('JAX_PLATFORMS', 'JAX_NUM_CPU_DEVICES', 'REPLICAX_PROCESSES')))"
     with pytest.raises(ClusterError, match=r"no part\.json .*; see .*1-processes-round-3"):

@@ -1,4 +1,4 @@
-"""Tables: what stands in them, and that a terminal of 80 columns holds them."""
+"""Tables of a bench: their contents, within 80 columns."""
 
 import dataclasses
 import re
@@ -8,12 +8,12 @@ from bench.results import CASE, extreme, layouts, make_bench, scaled
 
 from replicax.bench.bench_result import Bench
 from replicax.bench.numbers import around, percent_around
-from replicax.bench.report import table
+from replicax.bench.report import bench_table
 from replicax.bench.save import to_markdown
 
 
 def test_a_line_has_medians_quartiles_and_efficiency() -> None:
-    lines = table(scaled(1, 2, modes=("jit",)))
+    lines = bench_table(scaled(1, 2, modes=("jit",)))
     strong = lines[lines.index("strong scaling: 256 rows per batch on any number of devices") :]
     assert strong[1].split() == [
         "mode",
@@ -29,7 +29,7 @@ def test_a_line_has_medians_quartiles_and_efficiency() -> None:
 
 
 def test_resources_have_memory_compilation_reductions_and_flops() -> None:
-    lines = table(scaled(1, 2, modes=("jit",)))
+    lines = bench_table(scaled(1, 2, modes=("jit",)))
     each = lines[lines.index("each step") :]
     assert each[2].split()[:4] == ["mode", "devices", "batch", "MiB"]
     assert each[3].split() == ["jit", "1", "256", "3.00", "1.25", "0", "0", "B", "100", "25%"]
@@ -39,23 +39,23 @@ def test_resources_have_memory_compilation_reductions_and_flops() -> None:
 
 def test_what_is_not_known_is_no_number() -> None:
     case = dataclasses.replace(CASE, flops_per_step=0, peak_bytes_per_device=None)
-    text = "\n".join(table(make_bench(case)))
+    text = "\n".join(bench_table(make_bench(case)))
     assert "GFLOP" not in text
     assert "product" not in text
     assert "peak\n" not in text
-    both = "\n".join(table(make_bench(CASE, case)))
+    both = "\n".join(bench_table(make_bench(CASE, case)))
     assert "GFLOP/s" in both
     assert " - " in both
 
 
 def test_tokens_stand_in_the_place_of_rows() -> None:
-    text = "\n".join(table(make_bench(dataclasses.replace(CASE, tokens_per_row=100))))
+    text = "\n".join(bench_table(make_bench(dataclasses.replace(CASE, tokens_per_row=100))))
     assert "tokens/s" in text
     assert "1.28M" in text
 
 
 def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
-    lines = table(layouts())
+    lines = bench_table(layouts())
     at = lines.index("layouts: 256 rows per batch")
     heads = "layout vices rows/s ms/step up MiB MiB sent ble"
     assert lines[at + 2].split() == heads.split()
@@ -71,24 +71,19 @@ def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
 def test_without_stages_no_word_of_a_bubble() -> None:
     bench = layouts()
     bench = dataclasses.replace(bench, cases=bench.cases[:-1])
-    assert "bub" not in "\n".join(table(bench))
+    assert "bub" not in "\n".join(bench_table(bench))
 
 
 def test_without_one_device_there_is_no_speedup() -> None:
     bench = layouts()
     bench = dataclasses.replace(bench, cases=bench.cases[1:])
-    lines = table(bench)
+    lines = bench_table(bench)
     start = next(at for at, line in enumerate(lines) if line.startswith("layouts: 256 rows"))
-    assert lines[start + 1].split() == [
-        "de-",
-        "state",
-        "peak",
-        "bub-",
-    ]
+    assert lines[start + 1].split() == ["de-", "state", "peak", "bub-"]
     both = dataclasses.replace(
         bench, cases=(*bench.cases, *layouts("pmap").cases[:1], *bench.cases[:1])
     )
-    assert any(line.startswith("jit zero1") and " - " in line for line in table(both))
+    assert any(line.startswith("jit zero1") and " - " in line for line in bench_table(both))
 
 
 def test_layouts_in_markdown() -> None:
@@ -104,13 +99,13 @@ def test_layouts_in_markdown() -> None:
     ids=["extreme", "usual", "layouts", "large layouts"],
 )
 def test_no_line_is_wider_than_a_terminal(bench: Bench) -> None:
-    assert max(map(len, table(bench))) <= 80
+    assert max(map(len, bench_table(bench))) <= 80
 
 
 def test_notes_are_said_in_text_and_markdown() -> None:
     note = "two devices share a core"
     bench = make_bench(CASE, notes=(note,))
-    assert table(bench)[-1] == f"note: {note}"
+    assert bench_table(bench)[-1] == f"note: {note}"
     assert f"- note: {note}\n" in to_markdown(bench)
 
 

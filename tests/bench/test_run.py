@@ -68,7 +68,7 @@ def test_a_rounded_gradient_is_half_the_bytes() -> None:
     assert re.match(r"jit .*skipped: reduction='bfloat16'", result.notes[0])
 
 
-def test_a_step_of_ones_own_is_measured_as_the_written_one_is() -> None:
+def test_a_custom_step_is_measured_like_the_built_in_one() -> None:
     def step(model: Any, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(model, batch, key)
         return jax.tree.map(lambda value, slope: value - 0.01 * slope, model, gradient), means
@@ -226,7 +226,7 @@ def test_a_run_takes_about_a_quarter_of_a_second(
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ((100, 300), 360, 360 - (100 - 30)),  # 70 bytes of others lay there
+        ((100, 300), 360, 360 - (100 - 30)),  # 70 bytes were in use before
         ((100, 300), 300, None),
         (None, None, None),
     ],

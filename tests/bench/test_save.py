@@ -12,7 +12,7 @@ from support.tiers import exhaustive
 
 from replicax.bench.bench_result import Bench
 from replicax.bench.plots import figure_of
-from replicax.bench.save import read_part, to_json, write_bench, write_part
+from replicax.bench.save import bench_json, read_part, write_bench, write_part
 
 
 @pytest.mark.parametrize("bench", [extreme(), scaled(1, 2)], ids=["extreme", "usual"])
@@ -22,7 +22,7 @@ def test_a_part_comes_back_as_it_was(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_json_has_every_round_and_what_follows() -> None:
-    plain = json.loads(json.dumps(to_json(scaled(1, 2)), allow_nan=False))
+    plain = json.loads(json.dumps(bench_json(scaled(1, 2)), allow_nan=False))
     assert plain["environment"]["processor"] == "A Processor"
     (case, *_), rest = plain["cases"], plain
     assert case["rounds"]["seconds_per_step"] == [0.01, 0.02, 0.03]
@@ -58,7 +58,7 @@ def test_layouts_have_their_own_picture_and_figures(tmp_path: Path) -> None:
         "sent_bytes": 20040.0,
         "bubble": pytest.approx(3 / 11),
     }
-    assert "layout" not in to_json(scaled(1, 2))["cases"][0]
+    assert "layout" not in bench_json(scaled(1, 2))["cases"][0]
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 5000.0])

@@ -55,7 +55,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
 
 
 def is_running(process: int) -> bool:
-    """A zombie that nobody has waited for has ended, too."""
+    """Return whether it runs; a zombie has ended."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -106,11 +106,8 @@ def test_every_part_gives_figures(tmp_path: Path) -> None:
 
 
 def lacks(row: dict[str, Any]) -> bool:
-    """Whether a part was left out for a reason that there is, or its figures are digests."""
-    missing = {
-        "has no torch": "torch",
-        "no compiler to plan with": "jax_cuda13_plugin",
-    }
+    """Return whether a part was skipped for a valid reason, or has digests as figures."""
+    missing = {"has no torch": "torch", "no compiler to plan with": "jax_cuda13_plugin"}
     if "different digests" in row:
         return True
     (module,) = (module for text, module in missing.items() if text in row["left_out"])

@@ -1,10 +1,10 @@
-"""Disturb small training runs in all ways there are, and see that nobody can tell afterwards.
+"""Disturb small training runs with every kind of fault, and check that the result is the same.
 
     python tests/chaos/chaos.py --fault kill --trials 40 --seed 7
     python tests/chaos/chaos.py --trials 1000 --jobs 3 --json trials.json
     python tests/chaos/chaos.py --without verification
 
-Trial i has the seed SEED + i, from which all else follows: `--seed S --trials 1` does it again,
+Trial i has the seed SEED + i, which determines all else: `--seed S --trials 1` repeats it,
 with the fault that a failed trial's line names. Only times differ.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from chaos.checks import check_done, is_bitwise_equal
@@ -40,7 +40,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command and return its exit code."""
     options = _parse(arguments)
     with Harness(processes=options.processes) as harness:
         began = time.monotonic()
@@ -94,7 +94,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Harness:
-    """Runs trials, several at a time; nothing is left behind but the folders of failed ones."""
+    """Runs trials, several at a time, and keeps only the folders of failed ones."""
 
     def __init__(self, *, processes: int | None = None) -> None:
         self._processes = processes
@@ -157,7 +157,7 @@ class Harness:
         return outcomes
 
     def _one(self, fault: str, seed: int, without: str | None) -> Outcome:
-        """One trial, again and again where its fault came too late."""
+        """Run one trial, again if its fault came too late."""
         for attempt in range(_MOST_ATTEMPTS):
             outcome = self._try(fault, seed, attempt, without)
             if outcome.wrong or not outcome.missed:

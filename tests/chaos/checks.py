@@ -1,4 +1,4 @@
-"""What is looked at when a run is done: that nobody can tell what happened to it."""
+"""Checks of a finished trial: its result must be that of the undisturbed run."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ COMPARED = ("train", "eval", "skip")
 
 
 def check_done(trial: Trial) -> None:
-    """All that must hold at the end, whatever the fault was."""
+    """Check all that must hold at the end, whatever the fault was."""
     path = trial.folder / "result.json"
     if not path.exists():
         trial.wrong.append("the run has no result")
@@ -29,7 +29,7 @@ def check_done(trial: Trial) -> None:
 
 
 def is_bitwise_equal(trial: Trial) -> bool:
-    """Whether the final state is that of the undisturbed run."""
+    """Return whether the final state is that of the undisturbed run."""
     path = trial.folder / "result.json"
     if not path.exists():
         return False
@@ -38,7 +38,7 @@ def is_bitwise_equal(trial: Trial) -> bool:
 
 
 def _check_rows(trial: Trial, seen: list[float]) -> None:
-    """Every row in every epoch once: counted by the gradient, in a digit for each epoch."""
+    """Check that each epoch used every row once: each epoch counts in its own digit."""
     if trial.data == "plain":
         wrong = {row: count for row, count in enumerate(seen) if count != SEEN_ONCE_AN_EPOCH}
         trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
@@ -46,7 +46,7 @@ def _check_rows(trial: Trial, seen: list[float]) -> None:
 
 
 def _check_replicas(trial: Trial) -> None:
-    """All devices of all processes hold the same bits: of those that came to the end last."""
+    """Check that all devices of all processes that finished last hold the same bits."""
     notes = (trial.folder / "notes").glob("*.fitted")
     fitted = sorted((json.loads(path.read_text()) for path in notes), key=lambda note: note["time"])
     copies = {copy for note in fitted[-trial.processes :] for copy in note["copies"]}
@@ -54,7 +54,7 @@ def _check_replicas(trial: Trial) -> None:
 
 
 def check_records(trial: Trial) -> None:
-    """One continuous history: each step once, in order, with the undisturbed run's figures."""
+    """Check that each step is recorded once, in order, with the figures of the undisturbed run."""
     lines = (trial.run / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     steps = [r["step"] for r in records if r["kind"] in ("train", "skip")]
@@ -74,7 +74,7 @@ def check_records(trial: Trial) -> None:
 
 
 def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must be the same, bit for bit: all but times, by step and kind.
+    """Records that must be the same to the bit: all but times, sorted by step and kind.
 
     A step's `skip` record may come some lines after its `train` record, or before.
     """
@@ -87,7 +87,7 @@ def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_undisturbed(reference: Undisturbed, data: str) -> None:
-    """That the run to compare with is what it should be, by itself."""
+    """Check the undisturbed run itself."""
     seen = reference.result["seen"]
     assert reference.result["step"] == STEPS, reference.result
     if data == "plain":

@@ -1,4 +1,4 @@
-"""Ways to corrupt what a checkpoint holds."""
+"""Ways to corrupt a checkpoint."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""In the job: one of the product's defences switched off, to see that a trial misses it."""
+"""Switches off one defence of the product inside the job, to show that a trial then fails."""
 
 import dataclasses
 import itertools
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Defence:
-    """Something that keeps a run whole."""
+    """A mechanism that protects a run."""
 
     what: str
     fault: str
-    """The kind of fault that it is there for."""
+    """The kind of fault that it protects against."""
     off: Callable[[], None]
-    """Patches the product in this process so that it is not there."""
+    """Patches the product in this process to switch the defence off."""
     processes: int | None = None
-    """Of a run that needs it; any number by default."""
+    """Processes of a run that needs it; None for any number."""
 
 
 def switch_off(name: str) -> None:
-    """Do without the defence `name`; `""` leaves the product whole."""
+    """Switch off the defence `name`; `""` switches off none."""
     if name:
         DEFENCES[name].off()
 
@@ -29,7 +29,7 @@ def switch_off(name: str) -> None:
 def _verification() -> None:
     from replicax.train.checkpoints import store
 
-    store.verify = lambda *arguments: None  # type: ignore[assignment]
+    store.verify_checkpoint = lambda *arguments: None  # type: ignore[assignment]
 
 
 def _fallback() -> None:

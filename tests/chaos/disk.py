@@ -16,7 +16,7 @@ _BLOCK_BYTES = 4096
 
 @cache
 def can_mount() -> bool:
-    """Whether a tmpfs can be mounted."""
+    """Return whether a tmpfs can be mounted."""
     if os.geteuid() or not shutil.which("mount") or not shutil.which("umount"):
         return False
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +29,7 @@ def can_mount() -> bool:
 
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator["Disk"]:
-    """A disk of a few megabytes at `folder`; what it holds is gone afterwards."""
+    """A disk of a few megabytes at `folder`, unmounted at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={MEGABYTES}m,mode=755"
     _run("mount", "-t", "tmpfs", "-o", options, "chaos", str(folder))
@@ -40,7 +40,7 @@ def mounted(folder: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """A mounted one."""
+    """A mounted disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class Disk:
         self._filler.unlink(missing_ok=True)
 
     def lock(self, seconds: float = 5.0) -> bool:
-        """Make it read-only; whether that succeeded: not while a file is open for writing."""
+        """Make it read-only; returns False while a file is open for writing."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""In the job: an operating system that cannot write a checkpoint, as far as Python's calls go."""
+"""Makes writes of checkpoints fail inside the job, by patching Python's calls."""
 
 import builtins
 import errno
@@ -15,7 +15,7 @@ STAGES = {
     "open": [(builtins, "open"), (io, "open"), (os, "open")],
     "rename": [(os, "rename"), (os, "replace")],
 }
-"""What of a save fails -> the calls that do."""
+"""Stage of a save -> the calls that fail."""
 
 
 def install(wish: str) -> None:
@@ -54,7 +54,7 @@ def _failing(call: Callable[..., Any], fails: Callable[[Any], bool], number: int
 
 
 def _only_reads(call: str, how: Any = 0, *arguments: Any) -> bool:
-    """Whether an `open` with the mode or the flags `how` changes nothing."""
+    """Return whether an `open` with the mode or the flags `how` only reads."""
     if call != "open":
         return False
     return how & os.O_ACCMODE == os.O_RDONLY if isinstance(how, int) else how in ("r", "rb")

@@ -1,4 +1,4 @@
-"""The kinds of fault: each starts the run, disturbs it, and starts it again until it is done."""
+"""Kinds of fault: each starts the run, disturbs it, and restarts it until it is done."""
 
 import dataclasses
 import re
@@ -39,7 +39,7 @@ class Fault:
 
 
 def kill(trial: Trial) -> None:
-    """One to three kills at any time, each of a start of its own."""
+    """Kill one to three starts at any time."""
     for _ in range(trial.chance.choice((1, 1, 1, 1, 1, 2, 3))):
         start = trial.start()
         struck = trial.wait_for(start, trial.any_moment())
@@ -49,7 +49,7 @@ def kill(trial: Trial) -> None:
 
 
 def _strike(trial: Trial, start: Start, struck: bool) -> bool:
-    """Kill some process of `start`, which is measured; False where it was over before."""
+    """Kill processes of `start` and measure it; False if it had already finished."""
     if struck:
         victims = trial.victims(start)
         trial.say(f"kill {_numbers(start, victims)} at step {trial.step(victims[0])}")
@@ -69,7 +69,7 @@ def _strike(trial: Trial, start: Start, struck: bool) -> bool:
 
 
 def kill_saving(trial: Trial) -> None:
-    """While a checkpoint is written, or put in its place."""
+    """Kill while a checkpoint is being written or renamed."""
     start = trial.start()
     saves = trial.chance.randrange(1, STEPS // SAVE_EVERY + 1)
     seen: set[str] = set()
@@ -87,7 +87,7 @@ def kill_saving(trial: Trial) -> None:
 
 
 def kill_restoring(trial: Trial) -> None:
-    """In the first moments of a restart, up to three times."""
+    """Kill up to three restarts in their first moments."""
     start = trial.start()
     if not _strike(trial, start, trial.wait_for(start, trial.moment_in_training(SAVE_EVERY))):
         return
@@ -100,7 +100,7 @@ def kill_restoring(trial: Trial) -> None:
 
 
 def corrupted(trial: Trial) -> None:
-    """After a kill, the newest checkpoint is not what it was."""
+    """Kill a run and corrupt its newest checkpoint."""
     start = trial.start()
     if not _strike(trial, start, trial.wait_for(start, trial.moment_in_training(SAVE_EVERY + 1))):
         return
@@ -119,7 +119,7 @@ def corrupted(trial: Trial) -> None:
 
 
 def term(trial: Trial) -> None:
-    """SIGTERM: to one process, to all, or twice."""
+    """Send SIGTERM to one process, to all, or twice."""
     start = trial.start()
     if not trial.wait_for(start, trial.any_moment()):
         _strike(trial, start, False)
@@ -139,7 +139,7 @@ def term(trial: Trial) -> None:
 
 
 def _terminated(trial: Trial, start: Start, ready: bool, how: str) -> None:
-    """All end within the grace, with everything saved where the training had begun."""
+    """Check that all end within the grace period, with all saved if training had begun."""
     if not ready:
         # Nothing to save, and a process that waits for others to join is ended as by a launcher.
         trial.server.wait_any(start.children, GRACE_SECONDS)
@@ -156,7 +156,7 @@ def _terminated(trial: Trial, start: Start, ready: bool, how: str) -> None:
         trial.measure(start)
         return
     if -signal.SIGTERM in start.codes and trial.disk().newest == STEPS:
-        # `fit` was over, all saved, its handler gone; the peer may miss who was to leave with it
+        # `fit` was over, all saved, its handler gone; its peer may miss it
         start.killed.update(child.pid for child in start.children)
         trial.finish()
         return
@@ -173,7 +173,7 @@ def _terminated(trial: Trial, start: Start, ready: bool, how: str) -> None:
 
 
 def freeze(trial: Trial) -> None:
-    """SIGSTOP of one of several; the others give it up. It wakes up later, or never does."""
+    """Stop one of several processes with SIGSTOP; it wakes up later, or never."""
     start = trial.start()
     victim = trial.chance.choice(start.children)
     if not trial.wait_for(start, trial.moment_in_training()):
@@ -198,7 +198,7 @@ def freeze(trial: Trial) -> None:
 
 
 def _wake_later(trial: Trial, start: Start, victim: Child) -> None:
-    """The frozen process wakes up beside a new start of its run, and must leave that alone."""
+    """Wake the frozen process beside a new start of its run, which it must not disturb."""
     again = trial.start()
     trial.wait_for(again, trial.any_moment())
     victim.signal(signal.SIGCONT)
@@ -211,7 +211,7 @@ def _wake_later(trial: Trial, start: Start, victim: Child) -> None:
     if again.codes == [0] * trial.processes:
         trial.measure(again)
         return
-    # On the same host a frozen holder still lives, and holds its run.
+    # A frozen process on the same host still holds its run.
     refused = "is already writing to it" in trial.said(again)
     trial.check(
         refused and victim is start.children[0], f"the start after it was harmed: {again.codes}"
@@ -220,7 +220,7 @@ def _wake_later(trial: Trial, start: Start, victim: Child) -> None:
 
 
 def second_start(trial: Trial) -> None:
-    """The same command while the run goes on: it is refused at once, and harms nothing."""
+    """Start the same command while the run goes on: it is refused at once, and harms nothing."""
     first = trial.start(CHAOS_STEP_SECONDS="0.25")
     if not trial.wait_for(first, Moment(trial.chance.uniform(0, 0.5), 1)):
         _strike(trial, first, False)

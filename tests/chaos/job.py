@@ -1,4 +1,4 @@
-"""What a trial runs: a small training that proves which rows it used, in `FOLDER`, on `DATA`.
+"""The training of a trial, which proves which rows it used, in `FOLDER`, on `DATA`.
 
 The run is `FOLDER/run`. Each process keeps notes in `FOLDER/notes` of how far it is, and at the
 end process 0 writes `FOLDER/result.json`.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
@@ -48,7 +48,7 @@ from replicax.train.fingerprint import sha256
 
 
 class Notes:
-    """What the harness wants to know of this process, in files named after its pid."""
+    """Writes notes about this process for the trial, in files named after its pid."""
 
     def __init__(self, folder: Path) -> None:
         self._base = folder / "notes" / str(os.getpid())
@@ -61,7 +61,7 @@ class Notes:
         path.with_suffix(".new").replace(path)
 
     def step(self, number: int) -> None:
-        """Step `number` was begun; a reader sees it at once, and it costs nothing."""
+        """Note that step `number` has begun; readers see it at once."""
         if self._begun is None:
             with self._base.with_suffix(".step").open("w+b") as file:
                 file.write(bytes(8))
@@ -71,7 +71,7 @@ class Notes:
 
 
 def watch_steps(notes: Notes, seconds: float) -> None:
-    """Note the steps that this process takes, and let each last `seconds` longer."""
+    """Note the steps of this process, and make each take `seconds` longer."""
     step = rx.DataParallel.step
     begun: list[int] = []
 
@@ -94,7 +94,7 @@ def watch_steps(notes: Notes, seconds: float) -> None:
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
-    """A regression on noisy inputs; a row's own count has the gradient 1, and the value 0."""
+    """A regression on noisy inputs; the count of a row has the gradient 1 and the value 0."""
     x = batch["x"]
     if key is not None:
         x = x + 0.01 * jax.random.normal(key, x.shape)
@@ -126,7 +126,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def _on_leaf(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same on a tree of which it gets one leaf to see."""
+    """Apply the transformation to a tree that has one leaf."""
 
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         (gradient,), tree = jax.tree.flatten(gradients)
@@ -155,7 +155,7 @@ def rows(count: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def source(data: str) -> dict[str, np.ndarray]:
-    """The rows to train on; with NaN in those that `data` says."""
+    """Return the rows to train on, with the NaNs that `data` names."""
     taken = rows(ROWS, seed=2)
     bad = {"plain": 0, "nan-one": 1, "nan-all": BATCH}[data]
     taken["x"][BAD_ROW : BAD_ROW + bad] = np.nan
@@ -163,7 +163,7 @@ def source(data: str) -> dict[str, np.ndarray]:
 
 
 def copies(state: Any) -> list[str]:
-    """A digest of what each device of this process holds, whole where all hold it whole."""
+    """Return a digest of what each device of this process holds, one if all hold everything."""
     held: dict[Any, list[np.ndarray]] = {}
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
@@ -183,7 +183,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
             source(data),
             batch_size=BATCH,
             epochs=EPOCHS,
-            shuffle=data != "nan-all",  # else the rows of one batch would come in many
+            shuffle=data != "nan-all",  # otherwise a batch would arrive in many parts
             seed=4,
             eval_source=rows(EVAL_ROWS, seed=5),
             log_every=1,
@@ -210,7 +210,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
 
 
 def main() -> int:
-    """The exit code, as the command line's: a cause that is known is one line."""
+    """Run the job and return an exit code as the command line does."""
     folder, data = Path(sys.argv[1]), sys.argv[2]
     notes = Notes(folder)
     notes.write("started", process=os.environ["REPLICAX_PROCESS_ID"])
@@ -228,7 +228,7 @@ def main() -> int:
 
 
 def write_in_all_processes() -> None:
-    """JAX lets process 0 alone write what it compiled, though each has programs of its own."""
+    """JAX lets only process 0 write compiled programs, though each process has its own."""
     write = compiler._cache_write
 
     def writing(*arguments: Any) -> None:
@@ -242,12 +242,12 @@ def write_in_all_processes() -> None:
 
 
 def configure() -> None:
-    """Before devices are made: few threads, and programs that an earlier trial has compiled."""
+    """Configure JAX before it makes devices: few threads, and the programs of earlier trials."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     if cache := os.environ.get("CHAOS_CACHE"):
         jax.config.update("jax_compilation_cache_dir", cache)
-        # A kill would leave half an entry, for all who come later.
+        # A killed process would leave a broken entry in the cache.
         compiles = "CHAOS_COMPILES" in os.environ
         least_seconds = 0.0 if compiles else math.inf
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)

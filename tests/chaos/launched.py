@@ -1,4 +1,4 @@
-"""The same under `replicax launch`, which starts everything again by itself."""
+"""The same faults under `replicax launch`, which restarts everything by itself."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ _SECONDS = 180.0
 
 
 def launched(trial: Trial) -> None:
-    """One or two kills of a process, or all, that `replicax launch` has started."""
+    """Kill one or all processes of `replicax launch`, once or twice."""
     kills = trial.chance.choice((1, 1, 2))
     with _launcher(trial) as launcher:
         for number in range(1, kills + 1):
@@ -32,7 +32,7 @@ def launched(trial: Trial) -> None:
 
 
 def _strike(trial: Trial, launcher: "subprocess.Popen[bytes]", starts: int) -> bool:
-    """Kill some process of the newest start, at any step; False where the run was over before."""
+    """Kill processes of the newest start at any step; False if the run had already finished."""
     step, delay = trial.chance.randrange(STEPS + 1), trial.chance.uniform(0, 0.05)
     everyone, one = trial.chance.random() < 1 / 3, trial.chance.randrange(trial.processes)
 
@@ -84,7 +84,7 @@ def _launcher(trial: Trial):  # type: ignore[no-untyped-def]
 
 
 def _pids(trial: Trial) -> list[int]:
-    """Of all processes that have begun, in the order of their starts."""
+    """Return the pids of all processes so far, in the order of their starts."""
     notes = (trial.folder / "notes").glob("*.started")
     return [int(path.stem) for path in sorted(notes, key=lambda path: path.stat().st_mtime)]
 

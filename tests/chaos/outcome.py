@@ -1,4 +1,4 @@
-"""What became of the trials, and the table of it."""
+"""Outcomes of trials, and their table."""
 
 import dataclasses
 import statistics
@@ -7,30 +7,30 @@ from collections.abc import Iterator, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one trial."""
+    """The outcome of one trial."""
 
     fault: str
     seed: int
     processes: int
     how: str
-    """What was done to it."""
+    """The fault, in words."""
     missed: bool
-    """Whether nothing was, as the run was over too soon."""
+    """Whether the run finished before the fault."""
     equal: bool
-    """Whether the final state is the undisturbed run's, bit for bit."""
+    """Whether the final state has the bits of the undisturbed run."""
     starts: int
     lost: list[int]
-    """Steps done again, at each restart."""
+    """Steps repeated after each restart."""
     recovery_seconds: list[float]
-    """From each fault to the first new step."""
+    """Seconds from each fault to the first new step."""
     seconds: float
     cpu_seconds: float
-    """Of all its processes."""
+    """Processor time of all its processes."""
     wrong: list[str]
-    """What was not as it must be."""
+    """Violated checks."""
 
     def line(self) -> str:
-        """How to do it again, and what was wrong."""
+        """Return the command that repeats the trial, and its violated checks."""
         again = f"--fault {self.fault} --seed {self.seed} --trials 1"
         return f"FAILED {again} ({self.processes} processes; {self.how}): {'; '.join(self.wrong)}"
 
@@ -40,7 +40,7 @@ _WIDTHS = (15, 8, 8, 8, 10, 7, 10, 8)
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Kinds of fault by what became of them, in lines of at most 80 columns."""
+    """Yield a table of outcomes by kind of fault, at most 80 columns wide."""
     yield _row(_HEAD)
     kinds = list(dict.fromkeys(outcome.fault for outcome in outcomes))
     for kind in sorted(kinds):

@@ -1,4 +1,4 @@
-"""Undisturbed runs, each made once, and the programs that all trials then need not compile."""
+"""Undisturbed runs, each made once; their compiled programs serve all trials."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ class References:
         self.cache = folder / "compiled"
 
     def find(self, processes: int, data: str) -> Undisturbed:
-        """The run, made now where it is the first time."""
+        """Return the run, and make it at the first call."""
         with self._making:
             key = processes, data
             if key not in self._known:
@@ -41,7 +41,7 @@ class References:
 
     @property
     def env(self) -> dict[str, str]:
-        """Of a trial: it reads what is compiled, and writes nothing that a kill could break."""
+        """Environment of a trial: it reads the compilation cache and never writes to it."""
         return {"CHAOS_CACHE": str(self.cache)}
 
     def _run(self, name: str, processes: int, data: str, env: dict[str, str]) -> Undisturbed:
@@ -66,7 +66,7 @@ class References:
         return found
 
     def _continue(self, name: str, processes: int, data: str, env: dict[str, str]) -> None:
-        """Let the run restore an older checkpoint, so that what this needs is compiled as well."""
+        """Restore an older checkpoint once, to compile what that needs."""
         ended = Trial(self._server, self._folder / name, "none", 0, processes, data, env)
         newest = ended.disk().newest
         for path in ended.checkpoints.glob(f"step-{newest:09d}*"):

@@ -1,4 +1,4 @@
-"""The trial job's numbers, known to it and to who judges it."""
+"""Sizes of the trial's job, shared by the job and its checks."""
 
 ROWS, FEATURES, BATCH, EPOCHS = 52, 8, 8, 4
 EVAL_ROWS = 20
@@ -8,10 +8,10 @@ SAVE_EVERY = 5
 KEEP = 3
 MAX_BAD_STEPS = 3
 DEVICES = 2
-"""Of each process."""
+"""Devices of each process."""
 COUNT_BASE = 4
-"""A row that a step used in epoch e adds COUNT_BASE ** e to its count."""
+"""A step in epoch e adds COUNT_BASE ** e to the count of each of its rows."""
 SEEN_ONCE_AN_EPOCH = sum(COUNT_BASE**epoch for epoch in range(EPOCHS))
 DATA = ("plain", "nan-one", "nan-all")
 BAD_ROW = 20
-"""The row with a NaN in `nan-one`; the batch that begins there has one in each row in `nan-all`."""
+"""The row that is NaN in `nan-one`; `nan-all` has a NaN in each row of the batch from there."""

@@ -9,12 +9,12 @@ from chaos.sizes import SAVE_EVERY
 from chaos.trial import RUN_SECONDS, Start, Trial
 
 MOST_FREE_BYTES = 60_000
-"""Less than a checkpoint of the trial's job takes, so that what is left is no help."""
+"""Less than a checkpoint of the trial's job needs."""
 _CURED_AFTER_SECONDS = 0.3
 
 
 def full(trial: Trial) -> None:
-    """No space left, for a while or until the run has stopped."""
+    """Fill the disk for a while, or until the run has stopped."""
     if not can_mount():
         _injected(trial, "ENOSPC")
         return
@@ -24,7 +24,7 @@ def full(trial: Trial) -> None:
 
 
 def read_only(trial: Trial) -> None:
-    """Nothing can be written, for a while or until the run has stopped."""
+    """Make the disk read-only for a while, or until the run has stopped."""
     if not can_mount():
         _injected(trial, "EROFS")
         return
@@ -33,14 +33,14 @@ def read_only(trial: Trial) -> None:
 
 
 def io_error(trial: Trial) -> None:
-    """Writing fails with EIO."""
+    """Let writes fail with EIO."""
     _injected(trial, "EIO")
 
 
 def _disturbed(
     trial: Trial, what: str, break_it: Callable[[], object], mend: Callable[[], None]
 ) -> None:
-    """Break the disk at some step, and mend it soon or when the run has stopped."""
+    """Break the disk at some step; repair it soon, or once the run has stopped."""
     start = trial.start()
     if not trial.wait_for(start, trial.moment_in_training()):
         trial.missed = True
@@ -63,7 +63,7 @@ def _disturbed(
 
 
 def _injected(trial: Trial, error: str) -> None:
-    """Some saves fail, at some stage of what Python does of them."""
+    """Let some saves fail at one of their stages."""
     saves, stage = trial.chance.choice((1, 1, 2, 2, 3, 99)), trial.chance.choice(list(STAGES))
     trial.say(f"{error} injected into {stage} of {saves} saves")
     start = trial.start(CHAOS_FAIL_WRITES=f"{error}:{saves}:{stage}")
@@ -76,7 +76,7 @@ def _injected(trial: Trial, error: str) -> None:
 
 
 def _stopped(trial: Trial, start: Start) -> None:
-    """The run went on to its end, or stopped with its cause; then it is started again."""
+    """Check that the run finished or stopped with its cause, and restart it if it stopped."""
     trial.struck_at = None
     trial.settle(start)
     trial.measure(start)

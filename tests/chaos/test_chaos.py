@@ -1,4 +1,4 @@
-"""Trials of every kind of fault, and for every defence that a trial fails without it."""
+"""Trials of every kind of fault, and trials that fail without the defence against it."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""One trial: a run that is started, disturbed, and started again until it is done."""
+"""One trial: start a run, disturb it, and restart it until it is done."""
 
 import contextlib
 import dataclasses
@@ -21,9 +21,9 @@ from support.fork_server import Child, ForkServer
 JOB = Path(__file__).with_name("job.py")
 MOST_STARTS = 10
 RUN_SECONDS = 90.0
-"""A start that lasts longer hangs."""
+"""Seconds after which a start counts as hung."""
 PEERS_SECONDS = 10.0
-"""In which processes that have joined end once another is gone."""
+"""Seconds in which the other processes must end once one is gone."""
 STEPS_IN_FLIGHT = 4
 SAVED = 75
 _COMMITTED = re.compile(r"step-(\d+)(?:\.\d+)?")
@@ -32,7 +32,7 @@ _choosing = threading.Lock()
 
 
 def next_port() -> int:
-    """A port that nobody listens on, and that the system gives to nobody else meanwhile."""
+    """Reserve a free port."""
     while True:
         with _choosing:
             port = 20_000 + (next(_ports) - 20_000) % 12_000
@@ -43,14 +43,14 @@ def next_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """What a run's folder held at some moment."""
+    """State of a run's folder at some moment."""
 
     recorded: int
     """The last step with a record."""
     committed: tuple[int, ...]
-    """Steps of the checkpoints in their place, ascending."""
+    """Steps of the complete checkpoints, ascending."""
     saving: bool
-    """Whether one was being written."""
+    """Whether a checkpoint was being written."""
 
     @property
     def newest(self) -> int:
@@ -67,7 +67,7 @@ class Start:
     children: list[Child]
     before: Disk
     killed: set[int] = dataclasses.field(default_factory=set)
-    """Pids of those that the harness has killed."""
+    """Pids of the processes that the trial has killed."""
 
     @property
     def began(self) -> float:
@@ -80,7 +80,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to strike: so many seconds after the start, or after a step was begun."""
+    """When to strike: seconds after the start, or after a step has begun."""
 
     seconds: float
     step: int | None = None
@@ -88,18 +88,18 @@ class Moment:
 
 @dataclasses.dataclass
 class Undisturbed:
-    """The run to which nothing happens, on the same number of processes and the same data."""
+    """The undisturbed run on the same number of processes and the same data."""
 
     result: dict[str, Any]
     records: list[dict[str, Any]]
     seconds: float
-    """Of the whole start."""
+    """Seconds of the whole start."""
     first_step_seconds: float
-    """Until its first step is done."""
+    """Seconds until its first step is done."""
 
 
 class Trial:
-    """A run in `folder`, and what was found wrong with it."""
+    """A run in `folder`, and the checks that it violated."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class Trial:
         self.starts: list[Start] = []
         self.wrong: list[str] = []
         self.how = ""
-        """What was done exactly, for the report."""
+        """The fault, in words, for the report."""
         self.missed = False
-        """Whether the run was over before anything happened to it."""
+        """Whether the run finished before the fault."""
         self.lost: list[int] = []
         self.recovery_seconds: list[float] = []
         self.struck_at: float | None = None
@@ -132,7 +132,7 @@ class Trial:
             self.wrong.append(otherwise)
 
     def say(self, what: str) -> None:
-        """Note what was done, for the report."""
+        """Note the fault for the report."""
         self.how = f"{self.how}; {what}" if self.how else what
 
     @property
@@ -150,7 +150,7 @@ class Trial:
         return Disk(recorded, tuple(steps), any(name.startswith(".saving-") for name in names))
 
     def records(self) -> list[dict[str, Any]]:
-        """Those in whole lines: a killed process may leave half a one."""
+        """Return the records in complete lines: a killed process may leave half of one."""
         path, found = self.run / "records.jsonl", []
         if path.exists():
             for line in path.read_text().splitlines():
@@ -159,7 +159,7 @@ class Trial:
         return found
 
     def start(self, **env: str) -> Start:
-        """Start all processes, with `env` beside the trial's own environment."""
+        """Start all processes, with `env` added to the trial's environment."""
         number = len(self.starts)
         before = self.disk()
         shared = {
@@ -182,7 +182,7 @@ class Trial:
         return self.starts[-1]
 
     def note(self, child: Child, event: str) -> dict[str, Any] | None:
-        """What `child` has noted of `event`, once it has."""
+        """Return the note of `child` about `event`, or None."""
         path = self.folder / "notes" / f"{child.pid}.{event}"
         with contextlib.suppress(FileNotFoundError):
             told: dict[str, Any] = json.loads(path.read_text())
@@ -190,24 +190,24 @@ class Trial:
         return None
 
     def step(self, child: Child) -> int:
-        """The step that `child` has begun."""
+        """Return the step that `child` has begun."""
         with contextlib.suppress(FileNotFoundError):
             told = (self.folder / "notes" / f"{child.pid}.step").read_bytes()
             return int.from_bytes(told, "little")
         return 0
 
     def any_moment(self) -> Moment:
-        """Any time of the run: two in five by the clock, start-up included, else within a step."""
+        """Draw a moment of the run: in 2 of 5 cases by the clock, else within a step."""
         if self.chance.random() < 0.4:
             return Moment(self.chance.uniform(0, self.reference.seconds))
         return Moment(self.chance.uniform(0, 0.03), self.chance.randrange(1, STEPS + 1))
 
     def moment_in_training(self, first: int = 1) -> Moment:
-        """At a step from `first` on."""
+        """Draw a step not before `first`."""
         return Moment(self.chance.uniform(0, 0.03), self.chance.randrange(first, STEPS + 1))
 
     def wait_for(self, start: Start, moment: Moment) -> bool:
-        """Until `moment` of `start`; whether all its processes still run then."""
+        """Wait for `moment` of `start`; returns whether all its processes still run then."""
         delay = moment.seconds
         if moment.step is None:
             delay -= time.time() - start.began
@@ -218,7 +218,7 @@ class Trial:
         return not self.server.wait_any(start.children, max(delay, 0.0))
 
     def until(self, start: Start, true: Callable[[], object]) -> bool:
-        """Until something comes true; False where a process of `start` ends before."""
+        """Wait until `true()` holds; False if a process of `start` ends first."""
         deadline = time.monotonic() + RUN_SECONDS
         while not true():
             if self.server.wait_any(start.children, 0.002) or time.monotonic() > deadline:
@@ -226,13 +226,13 @@ class Trial:
         return True
 
     def victims(self, start: Start) -> list[Child]:
-        """Any one process, or, once in three times, all."""
+        """Draw one process or, in 1 of 3 cases, all."""
         if self.chance.random() < 1 / 3:
             return list(start.children)
         return [self.chance.choice(start.children)]
 
     def kill(self, start: Start, victims: Sequence[Child]) -> None:
-        """`kill -9`, and what becomes of the others."""
+        """Kill processes with SIGKILL, and wait for the others."""
         self.struck_at = time.time()
         for child in victims:
             start.killed.add(child.pid)
@@ -240,7 +240,7 @@ class Trial:
         self.settle(start)
 
     def settle(self, start: Start) -> None:
-        """After a process is gone: those that have joined end by themselves, with a cause."""
+        """Wait until the other processes end by themselves, with a cause."""
         if not all(self.note(child, "joined") for child in start.children):
             self.kill_rest(start)  # as a launcher would; they cannot know
         if not self.server.wait(start.children, PEERS_SECONDS):
@@ -257,18 +257,18 @@ class Trial:
         self.server.wait(start.children, PEERS_SECONDS)
 
     def judge(self, start: Start, well: Sequence[int] = (0,)) -> None:
-        """A process that nobody killed ended well, or failed with its cause in one line."""
+        """Check that each process that was not killed succeeded, or failed in one line."""
         for number, child in enumerate(start.children):
             if child.pid in start.killed or child.status in well:
                 continue
             if child.status == -signal.SIGABRT and start.killed and _GLOO in self.stderr(child):
-                continue  # jaxlib's own network code, out of reach: a peer is gone, and it aborts
+                continue  # the network code of jaxlib aborts when a peer is gone
             who = f"start {self.starts.index(start)}: process {number}"
             self.check((child.status or 0) > 0, f"{who} ended with {child.status}")
             self.check(self.cause(child), f"{who} ended with {child.status} and no cause")
 
     def cause(self, child: Child) -> str:
-        """The last line that says why `child` ended."""
+        """Return the last line of stderr that gives the cause of the end of `child`."""
         lines = self.stderr(child).splitlines()
         return next((line for line in reversed(lines) if line.startswith("replicax: ")), "")
 
@@ -276,17 +276,17 @@ class Trial:
         return child.err.read_text(errors="replace")
 
     def said(self, start: Start) -> str:
-        """All that the processes of `start` have printed."""
+        """Return all output of the processes of `start`."""
         files = [path for child in start.children for path in (child.out, child.err)]
         return "\n".join(path.read_text(errors="replace") for path in files)
 
     def restored(self, start: Start) -> int | None:
-        """The step that `start` went on from; None where it took no step."""
+        """Return the step that `start` continued from; None if it took no step."""
         told = self.note(start.children[0], "restored")
         return None if told is None else int(told["step"])
 
     def measure(self, start: Start, newest: int | None = None) -> None:
-        """Steps lost before `start`, and the time until it had done a step.
+        """Note the steps lost before `start`, and the time until its first step was done.
 
         Args:
             start: one after a fault.
@@ -298,7 +298,7 @@ class Trial:
             self.check(restored == wanted, f"restored step {restored}, not {wanted}")
             lost = max(before.recorded - restored, 0)
             self.lost.append(lost)
-            # The start before may have removed what was being written, and then been killed too.
+            # The start before may have removed an unfinished checkpoint and then been killed.
             since = self.starts[max(self.starts.index(start) - 1, 0) :]
             saving = any(each.before.saving for each in since)
             most = SAVE_EVERY * (1 + saving) + STEPS_IN_FLIGHT
@@ -310,7 +310,7 @@ class Trial:
             self.struck_at = None
 
     def finish(self, newest: int | None = None, **env: str) -> None:
-        """Start until the run is done, and measure how the first start recovered."""
+        """Restart until the run is done, and measure the recovery of the first restart."""
         while len(self.starts) < MOST_STARTS:
             start = self.start(**env)
             if not self.server.wait_any(start.children, RUN_SECONDS):
@@ -326,7 +326,7 @@ class Trial:
         self.wrong.append(f"not done after {MOST_STARTS} starts")
 
     def clear(self) -> None:
-        """Leave no process behind."""
+        """Kill every process that still runs."""
         for start in self.starts:
             self.kill_rest(start)
 

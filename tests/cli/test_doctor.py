@@ -1,4 +1,4 @@
-"""`replicax doctor` as it is run: alone, and as two processes that go wrong in every way."""
+"""`replicax doctor` in one process, and in two that disagree."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ FAST = ["--largest-mb", "0.1", "--timeout", "240"]
 
 
 def verdicts(out: str) -> list[str]:
-    """Of the rows of a table."""
+    """Return the verdict of each row of a table."""
     return re.findall(r" (ok|warning|problem|skipped)$", out, re.MULTILINE)
 
 
@@ -114,7 +114,7 @@ def test_a_wrong_flag_is_one_line(arguments: list[str], words: list[str], main: 
 
 
 class Doctors:
-    """Two processes of one job, each with changes to its environment."""
+    """Two processes of one job, each with its own changes of the environment."""
 
     def __init__(self, folder: Path, first: dict[str, str], second: dict[str, str], *more: str):
         with socket.socket() as probe:
@@ -147,7 +147,7 @@ class Doctors:
         return (self.folder / f"err{number}").read_text()
 
     def end(self) -> tuple[dict[str, Any], list[int]]:
-        """What process 0 said, by check, and the exit codes; process 1 prints no report."""
+        """Return the report of process 0 by check, and the exit codes; process 1 prints nothing."""
         try:
             out, silence = [
                 process.communicate(timeout=HANG_SECONDS)[0] for process in self.processes
@@ -248,7 +248,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
 
 
 def catches_sigterm(process: subprocess.Popen[str]) -> bool:
-    """Whether the process has got as far as to handle the signal."""
+    """Return whether the process already handles the signal."""
     caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 

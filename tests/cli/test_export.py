@@ -1,4 +1,4 @@
-"""`replicax export`: the parameters to the bit, under names that others read."""
+"""`replicax export`: the parameters to the bit, under the names of other libraries."""
 
 import dataclasses
 import os

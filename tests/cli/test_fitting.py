@@ -1,4 +1,4 @@
-"""`replicax train` takes a batch in micro-batches where the devices' memory asks for them."""
+"""`replicax train` splits a batch into micro-batches if the devices' memory is too small."""
 
 import dataclasses
 import json

@@ -17,14 +17,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for no holder on another host."""
+    """Do not wait for starts on other hosts."""
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize(("kind", "trials"), [("folder", 12), ("config", 12), ("command line", 12)])
-def test_what_nobody_should_give_is_one_line(
-    kind: str, trials: int, original: Path, tmp_path: Path
-) -> None:
+def test_hostile_input_is_one_line(kind: str, trials: int, original: Path, tmp_path: Path) -> None:
     found = (trial(kind, seed, original, tmp_path / "at") for seed in range(trials))
     assert [wrong for wrong in found if wrong] == []
 

@@ -1,4 +1,4 @@
-"""`replicax launch`: its flags, and how a job looks to who starts it."""
+"""`replicax launch`: its flags and its output."""
 
 import sys
 from pathlib import Path

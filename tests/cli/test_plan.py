@@ -1,4 +1,4 @@
-"""`replicax plan` as it is run."""
+"""`replicax plan` as a command."""
 
 import dataclasses
 import inspect
@@ -60,7 +60,7 @@ def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
     assert all(name in error for name in (ATTACHED, CPU.name, *CHIPS))
 
 
-def test_a_recipe_of_ones_own(main: Main) -> None:
+def test_a_users_recipe(main: Main) -> None:
     Path("my_recipe.py").write_text(RECIPE)
     out = shown(main, "my_recipe.py:Mine", *H100, "--batch-size", 32, "--run", "mine")
     written = json.loads(Path("runs/mine/plan.json").read_text())
@@ -94,7 +94,7 @@ def test_json_alone_on_standard_output(main: Main) -> None:
 
 
 def given(main: Main, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
-    """What the command asks `rx.plan` for."""
+    """Return the arguments that the command passes to `rx.plan`."""
     asked: dict[str, Any] = {}
     signature = inspect.signature(command.rx.plan)
 

@@ -1,4 +1,4 @@
-"""`replicax train RECIPE --config FILE`: a run's configuration, given back."""
+"""`replicax train RECIPE --config FILE` repeats a run's configuration."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The output of `--show-sharding`: a line an array, a drawing for all that are split alike."""
+"""The output of `--show-sharding`: a line for each array, a drawing for each way to split one."""
 
 from typing import Any
 
@@ -71,10 +71,7 @@ def test_a_copy_of_the_state_is_drawn_over_the_replicas_that_share_it(printed: A
     rules = [("a", P("stage")), ("", P())]
     lines = printed(rx.layout("fsdp", rules=rules), rx.make_mesh(stage=2, fsdp=2))
     assert lines[0] == "params['a']  float32[8, 4]  P('stage', 'fsdp')  32 B/device"
-    assert boxes(lines[:7]) == [
-        ["CPU 0,4", "CPU 1,5"],
-        ["CPU 2,6", "CPU 3,7"],
-    ]
+    assert boxes(lines[:7]) == [["CPU 0,4", "CPU 1,5"], ["CPU 2,6", "CPU 3,7"]]
 
 
 def test_where_there_are_too_many_boxes_only_the_stages_are_drawn(
@@ -98,10 +95,7 @@ def test_a_long_line_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
     dp = rx.DataParallel(lambda *_: None, optax.sgd(1.0), mesh=rx.make_mesh(2), layout="fsdp")
     print_sharding(dp.init({path: jnp.zeros((8, 4))}), 8)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == [
-        f"params['{path}']",
-        "       float32[8, 4]  P('data', None)  64 B/device",
-    ]
+    assert lines[1:3] == [f"params['{path}']", "       float32[8, 4]  P('data', None)  64 B/device"]
     assert max(map(len, lines)) <= 80
 
 

@@ -28,7 +28,7 @@ SHARED = {
     for field in dataclasses.fields(shared)
 }
 OWN = {"bench": {"mode", "devices"}, "plan": {"devices"}, "train": set(), "verify": set()}
-"""Of the shared names, those that a command has no flag for, or one of its own."""
+"""Shared names without a flag in a command, or with another one."""
 OPTIONS = {
     "bench": BenchOptions,
     "plan": PlanOptions,

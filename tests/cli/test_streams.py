@@ -1,4 +1,4 @@
-"""Standard output that is full, closed, ASCII or gone: the run goes on, and alarms are heard."""
+"""Standard output that is full, closed, ASCII or gone: the run goes on, and warnings appear."""
 
 import io
 import os
@@ -34,7 +34,7 @@ def test_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Tee:
-    """An object in place of a stream, with no more than it needs."""
+    """A minimal object in place of a stream."""
 
     def write(self, text: str) -> None:
         raise RuntimeError("the other end is gone")

@@ -1,4 +1,4 @@
-"""The flags of `replicax train` that observe a run: what they do, and what is refused."""
+"""Flags of `replicax train` for hooks: their effect, and their errors."""
 
 import json
 import re
@@ -192,7 +192,7 @@ def test_a_recipe_without_evaluation_data_has_no_flags_that_need_it(
 def test_what_is_recorded_of_each_run(
     spec: str, more: str, rates: list[float] | None, main: Main, folder: Path
 ) -> None:
-    """The learning rate where it is known for sure, and tokens where rows are so many of them."""
+    """Records have the learning rate if it is known, and tokens if rows have a fixed number."""
     (folder / "my_rate.py").write_text("import optax\n" + RECIPE + more)
     flags = ["--points", "176", "--steps", "11", "--log-every", "4", "--run", "a"]
     assert main("train", f"my_rate.py:{spec}", *flags)[0] == 0

@@ -1,4 +1,4 @@
-"""Runs of strangers: their folders hold data, and no code of theirs is run."""
+"""Runs of strangers: their folders are data, and their code never runs."""
 
 import dataclasses
 import os
@@ -23,8 +23,7 @@ def gift(made: Ended, recipe: str) -> Path:
     (*_, checkpoint) = sorted((folder / "checkpoints").glob("step-*"))
     manifest = read_manifest(checkpoint)
     write_manifest(
-        checkpoint,
-        dataclasses.replace(manifest, config={**manifest.config, "recipe": recipe}),
+        checkpoint, dataclasses.replace(manifest, config={**manifest.config, "recipe": recipe})
     )
     for path in (Path("runs/code.py"), folder / "code.py", Path("my_module.py")):
         path.write_text(HARM)

@@ -1,4 +1,4 @@
-"""`replicax verify` as it is run."""
+"""`replicax verify` as a command."""
 
 import json
 import re

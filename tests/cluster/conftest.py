@@ -1,4 +1,4 @@
-"""Nothing of these tests is left behind: no job, no open socket."""
+"""These tests leave no job and no open socket behind."""
 
 import gc
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from replicax.cluster.cluster_job import set_job
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     set_job(None)
-    gc.freeze()  # what earlier tests left takes seconds to go through
+    gc.freeze()  # garbage of earlier tests takes seconds to collect
     yield
     set_job(None)
-    gc.collect()  # an unclosed socket warns, hence fails, where it was left and not in a later test
+    gc.collect()  # an unclosed socket warns, and so fails, in the test that left it
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi lists them, CUDA_VISIBLE_DEVICES as CUDA reads it, and who takes which."""
+"""GPUs from nvidia-smi, CUDA_VISIBLE_DEVICES as CUDA reads it, and their distribution."""
 
 import os
 import sys

@@ -9,13 +9,13 @@ from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import alike
-from replicax.cluster.alike import beyond_common, environment, parse_flags, processor
-from replicax.cluster.differences import differences
+from replicax.cluster.alike import beyond_common, compared_environment, parse_flags, processor
+from replicax.cluster.differences import field_differences
 from replicax.errors import AgreementError
 
 
 def found(*texts: str, name: str = "XLA_FLAGS") -> list[str]:
-    return differences([environment({name: text}) for text in texts])
+    return field_differences([compared_environment({name: text}) for text in texts])
 
 
 def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ def test_variables_that_may_not(name: str) -> None:
     ],
 )
 def test_a_setting_of_jax_that_differs_is_named(name: str, value: object) -> None:
-    before, here = jax.config.values[name], environment({})
+    before, here = jax.config.values[name], compared_environment({})
     value = not before if value is None else value
     jax.config.update(name, value)
     try:
-        (line,) = differences([here, environment({})])
+        (line,) = field_differences([here, compared_environment({})])
     finally:
         jax.config.update(name, before)
     assert line == f"{name} is {value} on process 1, {before} on process 0"
@@ -96,7 +96,7 @@ def test_a_setting_of_jax_that_differs_is_named(name: str, value: object) -> Non
 
 def test_a_job_whose_flags_differ_does_not_start() -> None:
     with opened(2) as job:
-        flags = [environment({"XLA_FLAGS": f"--xla_a={process}"}) for process in range(2)]
+        flags = [compared_environment({"XLA_FLAGS": f"--xla_a={process}"}) for process in range(2)]
         for coming in [job.come(p, versions=flags[p]) for p in range(2)]:
             with pytest.raises(AgreementError, match="XLA_FLAGS --xla_a is 1 on process 1, 0 on"):
                 coming.result(timeout=HANG_SECONDS)
@@ -119,7 +119,7 @@ def test_processors_are_compared_by_what_only_some_have() -> None:
         {"processor": "A", "vectors": "avx2"},
         {"processor": "A", "vectors": "avx2 avx512f"},
     )
-    assert differences(beyond_common([one, one])) == []
-    (line,) = differences(beyond_common([one, other]))
+    assert field_differences(beyond_common([one, one])) == []
+    (line,) = field_differences(beyond_common([one, other]))
     assert_mentions(line, "avx512f on", "process 1, none on")
-    assert differences(beyond_common([{}, {}])) == []
+    assert field_differences(beyond_common([{}, {}])) == []

@@ -1,4 +1,4 @@
-"""What a process says as it ends, and leaves for whoever started it."""
+"""Messages and the failure file of a process that fails."""
 
 import json
 import re
@@ -15,20 +15,20 @@ from support.waiting import HANG_SECONDS
 
 from replicax.cluster import failure, link
 from replicax.cluster.cluster_job import set_job
-from replicax.cluster.watchdog import LoopProgress, Verdict
+from replicax.cluster.watchdog import LoopProgress, StuckVerdict
 from replicax.core.ground.in_flight import InFlight
 from replicax.errors import AgreementError, interrupted
 
 
 class JaxRuntimeError(RuntimeError):
-    """As jaxlib calls what a device says."""
+    """Named like jaxlib's error of a device."""
 
 
 WHY = "SIGTERM before the first step"
 
 
 class Left(BaseException):
-    """Instead of the end of this process."""
+    """Raised in place of the end of this process."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lone_process_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAX_PROCESS_ID", "2")
-    failure.end(ValueError("two\nlines"), 1)  # and goes on to end as Python does
+    failure.end(ValueError("two\nlines"), 1)  # and ends as Python does
     word = written(path)
     assert (word["process"], word["error"]) == (2, "ValueError: two lines")
 
@@ -75,7 +75,7 @@ def test_a_verdict_is_said_and_written(
     process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="1"):
-        failure.stop_now(process, LoopProgress(InFlight()), Verdict("process 1 is late", [1]))
+        failure.stop_now(process, LoopProgress(InFlight()), StuckVerdict("process 1 is late", [1]))
     assert capsys.readouterr().err == f"replicax: process {process}{said}process 1 is late\n"
     assert written(path)["blames"] == [1]
 
@@ -84,7 +84,7 @@ def test_a_stop_with_everything_saved_is_no_failure(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="75"):
-        failure.stop_now(1, LoopProgress(InFlight()), Verdict(WHY, [], code=75))
+        failure.stop_now(1, LoopProgress(InFlight()), StuckVerdict(WHY, [], code=75))
     said = f"replicax: process 1 stops: {WHY}\n"
     assert capsys.readouterr().err == said
     assert not path.exists()
@@ -93,7 +93,7 @@ def test_a_stop_with_everything_saved_is_no_failure(
 def test_a_victim_of_such_a_stop_ends_like_the_others(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The devices of the one that stopped are gone before its word has come."""
+    """The devices of the failed process are gone before its message arrives."""
     with opened(2) as job:
         first, second = job.start()
         set_job(first.job)
@@ -138,9 +138,9 @@ def test_the_stacks_come_with_it(path: Path) -> None:
     script = (
         "from replicax.cluster.failure import stop_now\n"
         "from replicax.cluster.watchdog import LoopProgress\n"
-        "from replicax.cluster.watchdog import Verdict\n"
+        "from replicax.cluster.watchdog import StuckVerdict\n"
         "from replicax.core.ground.in_flight import InFlight\n"
-        "progress, late = LoopProgress(InFlight()), Verdict('late', [1], stacks=True)\n"
+        "progress, late = LoopProgress(InFlight()), StuckVerdict('late', [1], stacks=True)\n"
         "def waiting_here(): stop_now(0, progress, late)\n"
         "waiting_here()"
     )
@@ -199,7 +199,7 @@ def test_what_another_s_end_causes_is_not_printed_below_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Told:
-        verdict, process = Verdict("process 1 is late", [1]), 0
+        verdict, process = StuckVerdict("process 1 is late", [1]), 0
 
     def leave(code: int) -> None:
         pass
@@ -230,7 +230,7 @@ def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
-    """With others to wait for, even where a thread of its own would go on."""
+    """A process with peers ends even if one of its threads would go on."""
     script = (
         "import sys, threading, time\n"
         "from replicax.cluster import failure\n"
@@ -251,7 +251,7 @@ def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
 
 
 def test_a_ctrl_c_on_which_all_have_stopped_is_no_failure(path: Path) -> None:
-    """Each process raises it, and none is told that another has failed."""
+    """Each process raises it, so none reports the failure of another."""
     stopped = interrupted(SimpleNamespace(step=7, saved=True, exit_code=75))
     with opened(2) as job, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "excepthook", lambda *_: None)

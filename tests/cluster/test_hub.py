@@ -1,4 +1,4 @@
-"""Who is admitted to a job, who is refused, and what a stranger can do to it."""
+"""Processes that a job admits or refuses, and the harm that a stranger can do."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import door
 from replicax.cluster import hub as hub_module
-from replicax.cluster.watchdog import Timeouts, Verdict
+from replicax.cluster.watchdog import StuckVerdict, Timeouts
 from replicax.cluster.wire import Bye, Failed, Hello, encode
 from replicax.errors import AgreementError, ClusterError
 
@@ -23,7 +23,7 @@ PROVEN = proven(HELLO)
 
 
 def works(job: Job, processes: list[Any]) -> bool:
-    """Whether the job goes on as if nothing had been."""
+    """Return whether the job still works."""
     waiting = [job.call(p.gather, "still there", p.process) for p in processes]
     values = [each.result(timeout=HANG_SECONDS) for each in waiting]
     return values == [list(range(job.processes))] * job.processes
@@ -36,7 +36,7 @@ def refusal(ours: Job, process: int, **more: Any) -> str:
 
 
 def ends(stranger: socket.socket) -> bool:
-    """Whether the hub closes the connection, whatever it says before."""
+    """Return whether the hub closes the connection, whatever it sends first."""
     try:
         while stranger.recv(1 << 16):
             pass
@@ -228,7 +228,7 @@ def test_one_that_never_comes_is_named_to_all_that_came() -> None:
                 coming.result(timeout=HANG_SECONDS)
             assert re.match(r"processes 1 and 3 of 4 did not\b.*within 1 s: see", str(caught.value))
         assert time.monotonic() - started > 0.9
-        assert re.search(r"processes 1 and 3 of 4 did not", refusal(job, 1))  # who comes too late
+        assert re.search(r"processes 1 and 3 of 4 did not", refusal(job, 1))  # comes too late
 
 
 def test_versions_that_differ_end_all() -> None:
@@ -270,7 +270,7 @@ def test_the_first_verdict_stands() -> None:
     with opened(3) as job:
         processes = job.start()
         processes[1].wire.send(Failed("ValueError: one", collateral=False))
-        processes[2].wire.send(Verdict("late", [0]))
+        processes[2].wire.send(StuckVerdict("late", [0]))
         for process in processes:
             assert process.stopped.result(timeout=HANG_SECONDS).blames in ([1], [0])
         assert len({p.stopped.result().reason for p in processes}) == 1
@@ -279,7 +279,7 @@ def test_the_first_verdict_stands() -> None:
 def test_what_a_process_says_of_the_hub_that_slept() -> None:
     with opened(2) as job:
         first, second = job.start()
-        said = Verdict("process 0 sent no heartbeat for 5 s", [0], True)
+        said = StuckVerdict("process 0 sent no heartbeat for 5 s", [0], True)
         second.wire.send(said)
         second.wire.close()
         assert first.stopped.result(timeout=HANG_SECONDS) == said

@@ -1,4 +1,4 @@
-"""What processes ask each other: all go on with equal fields, or none does."""
+"""Collective questions: all processes continue with equal fields, or none does."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from replicax.errors import AgreementError, CheckpointError
 
 
 def asked(count: int, ask: Callable[[Job], Any]) -> list[Any]:
-    """What each of `count` processes is told; as text where that is an error of Replicax."""
+    """Return the answer to each of `count` processes; an error of Replicax as text."""
 
     def run(process: Process) -> Any:
         try:
@@ -26,12 +26,12 @@ def asked(count: int, ask: Callable[[Job], Any]) -> list[Any]:
     with opened(count) as job:
         processes = job.start()
         told = [future.result(5.0) for future in [job.call(run, p) for p in processes]]
-        assert not any(process.stopped.done() for process in processes)  # nobody is blamed
+        assert not any(process.stopped.done() for process in processes)  # no process is blamed
     return told
 
 
 def outcome(fields: list[Any]) -> list[Any]:
-    """What each process is told; None where it may go on."""
+    """Return the error of each process, or None."""
     return asked(len(fields), lambda job: job.agree("the run", fields[job.process]))
 
 
@@ -75,7 +75,7 @@ def test_settings_that_change_after_the_start_are_found_before_a_program_runs(
 ) -> None:
     def ask(job: Job) -> None:
         monkeypatch.setattr(
-            cluster_job, "environment", lambda env: {"jax_a": threading.get_ident()}
+            cluster_job, "compared_environment", lambda env: {"jax_a": threading.get_ident()}
         )
         job.agree_on_text("the step", "a program")
 

@@ -1,4 +1,4 @@
-"""Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
+"""Joining a job, without other processes; `test_faults.py` has real ones."""
 
 import os
 import socket

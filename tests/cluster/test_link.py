@@ -1,4 +1,4 @@
-"""What processes tell each other, and how each learns why all stop."""
+"""Messages between processes, and how each learns why all stop."""
 
 import re
 import threading
@@ -13,7 +13,7 @@ from support.waiting import HANG_SECONDS, until
 from replicax.cluster import hub as hub_module
 from replicax.cluster import link as link_module
 from replicax.cluster import watchdog
-from replicax.cluster.watchdog import Heartbeat, Timeouts, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict, Timeouts
 from replicax.cluster.wire import Gather, Message
 from replicax.errors import ConfigError
 
@@ -67,12 +67,12 @@ def hub_topics(job: Job) -> dict[str, Any]:
 
 
 def test_a_gather_that_is_cancelled_is_not_waited_for() -> None:
-    """Process 0 read one batch further ahead than process 1 when both broke the pass off."""
+    """Process 0 had read one batch more than process 1 when both left the pass."""
     with opened(2) as job:
         first, second = job.start()
         assert first.link.gather("batch 7", 1, lambda: bool(hub_topics(job))) == []
         until(lambda: not hub_topics(job))
-        # Who withdraws may come again.
+        # A process that withdraws may come back.
         assert gathered(job, [first, second], "batch 7", ["a", "b"]) == [["a", "b"]] * 2
 
 
@@ -124,7 +124,7 @@ def test_one_that_ends_says_how_far_it_came() -> None:
 
 
 def allow(processes: list[Process], seconds: float) -> None:
-    """No process takes longer than that, as each tells of itself."""
+    """No process takes longer, since each reports about itself."""
     for process in processes:
         process.wire.send(Heartbeat(5, 5, "stepping", 0.0, seconds))
 
@@ -139,7 +139,7 @@ def test_a_topic_has_a_timeout_of_its_own(timeout: float | None, stops: bool) ->
         waiting = job.call(first.link.gather, "the save", 1, job_over(first), timeout)
         job.call(third.gather, "the save", 3)  # which has said nothing of how long
         if stops:
-            # Said again and again, since each process tells something else of itself meanwhile.
+            # Repeated, since each process sends other reports meanwhile.
             until(lambda: allow([first, second, third], 0.3) or first.stopped.done())
             assert list(first.stopped.result().blames) == [1]
         else:
@@ -168,11 +168,11 @@ def test_one_process_has_all_stop() -> None:
     with opened(3) as job:
         processes = job.start()
         own = job.call(processes[1].link.stop_all, "SIGTERM before the first step", 75)
-        expected = Verdict("SIGTERM before the first step", [], stacks=False, code=75)
+        expected = StuckVerdict("SIGTERM before the first step", [], stacks=False, code=75)
         for process in processes:  # the one that asks for it too
             assert process.stopped.result(timeout=HANG_SECONDS) == expected
         assert own.result(timeout=HANG_SECONDS) == expected
-        # What comes later changes nothing.
+        # Later messages change nothing.
         assert processes[2].link.stop_all("later", 3) == expected
 
 
@@ -224,7 +224,7 @@ def fail_as_victim(process: Process) -> Any:
 
 
 def test_what_looks_like_a_victim_may_be_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it meanwhile, which is not to be the reason that is given."""
+    """The others wait for it meanwhile, but that must not be the reason given."""
     monkeypatch.setattr(link_module, "_ACKNOWLEDGE_SECONDS", HANG_SECONDS)
     with opened(2) as job:
         first, second = job.start()
@@ -274,7 +274,7 @@ def test_a_process_falls_silent() -> None:
 
 
 def freeze(process: Process) -> threading.Event:
-    """Its link's thread sleeps, as in a process that was stopped, until the event is set."""
+    """Its link's thread sleeps until the event is set, as in a stopped process."""
     awake = threading.Event()
 
     def sleep(_timeout_seconds: float) -> Iterator[Message]:

@@ -1,4 +1,4 @@
-"""What wins over what, and what a contradiction says."""
+"""Precedence of variables, and errors of contradictions."""
 
 import re
 
@@ -25,12 +25,7 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",
 }
-TORCH = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "10.0.0.7",
-    "MASTER_PORT": "29500",
-}
+TORCH = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",

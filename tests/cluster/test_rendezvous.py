@@ -1,4 +1,4 @@
-"""How a process finds the hub, and what it says where it does not."""
+"""How a process finds the hub, and the error if it does not."""
 
 import errno
 import os

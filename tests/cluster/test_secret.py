@@ -1,4 +1,4 @@
-"""Who knows the secret of a job may join it, and nobody else learns anything."""
+"""A process with the job's secret may join; a process without it learns nothing."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Whoever finds the port of a job neither joins it, nor stops it, nor fills its memory.
+"""A stranger at the port of a job can neither join it, nor stop it, nor fill its memory.
 
 `benchmarks/strangers.py` does the same to real processes, ten thousand times.
 """
@@ -28,7 +28,7 @@ def works(job: Job, processes: list[Process], topic: str = "still there") -> boo
 
 
 def closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed it by now."""
+    """Return whether the other end has closed it by now."""
     connection.setblocking(False)
     try:
         while connection.recv(1 << 16):

@@ -13,8 +13,8 @@ from replicax.cluster.watchdog import (
     Heartbeat,
     LoopProgress,
     Member,
+    StuckVerdict,
     Timeouts,
-    Verdict,
     Waiting,
     find_stuck,
     read_timeouts,
@@ -225,7 +225,7 @@ def waits(
     return {topic: Waiting(NOW - seconds, sent, dict.fromkeys(values, timeout))}
 
 
-def stuck_of(*members: Member, **waiting: Any) -> Verdict | None:
+def stuck_of(*members: Member, **waiting: Any) -> StuckVerdict | None:
     return find_stuck({m.process: m for m in members}, waiting.get("waiting", {}), NOW, SILENT)
 
 

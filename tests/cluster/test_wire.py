@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import HANG_SECONDS
 
-from replicax.cluster.watchdog import Heartbeat, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.cluster.wire import Connection, Failed, Gather, Hello, Message, Tick, decode, encode
 
 
@@ -36,7 +36,7 @@ def receive_all(wire: Connection, count: int) -> list[Message]:
         Gather("a topic", '{"text": "zwölf\\nlines", "numbers": [1, 2.5, null]}'),
         Hello("ours", 0, 2, environment={"jax": "0.10"}, gpus=["GPU-1"]),
         Heartbeat(),  # allowed any time
-        Verdict("late", [1], stacks=True, code=75),
+        StuckVerdict("late", [1], stacks=True, code=75),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -1,4 +1,4 @@
-"""`DataParallel`: placement, reuse, and what is said when it is used wrongly."""
+"""`DataParallel`: placement, reuse, and errors of wrong use."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_evaluation_counts_every_row_once(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map", "pmap"]))
 def test_a_loop_that_reads_nothing_does_not_run_too_far_ahead(mode: str) -> None:
-    """Steps of some milliseconds, more of them than XLA's CPU backend lets wait without a hang."""
+    """More steps of some milliseconds than XLA's CPU backend queues without a hang."""
 
     def slow(model: Any, batch: Any, key: Any) -> Any:
         x = batch["x"]
@@ -206,7 +206,7 @@ def test_step_runs_what_lower_compiled_and_the_state_may_be_of_another_mode(mode
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
     )
     (batch,) = dp.feed(SOURCE, 8)
-    jax.block_until_ready(jax.random.key(0))  # has small programs of its own
+    jax.block_until_ready(jax.random.key(0))  # compiles small programs too
     compiled: list[str] = []
 
     def listener(event: str, _seconds: float, **_: Any) -> None:

@@ -1,8 +1,7 @@
-"""Every layout, in every mode that holds it, trains as one device does.
+"""Every layout, in every mode that supports it, trains as one device does.
 
 Each case takes five AdamW steps on 51 real rows padded to 64, against mode `single` in float32. The
-first gradient is compared beside what they lead to: Adam would not notice one that is N times too
-large.
+first gradient is compared as well: Adam would not notice one that is N times too large.
 """
 
 import functools
@@ -20,8 +19,8 @@ BOUND = 1e-6
 """Relative to a leaf's largest value for metrics and gradients, absolute for parameters."""
 FLOAT64_BOUND = 1e-9
 ROUNDING_DECIDES = ("lenet", "cnn", "gpt2")
-"""Models with gradients near zero by cancellation, of which Adam makes steps as large as of any
-other: see test_parity. They are compared in float64, and to FLOAT64_BOUND."""
+"""Models with gradients near zero by cancellation, for which Adam takes full steps: see
+test_parity. They are compared in float64, and to FLOAT64_BOUND."""
 
 
 SETUPS = [
@@ -45,7 +44,7 @@ SETUPS = [
 BY_MICRO_SHARD = ("linen", "nnx", "cnn")
 """Models whose BatchNorm has the statistics of a micro-shard in mode `exact`."""
 LAYERS = {"tower": 8}
-"""Layers of the models that can be cut into stages; for gpt2, see test_stages."""
+"""Layers of the models that can be cut into stages; for gpt2, see test_staged_objective."""
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def reference(model: str, accumulate: int, float64: bool) -> dict[str, Any]:
 
 
 def is_held(model: str, setup: Setup, accumulate: int) -> bool:
-    """Whether a model can be trained so, and be compared with one device."""
+    """Return whether a model can be trained so, and be compared with one device."""
     if setup.mode == "exact":
         return accumulate == 1 and model not in BY_MICRO_SHARD
     return setup.stages == 1 or LAYERS.get(model, 1) % setup.stages == 0
@@ -67,13 +66,13 @@ ON_EIGHT = [
     on("jit", "fsdp", data=4, model=2),
     on("exact", "zero1", data=8),
 ]
-"""Setups in which every model is compared: those that differ in kind, on most devices."""
+"""Setups for every model: one of each kind, on most devices."""
 
 
 def is_sampled(model: str, setup: Setup, accumulate: int) -> bool:
-    """Whether `make test-all` has a case; `make test-everything` has all.
+    """Return whether `make test-all` has a case; `make test-everything` has all.
 
-    Of the first four of ON_EIGHT, a model has two: each of the modes, and each of the layouts.
+    A model has two of the first four of ON_EIGHT: each of the modes, and each of the layouts.
     """
     first = list(MODELS).index(model) % 2
     chosen = [ON_EIGHT[first], ON_EIGHT[3 - first], *ON_EIGHT[4:]]

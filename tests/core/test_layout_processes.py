@@ -15,7 +15,7 @@ BOUND = 1e-6
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """Results of a job of all cases."""
+    """Results of a job that runs all cases."""
     path = tmp_path_factory.mktemp("job") / "results.npz"
     for ended in run_job(SUPPORT / "job_layouts.py", path, devices=4, timeout_seconds=900):
         assert ended.code == 0, ended.err

@@ -31,11 +31,11 @@ ROUNDING_DECIDES = {
     ("cnn", "sgd"): 1e-2,
     ("cnn", "adamw"): 1e-2,
     # A key's bias adds the same to all scores of a query, which softmax takes out again: its
-    # gradient is 0, what is computed of it is rounding, and Adam makes steps of that.
+    # gradient is 0; only rounding is computed, and Adam takes full steps of it.
     ("gpt2", "adamw"): 1e-3,
 }
-"""Wider bounds for gradient and params in float32. That it is rounding and nothing else, float64
-shows: there these too agree, to FLOAT64_BOUND."""
+"""Wider bounds for gradient and params in float32. In float64 these
+models agree to FLOAT64_BOUND, so the differences are rounding."""
 FLOAT64_BOUND = 1e-9
 BATCH_NORM = ("linen", "nnx", "cnn")
 ROW_BY_ROW = [kind for kind in CASES if kind not in BATCH_NORM]
@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 
 def run(case: Case, optimizer: str, mode: str, devices: int, accumulate: int) -> dict[str, Any]:
-    """Loss, gradient, params and extras on the way through five steps."""
+    """Return loss, gradient, params and extras during five steps."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     dp = rx.DataParallel(
         case.loss, OPTIMIZERS[optimizer](), mesh=mesh, mode=mode, accumulate=accumulate
@@ -86,7 +86,7 @@ def reference(
 
 
 def check(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
-    """The loss and the metrics of the first step have no excuse."""
+    """Loss and metrics of the first step get no wider bound."""
     bounds = dict.fromkeys(expected, bound) | {"metrics": min(bound, BOUNDS["sgd"])}
     for part in expected:
         difference, path = largest_difference(found[part], expected[part])
@@ -94,11 +94,11 @@ def check(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None
 
 
 WHOLE = "linear_regression"
-"""The smallest model, for which `make test` has every mode, device count and accumulation."""
+"""The smallest model: `make test` runs it in every mode, device count and accumulation."""
 
 
 def representative(kind: str, optimizer: str, mode: str, devices: int, accumulate: int) -> bool:
-    """Of every other model one mode, and all of them where weights or statistics are at stake."""
+    """Every other model runs in one mode, or in all if it has weights or statistics."""
     if kind == WHOLE:
         place = (1, 2, 8).index(devices) + MODES_OF_DEVICES.index(mode)
         return optimizer == "adamw" and accumulate == (1, 4)[place % 2]
@@ -124,7 +124,7 @@ PAIRWISE = [
     for number, kind in enumerate(CASES)
     for place, mode in enumerate(MODES_OF_DEVICES)
 ]
-"""Three cases of each model, in which all pairs of values meet."""
+"""Three cases of each model, which contain all pairs of values."""
 AGREEMENTS = only([case for case in PRODUCT if representative(*case)], PRODUCT, PAIRWISE)
 
 
@@ -141,7 +141,7 @@ def test_agrees_with_one_device(
 @pytest.mark.parametrize("optimizer", only(["adamw"], OPTIMIZERS))
 @pytest.mark.parametrize("kind", only(["weighted", "equinox"], ROW_BY_ROW))
 def test_exact_agrees_with_one_device(kind: str, optimizer: str, devices: int) -> None:
-    """But for BatchNorm, whose statistics are those of a micro-shard."""
+    """BatchNorm is left out: its statistics are those of a micro-shard."""
     found = run(CASES[kind], optimizer, "exact", devices, 1)
     bound = ROUNDING_DECIDES.get((kind, optimizer), BOUNDS[optimizer])
     check(found, reference(kind, False, optimizer, 1), bound)
@@ -151,7 +151,7 @@ SIMULATED = 4
 
 
 def simulated_replicas(function: Any, _mesh: Any, _into: Any, _out: Any) -> Any:
-    """Replicas side by side on one device."""
+    """Simulate replicas side by side on one device."""
 
     def call(state: Any, batch: Any) -> Any:
         rows = jax.tree.map(lambda leaf: leaf.reshape(SIMULATED, -1, *leaf.shape[1:]), batch)
@@ -164,13 +164,12 @@ def simulated_replicas(function: Any, _mesh: Any, _into: Any, _out: Any) -> Any:
 
 @pytest.mark.parametrize("accumulate", only([4], [1, 4]))
 @pytest.mark.parametrize(
-    "kind",
-    only(["weighted", "linen"], [kind for kind in CASES if kind not in ("lenet", "cnn")]),
+    "kind", only(["weighted", "linen"], [kind for kind in CASES if kind not in ("lenet", "cnn")])
 )
-def test_a_mode_of_ones_own_is_one_entry(
+def test_a_custom_mode_is_one_entry(
     kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Convolutions aside: several replicas' become one of many groups, which rounds otherwise."""
+    """Without convolutions: those of several replicas become grouped, and round otherwise."""
     mode = Mode("vmap", simulated_replicas, per_replica=True)
     monkeypatch.setitem(MODES, mode.name, mode)
     found = run(CASES[kind], "sgd", "vmap", 1, accumulate)
@@ -182,7 +181,7 @@ IN_FLOAT64 = [
     for number, (kind, optimizer) in enumerate(ROUNDING_DECIDES)
     for place, (mode, devices) in enumerate(itertools.product(MODES_OF_DEVICES, (2, 8)))
 ]
-"""One accumulation for each, so that every two values meet."""
+"""One accumulation for each, so that all pairs of values occur."""
 
 
 @EXHAUSTIVE
@@ -206,13 +205,13 @@ def test_jit_draws_the_masks_of_one_device(kind: str, devices: int, accumulate: 
 
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
 def test_micro_batches_agree_with_one(kind: str) -> None:
-    """Not so with BatchNorm, whose statistics are those of a micro-batch."""
+    """BatchNorm is left out: its statistics are those of a micro-batch."""
     check(reference(kind, False, "sgd", 4), reference(kind, False, "sgd", 1), BOUNDS["sgd"])
 
 
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
 def test_padded_rows_count_for_nothing(kind: str) -> None:
-    """The same from the 51 rows alone, written by hand without a mask."""
+    """Train on the 51 rows alone, by hand and without a mask."""
     case = CASES[kind]
     dp = rx.DataParallel(case.loss, OPTIMIZERS["sgd"](), mode="single")
     state = dp.init(case.model())

@@ -130,7 +130,7 @@ def test_a_mapping_is_a_batch_and_a_mapping_of_batches() -> None:
     assert float(dp.step(state, UserDict(cut))[1]["loss"]) == pytest.approx(named["a"]["loss"])
 
 
-def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:
+def test_hand_made_batches_and_a_function_that_is_traced_once() -> None:
     traces = []
 
     def counted(model: Any, batch: Any, key: Any) -> Any:
@@ -273,7 +273,7 @@ def test_any_loss_is_evaluated(mode: str, devices: int, layout: str) -> None:
 
 @dataclasses.dataclass
 class Scaled:
-    """A loss without a hash, as one whose fields are arrays."""
+    """A loss without a hash: its fields are arrays."""
 
     scale: jax.Array
     traces: int = 0

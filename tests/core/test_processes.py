@@ -35,13 +35,13 @@ JOBS = {
     "2x1, others": (1, tuple(name for name in CASES if name not in FEW)),
     "2x2": (2, (*CASES, *MORE)),
 }
-"""Devices of each of two processes, and what they compute."""
+"""Devices of each of two processes, and their cases."""
 in_small_and_large_jobs = pytest.mark.parametrize("job", only(["2x1"], ["2x1", "2x2"]))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What a job computes, which runs when it is first asked for."""
+    """Results of a job, which runs when they are first needed."""
 
     @functools.cache
     def run(job: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, Any]]:
-    """Of mode `single` on one device, for each source."""
+    """Results of mode `single` on one device, for each source."""
     one = {"mode": "single", "mesh": rx.make_mesh(devices=jax.devices()[:1])}
 
     return {
@@ -116,7 +116,7 @@ def test_a_network_with_random_keys_is_trained_alike(job: str, results: Results)
 
 @in_small_and_large_jobs
 def test_every_process_has_all_predictions(job: str, results: Results) -> None:
-    """That they agree on them is checked in the job."""
+    """The job checks that all processes have the same."""
     one, found = predict(rx.make_mesh(devices=jax.devices()[:1])), results(job)["predictions"]
     for name, leaf in one["arrays"].items():
         np.testing.assert_allclose(found["arrays"][name], leaf, rtol=1e-5, atol=1e-6)
@@ -125,8 +125,8 @@ def test_every_process_has_all_predictions(job: str, results: Results) -> None:
 
 
 @in_small_and_large_jobs
-def test_a_step_of_ones_own_is_that_of_one_device(job: str, results: Results) -> None:
-    one, found = custom_step(rx.make_mesh(devices=jax.devices()[:1])), results(job)["own step"]
+def test_a_custom_step_is_that_of_one_device(job: str, results: Results) -> None:
+    one, found = custom_step(rx.make_mesh(devices=jax.devices()[:1])), results(job)["custom step"]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
         found,
@@ -148,7 +148,7 @@ def test_shard_map_reduces_one_vector(job: str, results: Results) -> None:
 
 
 def test_rows_of_one_process_are_no_batch_of_all() -> None:
-    """Arrays that JAX has joined are."""
+    """Arrays that JAX has joined are accepted."""
     calls, mean = ("step", "evaluate", "predict"), float(np.mean(np.arange(32.0) ** 2))
     wanted = [f"own {call} True True" for call in calls]
     wanted += [f"{name} {call} {mean}" for name in ("all", "joined") for call in calls]

@@ -1,4 +1,4 @@
-"""The reprs of objects in a debugger or a notebook: one line, and nothing waits or fails."""
+"""The reprs of objects in a debugger or a notebook: one line, and they never wait or fail."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_a_data_parallel_says_what_was_chosen(settings: dict[str, Any], shown: s
     assert repr(rx.DataParallel(loss, optax.sgd(0.1), **{"mesh": mesh(2), **settings})) == shown
 
 
-def test_a_step_of_ones_own_is_named() -> None:
+def test_a_custom_step_is_named() -> None:
     dp = rx.DataParallel(step=custom_step, mesh=mesh(2))
     assert repr(dp) == "DataParallel(mode='jit', layout='replicated', step='custom_step', 2 x cpu)"
 
@@ -85,7 +85,7 @@ def test_a_state_of_anything_else_can_be_shown() -> None:
 
 
 class Unfinished:
-    """Stands in for the step of a state that the devices are still computing."""
+    """A fake step counter that the devices are still computing."""
 
     dtype, shape = np.dtype(np.int32), ()
 

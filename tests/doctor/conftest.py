@@ -31,7 +31,7 @@ class _Thread(Alone):
 
 @pytest.fixture
 def together() -> Together[Any]:
-    """Runs a check in so many processes; what each gave."""
+    """Runs a check in several processes; returns the result of each."""
 
     def run(count: int, check: Callable[[Job], Result]) -> list[Result]:
         values: list[Any] = [None] * count

@@ -1,4 +1,4 @@
-"""What differs around the processes, and how far apart their clocks are."""
+"""Differences between the environments of processes, and between their clocks."""
 
 import re
 import subprocess

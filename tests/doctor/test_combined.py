@@ -9,11 +9,11 @@ from support.figures import figures
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
 from replicax.doctor.combined import (
     STYLE,
+    checks_or_error,
     combined,
-    guarded,
-    parted,
-    summary,
-    to_json,
+    doctor_json,
+    doctor_summary,
+    finding_and_fix,
     worst,
 )
 from replicax.errors import ConfigError
@@ -24,8 +24,8 @@ LOW = Check("limits", "", NOTE, "64 files", "raise it")
 
 def test_the_fix_is_what_follows_the_last_colon() -> None:
     found, fix = "A=4 with B=4; they count from 0: as in [::1]:80", "lower it"
-    assert parted(f"{found}: {fix}") == (found, fix)
-    assert parted("no colon") == ("no colon", "")
+    assert finding_and_fix(f"{found}: {fix}") == (found, fix)
+    assert finding_and_fix("no colon") == ("no colon", "")
 
 
 def test_a_check_that_fails_is_a_problem_with_its_reason() -> None:
@@ -39,12 +39,12 @@ def test_a_check_that_fails_is_a_problem_with_its_reason() -> None:
     def refuses() -> list[Check]:
         raise ConfigError(f"{found}: {fix}")
 
-    (row,) = guarded("folder", fails)
+    (row,) = checks_or_error("folder", fails)
     assert (row.subject, row.verdict) == ("folder", FAIL)
     assert row.found == f"OSError: {' '.join(text.split())}"
     assert row.cause
-    assert guarded("place", refuses) == [Check("place", "", FAIL, found, fix)]
-    assert guarded("limits", lambda: [FINE]) == [FINE]
+    assert checks_or_error("place", refuses) == [Check("place", "", FAIL, found, fix)]
+    assert checks_or_error("limits", lambda: [FINE]) == [FINE]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ ROWS = [
 
 
 def show(columns: int) -> None:
-    print_table(ROWS, summary(ROWS), style=dataclasses.replace(STYLE, width=columns))
+    print_table(ROWS, doctor_summary(ROWS), style=dataclasses.replace(STYLE, width=columns))
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -152,15 +152,16 @@ def test_verdicts_fixes_and_speeds(
 
 
 def test_the_summary() -> None:
-    assert summary(ROWS[:1]).startswith("no problem")
-    assert figures(summary(ROWS[:1])) == []
+    assert doctor_summary(ROWS[:1]).startswith("no problem")
+    assert figures(doctor_summary(ROWS[:1])) == []
     assert (
-        summary([ROWS[2], ROWS[2], Check("mesh", "", FAIL, "none")]) == "3 problems (folder, mesh)"
+        doctor_summary([ROWS[2], ROWS[2], Check("mesh", "", FAIL, "none")])
+        == "3 problems (folder, mesh)"
     )
 
 
 def test_json_has_the_same_rows() -> None:
-    said = json.loads(json.dumps(to_json(ROWS, FAIL, {"process": 0})))
+    said = json.loads(json.dumps(doctor_json(ROWS, FAIL, {"process": 0})))
     assert (said["process"], said["verdict"]) == (0, "problem")
     assert [(row["check"], row["verdict"]) for row in said["rows"]] == [
         ("versions", "ok"),

@@ -1,4 +1,4 @@
-"""The devices that JAX uses and those it does not, and their all-reduce: exact, and timed."""
+"""The devices of JAX, unused ones, and their all-reduce: exact, and timed."""
 
 import dataclasses
 import re
@@ -16,13 +16,13 @@ from replicax.core.ground.job import Alone
 from replicax.doctor import device_checks
 from replicax.doctor.device_checks import (
     FoundDevices,
-    all_reduce,
-    check_devices,
-    check_mesh,
+    check_attached_devices,
+    check_default_mesh,
     check_reduction,
     judge_devices,
     judge_reduction,
     sizes,
+    timed_all_reduce,
     timing,
 )
 from replicax.errors import ConfigError
@@ -37,11 +37,11 @@ def changed(found: FoundDevices, **fields: Any) -> FoundDevices:
 
 
 def test_the_devices_of_the_tests() -> None:
-    (row,) = check_devices({"JAX_PLATFORMS": "cpu"})
+    (row,) = check_attached_devices({"JAX_PLATFORMS": "cpu"})
     assert row.verdict == PASS
     assert row.found.startswith("8 cpu devices · ")
     assert row.found.endswith("JAX_PLATFORMS=cpu")
-    (mesh,) = check_mesh()
+    (mesh,) = check_default_mesh()
     assert mesh.found == "data 8 x model 1 x stage 1: 8 replicas"
 
 
@@ -98,9 +98,9 @@ def test_no_devices_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(jax, "devices", none_at_all)
     with pytest.raises(ConfigError, match=r"no devices .* JAX_PLATFORMS=cuda.*initialize backend"):
-        check_devices({"JAX_PLATFORMS": "cuda"})
+        check_attached_devices({"JAX_PLATFORMS": "cuda"})
     with pytest.raises(ConfigError, match=r"jax\[tpu\]'; or\b.*unset JAX_PLATFORMS"):
-        check_devices({"JAX_PLATFORMS": "tpu"})
+        check_attached_devices({"JAX_PLATFORMS": "tpu"})
 
 
 def test_sums_over_eight_devices() -> None:
@@ -122,18 +122,14 @@ def test_a_wrong_sum_is_counted_on_every_device(
     dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh, right = Mesh(np.asarray(jax.devices()), ("devices",)), jax.lax.psum
-    assert all_reduce(mesh, 4 * KB, dtype)[0] == 0
+    assert timed_all_reduce(mesh, 4 * KB, dtype)[0] == 0
     monkeypatch.setattr(jax.lax, "psum", lambda *given: right(*given).at[0, 5].add(1))
-    assert all_reduce(mesh, 4 * KB, dtype)[0] == 8
+    assert timed_all_reduce(mesh, 4 * KB, dtype)[0] == 8
 
 
 @pytest.mark.parametrize(
     ("largest", "expected"),
-    [
-        (64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]),
-        (MB, [4 * KB, 64 * KB, MB]),
-        (100, [100]),
-    ],
+    [(64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]), (MB, [4 * KB, 64 * KB, MB]), (100, [100])],
 )
 def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
     assert sizes(largest) == expected

@@ -1,4 +1,4 @@
-"""Which installations fit together, and what the system allows."""
+"""Installations that fit together, and limits of the system."""
 
 import re
 

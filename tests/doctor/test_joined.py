@@ -1,4 +1,4 @@
-"""The place of a process; whether process 0 can listen, and the others can reach it."""
+"""The place of a process, and whether process 0 can be reached."""
 
 import dataclasses
 import errno

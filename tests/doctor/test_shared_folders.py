@@ -1,4 +1,4 @@
-"""Folders that a run writes to, and whether all processes have the same."""
+"""Folders that a run writes to, and whether all processes share them."""
 
 import dataclasses
 import re

@@ -34,6 +34,6 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _outside() -> dict[str, str]:
-    """This environment without the places that engines gave to the tests themselves."""
+    """Return this environment without the variables that engines set for the tests."""
     engines = ("SLURM_", "OMPI_", "PMIX_", "RAY_", "REPLICAX_", "JAX_")
     return {name: value for name, value in os.environ.items() if not name.startswith(engines)}

@@ -8,7 +8,7 @@ GONE_SECONDS = 5
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Commands that name `folder` and still run; those that end within seconds do not count."""
+    """Return commands that name `folder` and still run after a few seconds."""
     deadline = time.monotonic() + GONE_SECONDS
     while (found := _commands(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -4,14 +4,14 @@ import shutil
 
 
 def missing_openmpi() -> str | None:
-    """Why Open MPI cannot run here, in words."""
+    """Return why Open MPI cannot run here."""
     if shutil.which("mpirun") is None:
         return "mpirun not installed (Debian: apt-get install openmpi-bin)"
     return None
 
 
 def mpirun(processes: int) -> list[str]:
-    """The command that starts `processes` on this host, to be followed by theirs."""
+    """Return the command prefix that starts `processes` on this host."""
     return [
         "mpirun",
         "--allow-run-as-root",

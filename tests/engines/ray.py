@@ -1,4 +1,4 @@
-"""Ray on this host: a head of its own, in a folder of its own."""
+"""Ray on this host: a new head in a new folder."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ STOP_SECONDS = 15
 
 
 def missing_ray() -> str | None:
-    """Why Ray cannot run here, in words."""
+    """Return why Ray cannot run here."""
     if importlib.util.find_spec("ray") is None:
         return "ray not installed (pip install 'replicax[ray]')"
     return None
@@ -26,8 +26,8 @@ def missing_ray() -> str | None:
 
 @contextlib.contextmanager
 def ray_cluster(cpus: int) -> Iterator[tuple[str, Path]]:
-    """A cluster of one node with `cpus`: its address, and the folder that its commands name."""
-    # Of the temporary folder's own: Ray's sockets have paths of at most 107 characters.
+    """Start a cluster of one node with `cpus`; yields its address and its folder."""
+    # In the temporary folder: paths of Ray's sockets have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     port = _free_port()
     command = [

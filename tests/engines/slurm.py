@@ -1,4 +1,4 @@
-"""Slurm on this host: munged, slurmctld and slurmd of its own, in a folder of its own."""
+"""Slurm on this host: new munged, slurmctld and slurmd in a new folder."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_slurm() -> str | None:
-    """Why Slurm cannot run here, in words."""
+    """Return why Slurm cannot run here."""
     programs = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo"]
     missing = [name for name in programs if _program(name) is None]
     if missing:
@@ -58,7 +58,7 @@ def missing_slurm() -> str | None:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """A cluster of one node with eight CPUs; the variables that srun and sbatch need to find it."""
+    """Start a cluster of one node with eight CPUs; yields the variables for srun and sbatch."""
     host = socket.gethostname().partition(".")[0]
     for name in ("munge", "controller", "node"):
         (folder / name).mkdir(mode=0o700)
@@ -74,7 +74,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     env = {"SLURM_CONF": str(config), "PATH": _path()}
     with contextlib.ExitStack() as daemons:
         munge = [f"--{name.replace('_', '-')}-file={folder}/munge/{name}" for name in MUNGE_FILES]
-        # --force: the folder is root's alone, and root is the only one who comes.
+        # --force: the folder belongs to root, the only user.
         command = ["munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge]
         daemons.enter_context(_daemon(command, folder, env))
         _wait_until(lambda: (folder / "munge/socket").exists(), folder)

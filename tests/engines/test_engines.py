@@ -33,7 +33,7 @@ needs_ray = pytest.mark.skipif(missing_ray() is not None, reason=str(missing_ray
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """Those of one process with two devices."""
+    """Weights of a run in one process with two devices."""
     folder = tmp_path_factory.mktemp("one")
     done = run([*SCRIPT, "weights.npz"], folder, {"JAX_NUM_CPU_DEVICES": "2"})
     assert done.returncode == 0, said(done)
@@ -42,7 +42,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def recipe_weights(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Those of `replicax train` in one process with two devices."""
+    """Weights of `replicax train` in one process with two devices."""
     done = run(TRAIN, tmp_path_factory.mktemp("one"))
     assert done.returncode == 0, said(done)
     return _printed(done)
@@ -142,7 +142,7 @@ def test_a_process_that_fails_ends_the_step_with_its_cause(
 
 @needs_ray
 def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) -> None:
-    """The first time process 1 fails, and the second time it does not."""
+    """Process 1 fails the first time only."""
     script = (
         "import os, pathlib, sys\n"
         "if os.environ['REPLICAX_PROCESS_ID'] == '1':\n"
@@ -157,7 +157,7 @@ def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) 
     assert done.returncode == 0, said(done)
     assert "[1] ValueError: a bad value" in done.stdout + done.stderr
     jobs = {path.name for path in tmp_path.iterdir()} - {"again"}
-    assert len(jobs) == 2, jobs  # a job that is started again has an id of its own
+    assert len(jobs) == 2, jobs  # a restarted job has a new id
 
 
 @needs_ray
@@ -177,7 +177,7 @@ def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) 
 def test_nothing_outlives_a_launcher_on_ray(
     ray_address: str, tmp_path: Path, number: int, exit_code: int
 ) -> None:
-    """What the command started itself, too."""
+    """Processes that the command started end as well."""
     sleep = f"{PYTHON} -S -c 'import time; time.sleep(300)' {tmp_path}"
     command = ["sh", "-c", f"{sleep} & touch $REPLICAX_PROCESS_ID; wait"]
     launch = [REPLICAX, "launch", "--on", "ray", "--address", ray_address, "--processes", "2"]
@@ -231,7 +231,7 @@ def _load(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _printed(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """The weights, which process 0 alone prints."""
+    """Return the weights, which only process 0 prints."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("weights ")]
     assert len(lines) == 1, said(done)
     numbers: list[float] = json.loads(lines[0].removeprefix("weights "))

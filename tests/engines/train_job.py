@@ -1,4 +1,4 @@
-"""A training run as a user writes it, the same under every engine: train_job.py WEIGHTS.npz."""
+"""A user's training run, the same under every engine: train_job.py WEIGHTS.npz."""
 
 import sys
 

@@ -92,7 +92,7 @@ sys.exit(outcome.exit_code)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs, or is stopped; not what is dead and waited for by nobody."""
+    """Return whether a process runs or is stopped; zombies do not count."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -101,7 +101,7 @@ def alive(pid: int) -> bool:
 
 
 def pids(folder: Path, count: int) -> list[int]:
-    """What `count` processes wrote to files `pid-*` in `folder`."""
+    """Return what `count` processes wrote to files `pid-*` in `folder`."""
 
     def written() -> list[int]:
         found = [path.read_text() for path in folder.glob("pid-*")]

@@ -1,4 +1,4 @@
-"""Cores, dealt out."""
+"""Dealing out cores."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The first failure, named with its cause, and how fast the others are gone."""
+"""The first failure is named with its cause, and the other processes end fast."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ from replicax.launch import attempt
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have as long as they like to end by themselves, however busy the machine is."""
+    """The others have unlimited time to end by themselves, however busy the machine is."""
     monkeypatch.setattr(attempt, "TERM_SECONDS", HANG_SECONDS)
     monkeypatch.setattr(attempt, "KILL_SECONDS", HANG_SECONDS)
 
@@ -180,7 +180,7 @@ def test_a_report_that_makes_no_sense_is_none(tmp_path: Path) -> None:
 
 
 def test_within_2_seconds_all_are_gone(tmp_path: Path) -> None:
-    """Deaf ones, stopped ones, grandchildren, and those in groups of their own."""
+    """Processes that ignore signals, stopped ones, grandchildren, and those in other groups."""
     script = """
         def note(name):
             with open(os.path.join(FOLDER, f"pid-{me}-{name}"), "w") as file:

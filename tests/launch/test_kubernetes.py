@@ -59,9 +59,7 @@ def _strict(node: Any) -> Any:
 def _expand(text: str, env: Mapping[str, str]) -> str:
     """Kubernetes' own replacement of $(NAME) and $$ in commands and values."""
     return re.sub(
-        r"\$(?:\$|\(([^)]*)\))",
-        lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]),
-        text,
+        r"\$(?:\$|\(([^)]*)\))", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), text
     )
 
 

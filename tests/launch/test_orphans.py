@@ -1,4 +1,4 @@
-"""Nothing outlives a launcher or a guard that is killed; signals are passed on."""
+"""No process outlives a killed launcher or guard; signals are passed on."""
 
 import itertools
 import os

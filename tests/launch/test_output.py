@@ -1,4 +1,4 @@
-"""What the processes write: whole, under their numbers, and in files."""
+"""Output of the processes: in whole lines, with their numbers, and in files."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from replicax.launch import echo
 def shown(
     script: str, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], processes: int = 1
 ) -> tuple[list[bytes], list[bytes]]:
-    """The lines that processes that run `script` leave on the launcher's stdout and stderr."""
+    """Return the lines of processes that run `script` on the launcher's stdout and stderr."""
     outcome = run(python(script), processes, folder, quiet=False)
     assert outcome.exit_code == 0
     out, err = capfdbinary.readouterr()
@@ -59,10 +59,7 @@ def test_lines_have_the_number_of_their_process(
     ],
 )
 def test_what_is_shown_of_what_is_written(
-    written: bytes,
-    lines: list[bytes],
-    tmp_path: Path,
-    capfdbinary: pytest.CaptureFixture[bytes],
+    written: bytes, lines: list[bytes], tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     out, err = shown(f"os.write(1, {written!r})", tmp_path, capfdbinary)
     assert out == [b"[0] " + line + b"\n" for line in lines]
@@ -128,7 +125,7 @@ def test_much_of_it_is_fast_and_no_line_is_torn(tmp_path: Path) -> None:
 
 
 def _processor_seconds() -> float:
-    """Those of all children that have ended, which others at work do not lengthen."""
+    """Return the processor seconds of all children that have ended, whatever the load."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""What is decided about a job on Ray without a cluster; tests/engines runs one."""
+"""Decisions about a job on Ray, without a cluster; tests/engines runs one."""
 
 import pickle
 import re
@@ -73,7 +73,7 @@ def test_workers_that_are_all_lost_say_what_ray_said() -> None:
 
 
 class FakeRay(SimpleNamespace):
-    """What `on_ray` asks of Ray, in this process: a worker is a call."""
+    """A fake Ray in this process: a worker is a call."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: named
@@ -97,7 +97,7 @@ class FakeRay(SimpleNamespace):
 def test_a_worker_runs_the_command_as_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the launcher's folder, with its variables of JAX and its place in the job."""
+    """It runs in the launcher's folder, with its variables of JAX and its place in the job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("REPLICAX_SECRET", "of the launcher")

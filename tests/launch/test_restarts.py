@@ -1,4 +1,4 @@
-"""When a failure is worth another start."""
+"""When a failure is worth a restart."""
 
 import re
 from pathlib import Path
@@ -33,8 +33,7 @@ def test_the_same_failure_three_times_in_a_row(causes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "last",
-    [failure(process=1), failure(cause="F: x"), failure(step=6), failure(step=None)],
+    "last", [failure(process=1), failure(cause="F: x"), failure(step=6), failure(step=None)]
 )
 def test_another_failure_is_no_loop(last: Failure) -> None:
     assert verdicts(failure(), failure(), last) == [None, None, None]

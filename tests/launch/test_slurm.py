@@ -1,4 +1,4 @@
-"""The batch script, run by bash with an srun that tells what it was given."""
+"""The batch script, run by bash with a fake srun."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def _directives(script: str) -> dict[str, str]:
 def _run(
     script: str, folder: Path, codes: list[int], restart: int = 0
 ) -> tuple[int, str, list[Any]]:
-    """Exit code and messages of the script, and what each call of srun and scontrol was given."""
+    """Exit code and messages of the script, and the arguments of each call of srun and scontrol."""
     log = folder / "log"
     for name in ("srun", "scontrol"):
         fake = folder / name

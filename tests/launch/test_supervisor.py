@@ -1,4 +1,4 @@
-"""A job on this host: what its processes get, how it ends, and when it is started again."""
+"""A job on this host: environment of its processes, their end, and restarts."""
 
 import os
 import re
@@ -90,7 +90,7 @@ def test_the_command_has_no_input_no_descriptor_and_signals_as_by_default(tmp_pa
     lines = log(run(command, 2, tmp_path), 1).splitlines()
     assert lines[0] == "''"
     assert lines[1] == "[0, 1, 2]"
-    # As here, where Python ignores SIGPIPE and SIGXFSZ, and whoever started it perhaps others.
+    # Python ignores SIGPIPE and SIGXFSZ; its parent may ignore others.
     assert int(lines[2], 16) & ~ignored_here() == 0
     assert lines[3] == "True True"
 
@@ -221,7 +221,7 @@ LEFT = "if me == 0:\n    sys.exit(75)\n"
 
 
 def test_one_that_saved_is_followed_by_those_that_blame_it(tmp_path: Path) -> None:
-    """Its end is why theirs came; but a failure of their own counts."""
+    """The others failed because it ended; failures of their own count."""
     blames = LEFT + "fail('process 0 is gone', blames=[0]); sys.exit(1)"
     outcome = run(python(blames), 3, tmp_path / "blames")
     assert (outcome.exit_code, outcome.failure) == (75, None)
@@ -240,7 +240,7 @@ def test_one_that_saved_is_followed_by_those_that_blame_it(tmp_path: Path) -> No
     ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.exit(0)"],
     ids=["dies of it", "deaf", "done"],
 )
-def test_who_goes_on_without_one_that_saved_is_told(
+def test_a_job_that_goes_on_without_one_that_saved_says_so(
     rest: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = f"{LEFT}{rest}\ntime.sleep(60)"

@@ -1,4 +1,4 @@
-"""`replicax.lint`: files it takes and refuses, and how it says what it found."""
+"""`replicax.lint`: the files it takes and refuses, and its messages."""
 
 import importlib.machinery
 import json
@@ -14,7 +14,7 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import ConfigError
 from replicax.lint import lookup
-from replicax.lint.files import annotations, examine, python_files, summary, to_json
+from replicax.lint.files import annotations, examine_file, lint_json, lint_summary, python_files
 
 FORGOTTEN = """\
 from functools import partial
@@ -39,7 +39,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_finding_says_where_and_what_and_how_to_mend_it(path: Path) -> None:
-    (finding,) = examine(path).findings
+    (finding,) = examine_file(path).findings
     assert (finding.line, finding.column, finding.rule) == (9, 12, "no-reduction")
     assert finding.severity == "error"
     assert finding.code == "    return state.apply_gradients(grads=grads)"
@@ -48,7 +48,7 @@ def test_a_finding_says_where_and_what_and_how_to_mend_it(path: Path) -> None:
 
 
 def test_json_holds_the_same(path: Path) -> None:
-    found = json.loads(json.dumps(to_json([examine(path)])))
+    found = json.loads(json.dumps(lint_json([examine_file(path)])))
     assert found["fails"] is True
     (file,) = found["files"]
     assert (file["path"], file["not_installed"]) == (str(path), [])
@@ -56,7 +56,7 @@ def test_json_holds_the_same(path: Path) -> None:
 
 
 def test_annotations_are_githubs(path: Path) -> None:
-    (line,) = annotations(examine(path))
+    (line,) = annotations(examine_file(path))
     assert line.startswith("::error file=train.py,line=9,col=12,title=no-reduction::")
     assert "\n" not in line
 
@@ -79,7 +79,7 @@ def test_an_attribute_that_cannot_be_had_is_no_finding(path: Path, chex: types.M
 
     chex.Point = Point("Point", (), {})  # type: ignore[attr-defined]
     path.write_text("import chex\nchex.Point.current.add(1)\n")
-    assert examine(path).findings == []
+    assert examine_file(path).findings == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_compiled_class_tells_its_arguments_by_its_docstring(
 def test_notes_do_not_fail(path: Path, chex: types.ModuleType) -> None:
     chex.__getattr__ = deprecated  # type: ignore[method-assign]
     path.write_text("import chex\nchex.old_one\n")
-    examination = examine(path)
+    examination = examine_file(path)
     assert [(one.severity, one.line) for one in examination.findings] == [("note", 2)]
     assert "write new_one" in examination.findings[0].fix
     assert not examination.fails
@@ -115,7 +115,7 @@ def deprecated(name: str) -> Any:
 
 def test_a_file_without_error(path: Path) -> None:
     path.write_text(FORGOTTEN.replace("grads=grads", 'grads=jax.lax.pmean(grads, "i")') + LOSS)
-    assert re.fullmatch(r"nothing found\b.* 1 file", summary([examine(path)]))
+    assert re.fullmatch(r"nothing found\b.* 1 file", lint_summary([examine_file(path)]))
 
 
 def test_a_library_that_is_not_there_is_not_looked_up(
@@ -123,8 +123,8 @@ def test_a_library_that_is_not_there_is_not_looked_up(
 ) -> None:
     monkeypatch.setattr(lookup, "_installed", lambda library: library != "haiku")
     path.write_text("import haiku\nhaiku.no_such_thing\n")
-    assert examine(path).findings == []
-    assert re.search(r"not installed, .*: haiku$", summary([examine(path)]))
+    assert examine_file(path).findings == []
+    assert re.search(r"not installed, .*: haiku$", lint_summary([examine_file(path)]))
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_a_library_that_is_not_there_is_not_looked_up(
 )
 def test_a_file_that_provides_for_other_versions_is_right(path: Path, code: str) -> None:
     path.write_text(code)
-    assert examine(path).findings == []
+    assert examine_file(path).findings == []
 
 
 def test_a_name_is_told_once_with_its_count(path: Path) -> None:
     path.write_text("import jax\n" + "jax.tree_map(abs, 1)\n" * 3)
-    (finding,) = examine(path).findings
+    (finding,) = examine_file(path).findings
     assert finding.line == 2
     assert "(3 times" in finding.reason
     assert "jax.tree.map" in finding.fix
@@ -166,19 +166,19 @@ def test_folders_are_looked_through(tmp_path: Path) -> None:
 )
 def test_a_comment_silences_its_line(path: Path, comment: str) -> None:
     path.write_text(FORGOTTEN.replace("grads=grads)", f"grads=grads)  {comment}"))
-    assert examine(path).findings == []
+    assert examine_file(path).findings == []
 
 
 def test_a_comment_silences_only_its_rule(path: Path) -> None:
     comment = "  # replicax: ignore[shared-key]"
     path.write_text(FORGOTTEN.replace("grads=grads)", f"grads=grads){comment}"))
-    assert [one.rule for one in examine(path).findings] == ["no-reduction"]
+    assert [one.rule for one in examine_file(path).findings] == ["no-reduction"]
 
 
 def test_nothing_of_the_file_is_executed(path: Path) -> None:
     mark = path.resolve().with_name("executed")
     path.write_text(f"open({str(mark)!r}, 'w')\nimport a_module_that_nobody_has\n" + FORGOTTEN)
-    assert len(examine(path).findings) == 1
+    assert len(examine_file(path).findings) == 1
     assert not mark.exists()
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_read_is_one_line(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        examine(path)
+        examine_file(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -207,19 +207,21 @@ def test_what_cannot_be_read_is_one_line(
 def test_deep_code_is_one_line(path: Path) -> None:
     path.write_text("x = " + "-" * 50_000 + "1\n")
     with pytest.raises(ConfigError, match="split it") as caught:
-        examine(path)
+        examine_file(path)
     assert "\n" not in str(caught.value)
 
 
 def test_recursive_functions_end(path: Path) -> None:
     calls = "\n".join(f"def f{n}(x):\n    return f{n + 1}(x) + f{n + 1}(x)" for n in range(40))
     path.write_text(f"{FORGOTTEN}\n{calls}\ndef f40(x):\n    return f0(x)\n")
-    assert [one.line for one in examine(path).findings] == [9]
+    assert [one.line for one in examine_file(path).findings] == [9]
 
 
 @EXHAUSTIVE
 def test_the_repository_is_clean() -> None:
     root = Path(__file__).resolve().parents[2]
     files = sorted((root / "src").glob("**/*.py"))
-    wrong = [(file.name, one.line, one.rule) for file in files for one in examine(file).findings]
+    wrong = [
+        (file.name, one.line, one.rule) for file in files for one in examine_file(file).findings
+    ]
     assert wrong == []

@@ -1,4 +1,4 @@
-"""The rules that read code: each error where it is, and nothing in correct code."""
+"""The rules that read code: each error at its line, and none in correct code."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from support import source_broken, source_correct, source_mended
 from support.tiers import only
 
-from replicax.lint.files import examine
+from replicax.lint.files import examine_file
 from replicax.lint.step_file import step_file
 from replicax.verify.step_files import verify_files
 
@@ -76,7 +76,7 @@ def marked(code: str) -> set[tuple[int, str]]:
 def found(folder: Path, code: str) -> set[tuple[int, str]]:
     path = folder / "program.py"
     path.write_text(code)
-    return {(finding.line, finding.rule) for finding in examine(path).findings}
+    return {(finding.line, finding.rule) for finding in examine_file(path).findings}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -120,7 +120,7 @@ EXECUTED = {
     "shard_map, unchecked and checked": {},
     "metrics fetched every step, and now and then": {},
 }
-"""Programs that are whole: their first step runs as `verify --step` would have it, and what fails
+"""Complete programs: their first step runs as `verify --step` needs it, and a failing check
 has these words in its cause."""
 OFTEN = (
     "pmap without pmean",

@@ -1,4 +1,4 @@
-"""Where the compilers for described hardware are, and why they cannot be asked."""
+"""Locations of the compilers for described hardware, and why they may be missing."""
 
 import functools
 import sys
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(sys.prefix) / "compilers"
-"""What `make compilers` fills; on the path of compilers alone, in `PYTHONPATH`."""
+"""Folder that `make compilers` fills; only compilers have it in `PYTHONPATH`."""
 PACKAGES = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
 
 
 def beside_jax(platform: str) -> bool:
-    """Whether the compiler is where jax itself finds it, and no folder can hide it."""
+    """Return whether the compiler is on the path of JAX, so that no folder can hide it."""
     return _has(sys.path, platform)
 
 
 def missing_compiler(platform: str) -> str | None:
-    """Why there is no compiler for `platform`, in words."""
+    """Return why there is no compiler for `platform`."""
     if beside_jax(platform) or _has([str(FOLDER)], platform):
         return None
     return f"{PACKAGES[platform]} not installed (make compilers)"

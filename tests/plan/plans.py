@@ -70,14 +70,14 @@ TRAFFIC = Traffic(
 
 
 def need(rows: int, gigabytes: float, **changes: Any) -> Need:
-    """That fits into 16.9 GB, or not, as a compiler says."""
+    """A need that fits into 16.9 GB or does not, from a compiler."""
     size = int(gigabytes * GB)
     fits = gigabytes < 16.9
     return replace(Need(rows, size, fits, True, int(size * 0.8) if fits else None), **changes)
 
 
 def scaled(target: Target, rows: int = 8) -> Scaling:
-    """The curves of a step that reduces 500 MB at its end, and computes for 40 ms."""
+    """Return the curves of a step that reduces 500 MB at its end and computes for 40 ms."""
     moved = [Transfer("all-reduce", 5e8, 0.03, 0.04)] if target.devices > 1 else []
     weak = scaling_curve(target, 0.04, moved, rows)
     strong = scaling_curve(target, 0.04, moved, rows, fixed_batch=True)
@@ -85,7 +85,7 @@ def scaled(target: Target, rows: int = 8) -> Scaling:
 
 
 def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
-    """A plan that fits, with everything in it."""
+    """Return a plan that fits, with every field set."""
     aim = parse_target(target) if isinstance(target, str) else target
     known = aim.chip.inside is not None
     fields: dict[str, Any] = {
@@ -118,7 +118,7 @@ def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
 
 
 def by_formula() -> Plan:
-    """Without a compiler."""
+    """Return a plan without a compiler."""
     plain: dict[str, Any] = {"compiled": False, "temporaries": None}
     return make_plan(
         "v100:16",
@@ -134,7 +134,7 @@ def by_formula() -> Plan:
 
 
 def unknown_chip() -> Plan:
-    """Nobody tells its memory nor its speed."""
+    """Return a plan for a chip without known memory and speed."""
     aim = parse_target("cpu:8")
     aim = replace(aim, chip=replace(aim.chip, memory_bytes=None, usable_bytes=None))
     note = "how much memory this target has is not known: nor what fits"
@@ -142,7 +142,7 @@ def unknown_chip() -> Plan:
 
 
 def huge() -> Plan:
-    """Long names, and big numbers in every column."""
+    """Return a plan with long names, and big numbers in every column."""
     size = 987_654_321_000_000
     asked = need(16_777_216, size / GB, fits=True, temporaries=size // 2)
     movement = Movement("collective-broadcast", 123_456_789, 10**18, 1e18, False, None)
@@ -172,7 +172,7 @@ def huge() -> Plan:
 
 KINDS: dict[str, Callable[[], Plan]] = {
     "fits": make_plan,
-    # The batch asked for does not fit, but in parts.
+    # The batch fits only in micro-batches.
     "too large": lambda: make_plan(
         asked=need(64, 81.0),
         formula=replace(FORMULA, rows=64, activations=48 * GB),

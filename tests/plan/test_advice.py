@@ -1,4 +1,4 @@
-"""What is said first, and what another batch costs: every branch, from needs that are made up."""
+"""First advice and the cost of another batch: every branch, with made-up needs."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ BFLOAT16 = "precision=bfloat16"
 
 
 def speed(rows: int, rows_per_second: float, waiting: float = 0.0) -> Speed:
-    """Of a step of one second, of which it waits a share."""
+    """Return the speed of a step of one second that waits for a share of it."""
     step = StepTime(1.0, 1.0 - waiting, waiting, waiting)
     return dataclasses.replace(SPEED, rows=rows, step=step, rows_per_second=rows_per_second)
 
@@ -59,7 +59,7 @@ def test_micro_batches_that_are_filled_up_are_told_as_they_are_computed() -> Non
 
 
 def test_then_the_change_that_fits_and_needs_least() -> None:
-    less = need(64, 13.0, fits=False)  # by a compiler that tells too little
+    less = need(64, 13.0, fits=False)  # the compiler underestimates
     still = Alternative(BFLOAT16, less, 68 * GB)
     said = first(TOO_LARGE, largest=None, alternatives=(still, REMAT, FSDP))
     assert said.startswith("layout=fsdp: ")

@@ -1,4 +1,4 @@
-"""Compilers in processes of their own: equal to jax's in this one, and what may go wrong there."""
+"""Compilers in other processes: equal results to JAX in this one, and their failures."""
 
 import dataclasses
 import os
@@ -69,7 +69,7 @@ def test_a_planned_step_takes_what_the_run_will(
     assert isinstance(planned, Compilation)
     assert run is not None
     assert run.temporaries > 0
-    # A run leaves out what it does not read: the rows' numbers, here.
+    # A run leaves out unused arguments: here the row indices.
     # jaxlib 0.11 places the buffers of an exported step in another order now and then.
     slack = 64 if jax.__version_info__ >= (0, 11) else 0
     assert abs(planned.memory.temporaries - run.temporaries) <= slack

@@ -1,4 +1,4 @@
-"""Several threads that ask one compiler, and one that ends it while they wait."""
+"""Threads that share one compiler, and one that ends it while others wait."""
 
 import signal
 import time

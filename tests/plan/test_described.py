@@ -1,4 +1,4 @@
-"""The compilers for TPUs and NVIDIA GPUs, asked on a machine that has none of them."""
+"""Compilers for TPUs and NVIDIA GPUs, on a machine without them."""
 
 import json
 import os
@@ -66,10 +66,10 @@ def test_a_tpu_refuses_what_is_too_large_and_tells_its_memory(text: str) -> None
     target = parse_target(text)
     usable = target.chip.usable_bytes
     assert usable is not None
-    rows = usable // 2**16  # of 64 KiB each: what is left for the rest is nothing
+    rows = usable // 2**16  # of 64 KiB each; the rest gets nothing
     refused = compiled(wide((rows + 8) * target.devices, mode="shard_map"), target)
     assert isinstance(refused, TooLarge)
-    assert refused.available_bytes == pytest.approx(usable, abs=1)  # it tells GiB, in decimals
+    assert refused.available_bytes == pytest.approx(usable, abs=1)  # in GiB, with decimals
     assert refused.needed_bytes is not None
     assert refused.needed_bytes > usable
     half = compiled(wide(rows // 2 * target.devices, mode="shard_map"), target)
@@ -113,7 +113,7 @@ def test_cudnn_attends_where_there_are_host_devices_to_export_on(
 
 @pytest.fixture
 def without_cudnn(tmp_path: Path) -> Iterator[Path]:
-    """The folder of compilers, but for cuDNN."""
+    """Return a folder of the compilers without cuDNN."""
     path = tmp_path / "compilers"
 
     def link(source: str, destination: str) -> None:

@@ -1,4 +1,4 @@
-"""Curves over device counts, and where more devices stop paying."""
+"""Curves over device counts, and the count where more devices stop paying."""
 
 from itertools import pairwise
 

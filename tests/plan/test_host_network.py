@@ -33,7 +33,7 @@ def test_a_ring_in_a_host() -> None:
     # 2 x 3 steps of 100 bytes at 100 bytes a second, and 0.5 s each.
     reduced = HOST.time("all-reduce", 400)
     assert reduced == pytest.approx(2 * 3 * (1 + 0.5))
-    # Half of it: what is gathered is counted whole, what is scattered by its part.
+    # Half of it: gathers count whole, scatters by their part.
     assert HOST.time("all-gather", 400) == pytest.approx(3 * (1 + 0.5))
     assert HOST.time("reduce-scatter", 100) == pytest.approx(3 * (1 + 0.5))
 

@@ -1,4 +1,4 @@
-"""The search for the largest batch, in memories that are made up."""
+"""The search for the largest batch, with made-up memories."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ Memory = Callable[[int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search has found, and what it asked for."""
+    """Result of a search, and the sizes that it asked for."""
 
     fits: int | None
     too_large: int | None
@@ -27,21 +27,16 @@ class Found:
 
 
 def search(
-    memory: Memory,
-    *,
-    start: int = 8,
-    guess: float = MB,
-    unit: int = 1,
-    told: Memory | None = None,
+    memory: Memory, *, start: int = 8, guess: float = MB, unit: int = 1, told: Memory | None = None
 ) -> Found:
-    """In a device of 16 GB.
+    """Search on a device of 16 GB.
 
     Args:
         memory: bytes for so many rows.
-        start: rows to begin with.
+        start: rows to try first.
         guess: bytes a row.
         unit: rows are multiples of it.
-        told: what a compiler says of rows that do not fit, if that is not what they need.
+        told: the compiler's answer for rows that do not fit, if it differs from their need.
     """
     asked: list[int] = []
 
@@ -64,7 +59,7 @@ def search(
 
 
 def resolution(rows: int, unit: int) -> int:
-    """The largest power of two of units that is at most a 32nd of the rows, or one unit."""
+    """Return the largest power of two of units up to 1/32 of the rows, or one unit."""
     step = unit
     while 2 * step * RESOLUTION <= rows:
         step *= 2
@@ -72,7 +67,7 @@ def resolution(rows: int, unit: int) -> int:
 
 
 def assert_sound(found: Found, memory: Memory, unit: int) -> None:
-    """What holds for any memory that grows with the rows."""
+    """Check what holds for any memory that grows with the rows."""
     assert len(set(found.asked)) == len(found.asked) <= MOST_QUESTIONS
     assert all(rows % unit == 0 and 0 < rows <= MOST_ROWS for rows in found.asked)
     fitting = [rows for rows in found.asked if memory(rows) <= CAPACITY]
@@ -192,7 +187,7 @@ def test_a_compiler_that_tells_too_little_does_not_hide_what_fits(
 UNITS = st.sampled_from([1, 2, 3, 7, 8, 64])
 STARTS = st.integers(1, 50_000)
 WRONG = st.floats(1e-3, 1e3)
-"""Times the slope: the guess at it."""
+"""Guess of the slope, as a multiple of it."""
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,4 +1,4 @@
-"""Plans of steps whose replicas have several devices, and of what each layout frees and costs."""
+"""Plans of steps whose replicas have several devices, and the cost of each layout."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from plan.test_plan import alone, host, in_process
+from plan.small_step import host
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -18,8 +18,6 @@ from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.memory_formula import memory_formula
 from replicax.plan.planned import Plan
 from replicax.plan.target import parse_target
-
-__all__ = ["alone", "in_process"]
 
 LAYERS, WIDTH = 4, 64
 LAYER = 2 * WIDTH * 4 * WIDTH
@@ -67,7 +65,7 @@ def test_devices_that_share_each_layer() -> None:
     # and its weight may be summed over both axes.
     assert sent["all-reduce", ("model",)].bytes - 2 * LAYERS * 8 * WIDTH * 4 in (0, 8)
     assert sent["all-reduce", ("data",)].bytes == found.formula.parameters + 8
-    assert found.traffic.least_bytes == 0  # nobody knows the least of activations
+    assert found.traffic.least_bytes == 0  # activations have no known minimum
     assert found.speed is not None
     assert found.speed.rows_per_second == pytest.approx(32 / found.speed.step.seconds)
     # The layers' products are shared, the first one is every device's.
@@ -81,7 +79,7 @@ def test_the_stages_of_a_pipeline() -> None:
     assert found.formula.parameters == 4 * (WIDTH * WIDTH + LAYERS * LAYER // 2)
     assert found.speed is not None
     assert found.speed.bubble == 1 / 5
-    # Of 6 ticks 5 go forward and 5 back, with 4 rows and 2 layers each.
+    # 5 of 6 ticks go forward and 5 back, with 4 rows and 2 layers each.
     products = 5 * 4 * (4 * WIDTH * WIDTH + 6 * 2 * LAYER)
     assert found.speed.flops == products
     assert found.traffic is not None
@@ -125,7 +123,7 @@ def test_between_hosts_the_state_may_be_split_inside_each() -> None:
     names = [each.change for each in found.alternatives]
     assert "layout=fsdp, fsdp=4" in names
     assert "stage=4, accumulate=16" in names
-    assert not any(name.startswith("model") for name in names)  # a compiler alone can tell
+    assert not any(name.startswith("model") for name in names)  # only a compiler knows
     one = rx.plan(step(), MODEL, rows(64), target="h100:8", changes={}, by_formula=True)
     assert [each.change for each in one.alternatives] == [
         "precision=bfloat16",

@@ -67,7 +67,7 @@ def test_a_mask_is_not_stored_where_it_can_be_made_again() -> None:
     def loss(model: Any, batch: Any, key: Any) -> jax.Array:
         return chain(model, batch, key, lambda x: jnp.maximum(x, 0))
 
-    # Each product's result and the relu's, which the next product reads; the last one's nobody.
+    # Each product's result and the relu's, which the next product reads; none reads the last.
     assert formula(loss).activations == 4 * ROWS * WIDTH * (2 * LAYERS - 1)
 
 
@@ -115,7 +115,7 @@ def test_in_bfloat16_activations_are_half_and_parameters_are_copied() -> None:
     found, wide = formula(precision="bfloat16"), formula()
     # The batch is converted too, and its copy stored.
     assert found.activations == (wide.activations + 4 * ROWS * WIDTH) / 2
-    # Of the first layer's weight no backward pass reads the copy: no gradient flows to the batch.
+    # No backward pass reads the copy of the first layer's weight: the batch has no gradient.
     assert found.compute_copy == PARAMETER_BYTES / 2 * (LAYERS - 1) / LAYERS
     assert found.gradient == wide.gradient  # the sums are wide
     on_cpu = formula(precision="bfloat16", platform="cpu")
@@ -190,7 +190,7 @@ def compare(model: Any, loss: Any, batch: Any, devices: int, **settings: Any) ->
 
 
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map"]))
-def test_a_step_of_ones_own_is_within_a_factor_of_two(mode: str) -> None:
+def test_a_custom_step_is_within_a_factor_of_two(mode: str) -> None:
     optimizer = optax.adamw(1e-3)
     begin = {"model": MODEL, "moments": jax.eval_shape(optimizer.init, MODEL)}
     batch = Array((8192, WIDTH), jnp.float32)

@@ -1,4 +1,4 @@
-"""The micro-batches in which a batch fits: as few as that, and without padding where it can be."""
+"""The number of micro-batches that makes a batch fit, without padding if possible."""
 
 import dataclasses
 from typing import Any

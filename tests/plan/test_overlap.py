@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,35 +29,26 @@ def test_nothing_to_send() -> None:
     assert step(0).efficiency == 1
 
 
-def test_hidden() -> None:
-    assert step(10, (3, 2, 5)) == StepTime(10, 10, 3, 0)
-
-
-def test_exposed_where_it_is_needed() -> None:
-    assert step(10, (3, 2, 4)) == StepTime(11, 10, 3, 1)
-
-
-def test_needed_at_once() -> None:
-    assert step(10, (3, 2, 2), (4, 6, 6)) == StepTime(17, 10, 7, 7)
-
-
-def test_exposed_at_the_end() -> None:
-    assert step(10, (3, 10, 10)) == StepTime(13, 10, 3, 3)
-    assert step(10, (3, 9, 99)) == StepTime(12, 10, 3, 2)
-
-
-def test_one_stream() -> None:
-    # The second starts when the first ends, at 7, and ends at 12.
-    assert step(10, (5, 2, 10), (5, 3, 10)) == StepTime(12, 10, 10, 2)
-
-
-def test_a_wait_delays_what_comes_after() -> None:
-    # Waits from 4 to 6, so the second is ready at 2 + 5 = 7 by the clock and ends at 10: in time.
-    assert step(10, (4, 2, 4), (3, 5, 8)) == StepTime(12, 10, 7, 2)
-
-
-def test_a_short_wait_within_a_longer_one_costs_nothing_more() -> None:
-    assert step(10, (4, 0, 1), (1, 0, 3)) == StepTime(13, 10, 5, 3)
+@pytest.mark.parametrize(
+    ("transfers", "expected"),
+    [
+        ([(3, 2, 5)], StepTime(10, 10, 3, 0)),
+        ([(3, 2, 4)], StepTime(11, 10, 3, 1)),
+        ([(3, 2, 2), (4, 6, 6)], StepTime(17, 10, 7, 7)),
+        ([(3, 10, 10)], StepTime(13, 10, 3, 3)),
+        ([(3, 9, 99)], StepTime(12, 10, 3, 2)),
+        # The second starts when the first ends, at 7, and ends at 12.
+        ([(5, 2, 10), (5, 3, 10)], StepTime(12, 10, 10, 2)),
+        # It waits from 4 to 6; the second is ready at 2 + 5 = 7 and ends at 10, in time.
+        ([(4, 2, 4), (3, 5, 8)], StepTime(12, 10, 7, 2)),
+        # A short wait within a longer one costs nothing more.
+        ([(4, 0, 1), (1, 0, 3)], StepTime(13, 10, 5, 3)),
+    ],
+)
+def test_transfers_are_hidden_until_they_are_needed(
+    transfers: list[tuple[float, float, float]], expected: StepTime
+) -> None:
+    assert step(10, *transfers) == expected
 
 
 def test_the_order_in_which_they_are_given_does_not_matter() -> None:
@@ -85,7 +77,7 @@ def _ticked(compute: int, transfers: list[tuple[int, int, int]]) -> int:
     left = [size for size, _, _ in queue]
     clock = computed = 0
     while True:
-        # Transfers of nothing are done as soon as it is their turn.
+        # Empty transfers are done as soon as it is their turn.
         done = 0
         while done < len(queue) and left[done] == 0 and queue[done][1] <= computed:
             done += 1

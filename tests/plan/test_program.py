@@ -1,4 +1,4 @@
-"""A step as a program: what is exported, for how many devices, and what cannot be."""
+"""A step as a program: its export, its device count, and steps that cannot be exported."""
 
 import itertools
 import re
@@ -69,9 +69,7 @@ def test_a_step_that_calls_back_to_the_host_is_refused(
         return jnp.dot(batch["x"], model)
 
     step = SmallStep(
-        rx.DataParallel(loss, optax.sgd(0.1), mode=mode),
-        jnp.ones(3),
-        {"x": jnp.ones((64, 3))},
+        rx.DataParallel(loss, optax.sgd(0.1), mode=mode), jnp.ones(3), {"x": jnp.ones((64, 3))}
     )
     with pytest.raises(ConfigError, match=r"calls back\b.*host .*callback"):
         program(step, devices, platform)

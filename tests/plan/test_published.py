@@ -23,7 +23,7 @@ NAMED = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def test_the_mean_error_of_what_is_public() -> None:
-    """Of the rows chosen beforehand, not of the further ones, which are easier."""
+    """Rows chosen in advance only; the later ones are easier."""
     complete = [row for row in ROWS if row.complete]
     assert mean_error([row for row in complete if row.chosen]) <= MOST_POINTS
     assert mean_error(complete) <= MOST_POINTS
@@ -45,7 +45,7 @@ def test_every_figure_has_a_source(row: Row) -> None:
 
 
 def test_models_have_their_published_sizes() -> None:
-    """By torchvision's documentation, and Meta's model cards."""
+    """Sizes from torchvision's documentation and Meta's model cards."""
     sizes = {
         138_357_544: vgg16(),
         25_557_032: resnet((3, 4, 6, 3)),

@@ -63,7 +63,7 @@ def test_the_kept_loss_is_the_same_loss() -> None:
     assert not computes_again(jax.make_jaxpr(jnp.sin)(1.0).jaxpr)
 
 
-def test_a_step_of_ones_own_that_computes_again_does_not_tell() -> None:
+def test_a_custom_step_with_recomputation_does_not_tell() -> None:
     policy = jax.checkpoint_policies.nothing_saveable
 
     def step(state: Any, batch: Any, key: Any) -> Any:

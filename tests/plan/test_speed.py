@@ -1,4 +1,4 @@
-"""The least time of a step, against arithmetic by hand on a chip that is made up."""
+"""The minimum time of a step, against arithmetic by hand on a made-up chip."""
 
 import dataclasses
 from typing import Any
@@ -15,14 +15,7 @@ from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
 from replicax.plan.memory_formula import MemoryFormula
-from replicax.plan.speed import (
-    Work,
-    known_dtype,
-    scaling,
-    speed,
-    work_by_formula,
-    work_of_schedule,
-)
+from replicax.plan.speed import Work, known_dtype, scaling, speed, work_by_formula, work_of_schedule
 from replicax.plan.target import Target, parse_target
 
 # 100 TFLOP/s in bfloat16 and 50 in float32, 1 TB/s of memory; 100 GB/s to the neighbour, at once.
@@ -136,7 +129,7 @@ def test_the_curves_go_through_the_target() -> None:
 
 
 def test_more_devices_pay_to_the_critical_batch_alone() -> None:
-    """Nothing is sent: what is left is that a large batch saves few steps."""
+    """Nothing is sent; the remaining loss is that a large batch saves few steps."""
     work = Work(8, 0.05, (), 5e12)
     mesh = abstract_mesh(4)
     free, bound = scaling(work, FOUR, mesh, None), scaling(work, FOUR, mesh, 320.0)

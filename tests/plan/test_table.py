@@ -1,4 +1,4 @@
-"""The screen of a plan: what stands on it, and that a terminal of 80 columns holds it."""
+"""The table of a plan: its contents, within 80 columns."""
 
 import re
 from dataclasses import replace
@@ -8,7 +8,7 @@ from plan.plans import ABOUT, FORMULA, GB, KINDS, SPEED, make_plan, need, scaled
 
 from replicax.plan.forecast import StepTime
 from replicax.plan.memory_formula import OnPaper
-from replicax.plan.plan_table import shown_counts, table
+from replicax.plan.plan_table import plan_table, shown_counts
 from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, Plan
 from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
@@ -24,13 +24,13 @@ KERNELS = "logits/dot_general 21% (compute), attention/softmax 14% (memory)"
 
 
 def assert_says(plan: Plan, /, **wanted: str) -> None:
-    """Assert all that stands beside words of the margin, in one line and without its columns.
+    """Assert the text beside words of the margin, joined to one line with single spaces.
 
-    `…` stands for any text without a number. Nothing: the word is not on the screen.
+    `…` stands for any text without a number; an empty text for a word that is not shown.
     """
     found: dict[str, str] = dict.fromkeys(wanted, "")
     word = ""
-    for text in table(plan):
+    for text in plan_table(plan):
         word = text[:7].strip() or word
         found[word] = " ".join([*found.get(word, "").split(), *text[7:].split()])
     for word, text in wanted.items():
@@ -40,7 +40,7 @@ def assert_says(plan: Plan, /, **wanted: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> None:
-    lines = table(KINDS[kind]())
+    lines = plan_table(KINDS[kind]())
     assert max(map(len, lines)) <= 80
     assert not any(text != text.rstrip() for text in lines)
     assert len(lines) <= 40 or kind == "huge"
@@ -62,7 +62,7 @@ def test_a_batch_that_fits() -> None:
         batch="up to 12 rows…3,072…16 GB…13…",
         speed="at best… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%"
         " 12 rows… 50 ms 40,960 41.9M 45% 51%",
-        # Of 50 ms 40 are computed, three quarters of them by arithmetic, and 10 waited.
+        # 40 of 50 ms are computed, 3/4 of them by arithmetic; 10 are waited.
         limit=f"arithmetic 60%, memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
         first="precision=bfloat16: …2.0…",
         memory=f"{MEMORY}, 11 GB compiled",
@@ -121,7 +121,7 @@ def test_by_formula_says_so_at_each_heading() -> None:
 
 
 def test_another_target() -> None:
-    # 84942979072 bytes, of which JAX takes three quarters; nobody to send to.
+    # 84942979072 bytes, of which JAX takes three quarters; one device sends nothing
     fits = "yes: 8 rows… 11 of 63.7 GB…JAX preallocates…84.9 GB"
     assert_says(KINDS["one device"](), fits=fits, sends="", scales="", pays="")
     unknown = KINDS["unknown chip"]()
@@ -167,7 +167,7 @@ def test_what_a_change_frees_and_a_step_sends() -> None:
     )
 
 
-def test_what_was_wished_and_measured() -> None:
+def test_desired_rows_and_measured_noise_are_shown() -> None:
     about = {**ABOUT, "accumulate": 4, "wished_rows": 1e9, "noise_scale": 512.0}
     batches = (BatchAdvice(2048, 1.0, 1.0, 1.25, 5.0),)
     plan = make_plan(about=about, device_hours=1234.6, batches=batches, on_paper=OnPaper(9.6e9, 3))
@@ -181,7 +181,7 @@ def test_what_was_wished_and_measured() -> None:
     )
 
 
-def test_what_a_replica_of_several_devices_is_told_by() -> None:
+def test_a_replica_of_several_devices_shows_its_axes() -> None:
     stages = Movement("collective-permute", 18, 10**8, 1e8, False, 0.0, ("stage",))
     models = Movement("all-reduce", 96, 10**9, 1.5e9, False, 0.0, ("model",))
     assert_says(
@@ -194,7 +194,7 @@ def test_what_a_replica_of_several_devices_is_told_by() -> None:
         ),
         plan=f"{MODEL} · data 32 · model 4 · stage 2",
         fits="yes: 8 rows…256…11…16.9 GB",
-        # Of 40 ms that compute, in steps of 50.
+        # of 40 ms that compute, in steps of 50
         limit="arithmetic 45%, pipeline bubble 20%, network 20% (10 ms), memory bandwidth 15%…:"
         f" {KERNELS}",
         change="…8 rows… unchanged 11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB",
@@ -213,6 +213,6 @@ def test_shown_counts_are_the_ends_the_target_and_what_lies_between(most: int) -
 
 @pytest.mark.parametrize("first", range(60, 72))
 def test_a_figure_stays_with_its_unit(first: int) -> None:
-    lines = table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
+    lines = plan_table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
     assert not any(text.endswith(("12.5", " 3")) for text in lines)
     assert "12.5 GB" in "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Targets as users write them: what each means, and what is wrong with the others."""
+"""Targets as users write them, and the errors of wrong ones."""
 
 from math import prod
 from types import SimpleNamespace
@@ -109,7 +109,7 @@ def test_what_libtpu_is_told() -> None:
         ("attached:8", ("write attached",)),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, said: tuple[str, ...]) -> None:
+def test_a_wrong_target_is_refused_in_one_line(text: str, said: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_target(text)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""What a step sends, against sums by hand and what XLA compiles."""
+"""Traffic of a step, against sums by hand and programs that XLA compiles."""
 
 import dataclasses
 import re
@@ -119,7 +119,7 @@ def test_the_advice_of_a_split_layout_is_not_another_mode() -> None:
     assert "shard_map" not in advice(MODES["jit"], LAYOUTS["fsdp"])
 
 
-# What XLA compiles for 8 CPU devices: a language model whose embedding is its output, too.
+# Programs compiled by XLA for 8 CPU devices: a language model with tied embeddings.
 ROWS, TOKENS, WORDS, WIDTH = 16, 4, 300, 32
 MODEL = {"table": jnp.ones((WORDS, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
 BATCH = {"tokens": np.ones((ROWS, TOKENS), np.int32)}

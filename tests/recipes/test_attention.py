@@ -16,7 +16,7 @@ from replicax.recipes.transformer import _attention as causal_attention
 from replicax.remat import products_and_attention
 
 BLOCKS = {256: 4, 64: 2, 37: 1, 1: 1}
-"""Of a number of tokens."""
+"""Number of blocks for a number of tokens."""
 
 
 def inputs(tokens: int, dtype: Any = jnp.float32) -> list[jax.Array]:
@@ -31,7 +31,7 @@ def with_gradients(q: jax.Array, k: jax.Array, v: jax.Array, weight: jax.Array) 
 
 
 def in_float64(*arrays: jax.Array) -> list[np.ndarray]:
-    """The same by the textbook: softmax of the scores, and its derivative written out."""
+    """Attention by the textbook: softmax of the scores, and its derivative written out."""
     q, k, v, weight = (np.moveaxis(np.asarray(x, np.float64), 1, 2) for x in arrays)
     scale = q.shape[-1] ** -0.5
     scores = np.where(np.tri(q.shape[2], dtype=bool), q @ k.swapaxes(2, 3) * scale, -np.inf)
@@ -55,7 +55,7 @@ def agree(found: Any, expected: Any, bound: float) -> None:
     for name, actual, wanted in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
         assert actual.shape == wanted.shape
-        # Of one token the weights are 1, whatever q and k are: their gradients are 0.
+        # With one token all weights are 1, so the gradients of q and k are 0.
         difference = np.abs(actual - wanted).max() / max(np.abs(wanted).max(), 0.1)
         assert difference <= bound, f"{name} differs by {difference:.1e}"
 
@@ -100,7 +100,7 @@ def test_large_scores_do_not_overflow() -> None:
     q, k, v, weight = inputs(64)
     found = jax.jit(with_gradients)(1e4 * q, 1e4 * k, v, weight)
     assert all(np.isfinite(each).all() for each in found)
-    # The largest score takes all the weight, up to what float32 says of scores near 1e8.
+    # The largest score takes all the weight, up to the precision of float32 near 1e8.
     chosen = np.abs(np.asarray(found[0])[:, :, None] - np.asarray(v)[:, None]).max(-1).min(2)
     assert (chosen < 1e-6).mean() > 0.99
 
@@ -172,6 +172,6 @@ def test_it_lowers_for_an_accelerator_without_one(platform: str, dtype: Any) -> 
     arrays = inputs(256, dtype)
     traced = jax.jit(with_gradients).trace(*arrays)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    # The whole of the scores in one product, and on a CPU a quarter of the queries.
+    # All scores in one product; on a CPU a quarter of the queries at a time.
     assert "tensor<2x3x256x256x" in text
     assert "tensor<2x3x256x256x" not in traced.lower(lowering_platforms=("cpu",)).as_text()

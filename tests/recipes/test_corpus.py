@@ -1,4 +1,4 @@
-"""Which files are text, in which order, what is skipped, and what is held out."""
+"""Text files: which are read, in which order, what is skipped, and what is held out."""
 
 import errno
 import os
@@ -33,11 +33,7 @@ def of(*contents: bytes) -> Corpus:
 
 
 def test_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = write(
-        tmp_path,
-        zipfile=b"no suffix",
-        json__test__test_json=b"a test",
-    )
+    library = write(tmp_path, zipfile=b"no suffix", json__test__test_json=b"a test")
     for name in ("b.py", "a/b.py", "a.py", "empty.py"):
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"" if name == "empty.py" else name.encode())
@@ -159,7 +155,7 @@ def test_what_cannot_be_read_is_an_error(
 
         return call
 
-    # Root, as which tests may run, is refused nothing.
+    # The tests may run as root, who may read everything.
     monkeypatch.setattr(Path, "open", refusing(Path.open))
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 

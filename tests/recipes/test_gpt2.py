@@ -1,4 +1,4 @@
-"""GPT-2 on a small text: it learns, counts what is text and nothing else, and reduces once."""
+"""GPT-2 on a small text: it learns, counts only text, and reduces once."""
 
 import math
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def test_padding_never_counts() -> None:
     )
     found, expected = step(params, other), step(params, batch)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # And text does.
+    # Text is.
     changed = batch | {"tokens": np.where(padding, batch["tokens"], 256 - batch["tokens"])}
     assert step(params, changed)[0][0] != expected[0][0]
 
@@ -129,7 +129,7 @@ def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     recipe = GPT2(data=texts, vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
     assert model["wte"]["weight"].shape == (400, 16)
-    # Tokens that are no token's are not drawn, however little the network knows.
+    # Ids without a token are never drawn, however untrained the network is.
     assert (recipe.after_training(model) or "").startswith("one")
 
 
@@ -281,11 +281,7 @@ def weights(folder: Path) -> list[object]:
         (text, ["--remat", "some"], ["'some'", "--remat", "selective"]),
         (text, ["--preset", "125m"], ["'125m'", "nano, 124m", "mean '124m'"]),
         (text, ["--init-from", "nowhere"], ["nowhere is not", ".safetensors"]),
-        (
-            weights,
-            [],
-            ["wte.weight is [300, 16]", "[257, 16]", "--vocab-size"],
-        ),
+        (weights, [], ["wte.weight is [300, 16]", "[257, 16]", "--vocab-size"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )

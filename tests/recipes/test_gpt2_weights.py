@@ -201,7 +201,7 @@ def test_a_file_of_another_kind_is_an_error(content: bytes | None, path: Path) -
 
 @EXHAUSTIVE
 def test_the_network_is_gpt2_as_published(tmp_path: Path) -> None:
-    """Logits and every gradient are those of an implementation that everybody uses."""
+    """Logits and gradients equal those of a widely used implementation."""
     how = "no torch and transformers to compare with: `make peers` installs them"
     torch = pytest.importorskip("torch", reason=how)
     transformers = pytest.importorskip("transformers", reason=how)

@@ -1,4 +1,4 @@
-"""Finding a recipe by its name, its file or its module, or being told what is missing."""
+"""Finding a recipe by name, file or module, and the errors when it is missing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a file below `tmp_path`, the working directory; what it loads is forgotten again."""
+    """Writes a file into the working directory; modules it loads are removed at the end."""
     modules, paths = dict(sys.modules), list(sys.path)
     monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Sampling, with networks simple enough to know what must come out."""
+"""Sampling from networks with known outputs."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ SHAPE = Shape(layers=1, heads=HEADS, width=16, context=40, vocab_size=VOCAB_SIZE
 
 @functools.cache
 def a_network() -> Params:
-    """One whose logits are far apart, so that the likeliest token is one by a margin."""
+    """A model whose logits are far apart."""
     return jax.tree.map(lambda leaf: 20 * leaf, transformer.init(SHAPE, jax.random.key(0)))
 
 
@@ -28,13 +28,13 @@ def network(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def successor(last: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Expects after each token the next, and after `last` the first."""
+    """Predicts after each token the next, and after `last` the first."""
     after = jnp.where(tokens == last, 0, tokens + 1)
     return 50.0 * jax.nn.one_hot(after, VOCAB_SIZE)
 
 
 def fixed(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Expects the same after any."""
+    """Predicts the same after any token."""
     return jnp.broadcast_to(logits, (*tokens.shape, *logits.shape))
 
 

@@ -1,4 +1,4 @@
-"""From files to rows of tokens, with every number told."""
+"""From files to rows of tokens, with the counts that are printed."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_bytes(folder: Path) -> None:
     assert targets(data.train) == [*LINE, 256] * 20
     assert targets(data.heldout) == [*b"held out", 256]
     assert data.train["tokens"].shape == (5, 101)
-    # Shorter than a context, and yet a row.
+    # shorter than a context, and still a row
     assert data.heldout["tokens"].shape == (1, 101)
     assert data.heldout["length"].tolist() == [8]
 
@@ -50,7 +50,7 @@ def test_bpe_learns_from_the_training_documents_alone(folder: Path) -> None:
     tokenizer = data.tokenizer
     held_out = targets(data.heldout)
     assert tokenizer.decode(held_out) == "held out"
-    # Its one pair that training has seen: "h" and "e".
+    # the only pair seen in training: "h" and "e"
     assert len(held_out) == len("held out") - 1 + 1
     assert tokenizer.decode(targets(data.train)) == LINE.decode() * 20
     assert tokenizer.name in data.source

@@ -1,4 +1,4 @@
-"""Encoding loses nothing and tells each token's bytes; what cannot promise that is refused."""
+"""Encoding is lossless and knows the bytes of each token; other tokenizers are refused."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ def document(text: str) -> Document:
 
 
 def agrees(tokenizer: Tokenizer, of: Document) -> np.ndarray:
-    """The ids, once they have proved to be what `Tokenizer` promises of them."""
+    """Return the ids, after checks of what `Tokenizer` promises."""
     ids = tokenizer.encode(of)
     assert ids.dtype == np.int32
     assert ids.ndim == 1

@@ -26,12 +26,7 @@ def parameters(shape: Shape) -> int:
 
 @pytest.mark.parametrize(
     ("preset", "count"),
-    [
-        ("124m", 124_439_808),
-        ("350m", 354_823_168),
-        ("774m", 774_030_080),
-        ("1.5b", 1_557_611_200),
-    ],
+    [("124m", 124_439_808), ("350m", 354_823_168), ("774m", 774_030_080), ("1.5b", 1_557_611_200)],
 )
 def test_the_presets_have_the_published_sizes(preset: str, count: int) -> None:
     recipe = GPT2(**GPT2.presets[preset])
@@ -127,7 +122,7 @@ def test_it_starts_as_gpt2_does() -> None:
         assert abs(float(jnp.mean(leaf))) < expected / 50, name
         draws.append(np.asarray(leaf).ravel()[: 128 * 128] / expected)
     assert not deviations
-    # Each its own draw, and each layer.
+    # Each dropout, and each layer, has its own draw.
     assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.05
     layers = np.asarray(params["h"]["mlp"]["c_fc"]["weight"]).reshape(8, -1)
     assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.05
@@ -171,7 +166,7 @@ def test_on_a_gpu_it_is_the_same_network_without_a_loop(remat: Any) -> None:
     found, straight, more = step(9.0, remat)
     assert "stablehlo.while" in loop
     assert "stablehlo.while" not in straight
-    assert more > 1.05 * least  # what is computed again is not taken for what is there already
+    assert more > 1.05 * least  # recomputed values differ from the stored ones
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
 

@@ -1,4 +1,4 @@
-"""A bit flipped at random in a run that is audited, and what came of it: shared with benchmarks."""
+"""Random bit flips in an audited run, and their outcomes: shared with benchmarks."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ SUBJECTS = (
     ("nnx with dropout", "jit"),
     ("equinox", "shard_map"),
 )
-"""A case and a mode: what is trained, and how."""
+"""A case and a mode."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Trial:
     byte: int
     bit: int
     step: int
-    """Before which it happened."""
+    """Step before which the bit was flipped."""
     outcome: str
     """`detected`, in time and the device named; `healed`, where all devices held the same bits at
     the next audit; anything else is a failure, in words."""
@@ -95,7 +95,7 @@ class Subject:
 
 
 def _outcome(trial: Trial, differing: list[list[str]], message: str) -> str:
-    """Judged by what was audited, compared byte by byte."""
+    """Judge an outcome by the audited states, compared byte by byte."""
     due = -(-trial.step // AUDIT_EVERY) * AUDIT_EVERY
     good = due - AUDIT_EVERY
     last = next((each for each in reversed(differing) if each), [])  # not those of a replay
@@ -113,7 +113,7 @@ def _outcome(trial: Trial, differing: list[list[str]], message: str) -> str:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[list[str]]]:
-    """The leaves that differ, of each state that is fingerprinted."""
+    """Return the leaves that differ, for each fingerprinted state."""
     take = Fingerprint.take
     found: list[list[str]] = []
 
@@ -126,7 +126,7 @@ def _watched() -> Iterator[list[list[str]]]:
 
 
 def differing(state: Any) -> list[str]:
-    """Paths of the replicated leaves of which devices hold different bytes."""
+    """Return the paths of the replicated leaves that differ between devices."""
     return [
         name
         for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)

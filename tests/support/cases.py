@@ -1,4 +1,4 @@
-"""Models of every kind with a batch, a loss, and what may differ: the subjects of parity tests."""
+"""Models of every kind with a batch and a loss: the subjects of parity tests."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CLASSES = 3
 
 
 def first_key() -> jax.Array:
-    """Made when it is used: a process of a job joins before JAX starts."""
+    """Made on first use: a process of a job joins before JAX starts."""
     return jax.random.key(0)
 
 
@@ -173,16 +173,16 @@ CASES = {
     "mlp": _recipe(_SMALL_MLP, _SMALL_MLP.train_source()),
     "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
-    "gpt2": Case(  # the recipe's own model would look for a text
+    "gpt2": Case(  # the recipe's model would look for a text
         lambda: transformer.init(_SMALL_GPT2, first_key()),
         GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context).loss,
         _text(_SMALL_GPT2.context, _SMALL_GPT2.vocab_size),
     ),
 }
-"""Without Dropout, whose masks the per-replica modes draw for each replica."""
+"""Without Dropout, whose masks differ between replicas in the per-replica modes."""
 
 DROPOUT_CASES = {
     "nnx": Case(lambda: NNXNetwork(0.5, nnx.Rngs(0)), _nnx_loss, _vectors()),
     "cnn": _recipe(CNN(dropout=0.5), _images()),
 }
-"""With Dropout: for the modes in which every device count draws the same masks."""
+"""With Dropout: for modes in which every device count draws the same masks."""

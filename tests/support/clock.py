@@ -1,4 +1,4 @@
-"""A clock that the tests set, and a look at what a thread does."""
+"""A fake clock, and a check of what a thread does."""
 
 import dataclasses
 import queue
@@ -20,7 +20,7 @@ class Clock:
 
 
 def is_waiting(thread: threading.Thread) -> bool:
-    """Whether `thread` is inside `Queue.get`."""
+    """Return whether `thread` is inside `Queue.get`."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_code is queue.Queue.get.__code__:

@@ -141,7 +141,7 @@ class Run:
         return float((self.folder / "injected").read_text())
 
     def left(self) -> list[int]:
-        """Processes of this trial that are still running."""
+        """Return the processes of this trial that still run."""
         return find_marked(self.marker)
 
     def clear(self) -> None:
@@ -153,7 +153,7 @@ class Run:
 
 
 def find_marked(marker: str) -> list[int]:
-    """Living processes with `marker` in their environment."""
+    """Return the living processes with `marker` in their environment."""
     wanted = f"{MARKER}={marker}".encode()
     found = []
     for folder in Path("/proc").iterdir():

@@ -17,7 +17,7 @@ from replicax.cluster.link import Link
 from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import meet
 from replicax.cluster.secret import Secret
-from replicax.cluster.watchdog import LoopProgress, Timeouts, Verdict
+from replicax.cluster.watchdog import LoopProgress, StuckVerdict, Timeouts
 from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.ground.in_flight import InFlight
 
@@ -54,7 +54,7 @@ class Process:
         self, process: int, wire: Connection, go: Go, timeouts: Timeouts, over: threading.Event
     ) -> None:
         self.process, self.go, self.wire, self._over = process, go, wire, over
-        self.stopped: Future[Verdict] = Future()
+        self.stopped: Future[StuckVerdict] = Future()
         progress = LoopProgress(InFlight())
         self.link = Link(wire, process, go.names, timeouts, progress, self.stopped.set_result)
         self.job = Linked(place(process, self.link.processes, 0), self.link)

@@ -23,7 +23,7 @@ def runner(capsys: pytest.CaptureFixture[str]) -> Main:
 
 
 def one_line(err: str) -> str:
-    """The one line on standard error that a user error is."""
+    """Return the single line on standard error that a user error is."""
     assert "Traceback" not in err
     (line,) = err.splitlines()
     assert line.startswith("replicax: ")
@@ -31,7 +31,7 @@ def one_line(err: str) -> str:
 
 
 def refusal(main: Main, *arguments: object) -> str:
-    """The one line that says what is wrong with a flag or a configuration: exit code 2."""
+    """Return the error of a wrong flag or configuration: one line, exit code 2."""
     code, _, err = main(*arguments)
     assert code == 2
     return one_line(err)

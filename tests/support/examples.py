@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TRAINABLE = {"lora": nnx.LoRAParam, "frozen_backbone": "head"}
 RANDOM = {"vae"}
-"""Their draws are those of a batch's shape, and in per-replica modes each replica's own."""
+"""Examples whose random draws depend on the batch's shape, and on the replica."""
 WHOLE = {*RANDOM, "equinox_state"}
 """Compared in mode `jit` alone, in batches without padding, which BatchNorm would average too."""
 Metrics = dict[str, float]
@@ -48,7 +48,7 @@ def batch_size(name: str, example: Any) -> int:
 
 
 def orders(name: str, example: Any) -> Iterator[np.ndarray]:
-    """The rows of each batch, in order, epoch after epoch; of 32 rows, every third has 20."""
+    """Yield the rows of each batch, in order; every third batch of 32 has 20."""
     count, size = len(jax.tree.leaves(example.rows())[0]), batch_size(name, example)
     assert name in WHOLE or count % size == 20
     for _ in range(EPOCHS):
@@ -60,7 +60,7 @@ def has_own_step(example: Any) -> bool:
 
 
 def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> list[Metrics]:
-    """The losses of plain JAX on one device; all metrics of a step of the example's own."""
+    """Return the losses of plain JAX on one device; for a custom step all metrics."""
     rows = example.rows()
     batches = [
         jax.tree.map(lambda leaf, part=part: leaf[part], rows)
@@ -92,18 +92,14 @@ def told(metrics: Any) -> Metrics:
 def with_replicax(
     name: str, example: Any, source: Any, mode: str, devices: int, *, shuffle: bool = False
 ) -> tuple[list[Metrics], list[np.ndarray]]:
-    """The metrics in `mode` on so many devices, and the rows of each batch."""
+    """Return the metrics in `mode` on so many devices, and the rows of each batch."""
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     if has_own_step(example):
         dp = rx.DataParallel(step=example.step, mesh=mesh, mode=mode)
         state = dp.init(example.state())
     else:
         dp = rx.DataParallel(
-            example.loss,
-            example.optimizer(),
-            mesh=mesh,
-            mode=mode,
-            trainable=TRAINABLE.get(name),
+            example.loss, example.optimizer(), mesh=mesh, mode=mode, trainable=TRAINABLE.get(name)
         )
         state = dp.init(example.model())
     found, order = [], []
@@ -116,7 +112,7 @@ def with_replicax(
 
 
 def largest_difference(found: list[Metrics], expected: list[Metrics]) -> float:
-    """The largest difference between losses, as a part of the loss."""
+    """Return the largest relative difference between losses."""
     mine, theirs = (np.asarray([each["loss"] for each in losses]) for losses in (found, expected))
     return float(np.max(np.abs(mine - theirs) / np.abs(theirs)))
 
@@ -130,7 +126,7 @@ def plain_lines(name: str) -> int:
 
 
 def lines_of_own_step(name: str) -> int:
-    """Lines of the example's own step, 0 where it has none."""
+    """Count the lines of the example's custom step; 0 without one."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     steps = re.findall(r"^def step\(.*\n(?:(?: .*)?\n)*", text, re.MULTILINE)
     return sum(bool(line.strip()) for step in steps for line in step.splitlines())

@@ -54,7 +54,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def inject() -> None:
-    """What goes wrong between two steps."""
+    """Inject the fault between two steps."""
     went_wrong()
     if FAULT == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,7 +69,7 @@ def inject() -> None:
 
 
 def wait_for_intruders() -> None:
-    """Stand still until those who do not belong here have been tried."""
+    """Stand still until the intruders have tried to join."""
     (FOLDER / f"waiting-{ME}").touch()
     while not (FOLDER / "go-on").exists():
         time.sleep(0.01)

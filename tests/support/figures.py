@@ -1,4 +1,4 @@
-"""The numbers of a text, so that a test need not hold its words."""
+"""The numbers of a text, so that a test need not repeat its words."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`rx.fit` of a line: a step that compiles soon, and rows of any number."""
+"""`rx.fit` of a line: a step that compiles fast, and any number of rows."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def line(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Rows of the line that the model is to find."""
+    """Return rows of the line to fit."""
     x = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
     return {"x": x, "y": 2 * x + 1}
 
@@ -29,12 +29,12 @@ def model() -> dict[str, jax.Array]:
 
 
 def fit(dp: rx.DataParallel, source: Any = None, **settings: Any) -> rx.Fit:
-    """`rx.fit` of a new state on a line of 40 rows, where no other source is given."""
+    """Fit a new state, by default to a line of 40 rows."""
     source = line(40) if source is None else source
     settings = grouped({"batch_size": 16, "progress": False, **settings})
     return rx.fit(dp, dp.init(model()), source, **settings)
 
 
 def threads() -> list[threading.Thread]:
-    """Threads that prefetch batches."""
+    """Return the threads that prefetch batches."""
     return [thread for thread in threading.enumerate() if thread.name == "replicax-prefetch"]

@@ -23,13 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "jax",
-    "jax.experimental.multihost_utils",
-    "optax",
-    "orbax.checkpoint",
-    "replicax",
-)
+PRELOADED = ("jax", "jax.experimental.multihost_utils", "optax", "orbax.checkpoint", "replicax")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -150,7 +144,7 @@ class ForkServer:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Fork as ordered; returns in what was forked, with its command in `sys.argv`."""
+    """Fork as ordered; returns in the child, with its command in `sys.argv`."""
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(False)
@@ -200,7 +194,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _become(order: dict[str, Any]) -> None:
-    """In what was forked: a session, files, environment and arguments of its own."""
+    """Set up the child: session, files, environment and arguments."""
     os.setsid()
     for path, number in ((order["out"], 1), (order["err"], 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

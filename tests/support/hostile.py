@@ -1,4 +1,4 @@
-"""Run folders, configurations, command lines and environments that nobody should have."""
+"""Broken run folders, configurations, command lines and environments."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ ENVIRONMENTS = {
     "HOME": ("", "/nowhere"),
     "TMPDIR": ("/nowhere",),
     "JAX_PLATFORMS": ("cpu", "nonsense"),
-    "JAX_NUM_CPU_DEVICES": ("0", "3"),  # else it is JAX that refuses it, while it is imported
+    "JAX_NUM_CPU_DEVICES": ("0", "3"),  # otherwise JAX refuses it at import
     "XLA_FLAGS": ("--nonsense", "nonsense"),
     "MPLBACKEND": ("nonsense",),
     "MALLOC_MMAP_MAX_": ("x",),
@@ -67,7 +67,7 @@ def make_run(at: Path) -> None:
 
 
 def trial(kind: str, seed: int, original: Path, at: Path) -> str | None:
-    """Do the `seed`th thing of `kind`; what is wrong with how it ended, or None."""
+    """Do the `seed`th thing of `kind`; returns what is wrong with its end, or None."""
     chance = random.Random(f"{kind} {seed}")
     shutil.copytree(original, at, symlinks=True)
     started = time.monotonic()
@@ -89,7 +89,7 @@ def trial(kind: str, seed: int, original: Path, at: Path) -> str | None:
 
 
 def _folder(chance: random.Random, at: Path) -> tuple[str, int, str]:
-    """Something else stands where a file of a run should be."""
+    """Put something else in place of a file of a run."""
     files = [path for path in (at / "runs/a").rglob("*") if path.is_file()]
     small = [path for path in files if "/state/" not in path.as_posix()]
     done = []
@@ -195,7 +195,7 @@ KINDS: dict[str, Callable[[random.Random, Path], tuple[str, int, str]]] = {
 
 
 def _in_process(command: list[str], at: Path) -> tuple[int, str]:
-    """The exit code and standard error of the command, run in `at`."""
+    """Run the command in `at`; returns its exit code and standard error."""
     printed = io.StringIO()
     with (
         contextlib.chdir(at),

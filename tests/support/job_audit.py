@@ -15,7 +15,7 @@ from replicax.cluster.failure import end
 
 
 def main() -> None:
-    """Twelve steps with an audit every four; the weights' norm at the end."""
+    """Take twelve steps with an audit every four; returns the norm of the weights."""
     job = rx.initialize(verbose=False)
     process, step, on_divergence = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
@@ -25,14 +25,7 @@ def main() -> None:
     change = partial(flip_leaf, leaf=leaf, device=device, byte=5, bit=6)
     audit = rx.Audit(4, on_divergence)
     with before_step(step, change):
-        result = rx.fit(
-            dp,
-            state,
-            DATA,
-            batch_size=16,
-            steps=12,
-            hooks=[audit],
-        )
+        result = rx.fit(dp, state, DATA, batch_size=16, steps=12, hooks=[audit])
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
     print(f"norm {norm!r} after {audit.restores} restores", flush=True)
 

@@ -21,7 +21,7 @@ def source(epoch: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """What was skipped, and the weights' norm after each epoch."""
+    """Return the skipped steps, and the norm of the weights after each epoch."""
     job = rx.initialize(verbose=False)
     dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
     state = dp.init(model())

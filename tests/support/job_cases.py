@@ -1,4 +1,4 @@
-"""Trains the cases below; process 0 writes what came out. With `PATH`, as a job of processes.
+"""Trains the cases below; process 0 writes the results.
 
 Imported, it gives the same results on the devices at hand.
 """
@@ -65,17 +65,11 @@ def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
     last = {name: float(value) for name, value in metrics.items()}
     known = dp.feed(source, BATCH)
     told = {"rows": known.source.rows, "padding": known.padding}
-    return {
-        "weights": weights,
-        "last": last,
-        "evaluated": evaluated,
-        "rows": rows,
-        "told": told,
-    }
+    return {"weights": weights, "last": last, "evaluated": evaluated, "rows": rows, "told": told}
 
 
 def train_network(mesh: Any = None, job: Job | None = None) -> list[float]:
-    """The weights of an NNX network with Dropout, which holds random keys, after an epoch."""
+    """Return the weights of an NNX network with Dropout and its random keys, after an epoch."""
 
     def network_loss(network: Any, batch: Any, key: Any) -> Any:
         return (network(batch["x"])[:, 0] - batch["y"]) ** 2
@@ -104,7 +98,7 @@ class Rows:
 
 
 def own_batches(process: int) -> Iterator[dict[str, np.ndarray]]:
-    """What process `process` reads by itself."""
+    """Yield the batches that process `process` reads."""
     first = sum(UNEVEN[0]) * process
     for rows in UNEVEN[process]:
         yield {name: leaf[first : first + rows] for name, leaf in DATA.items()}
@@ -112,14 +106,14 @@ def own_batches(process: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 class Own:
-    """A loader that can be read again."""
+    """A loader that can be iterated again."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return own_batches(jax.process_index())
 
 
 def joined_batches() -> list[dict[str, np.ndarray]]:
-    """The batches of both processes, side by side, for one process that has it all."""
+    """Return the batches of both processes, joined for one process."""
     parts: list[list[dict[str, np.ndarray]]] = [list(own_batches(process)) for process in (0, 1)]
     joined = []
     for number in range(max(map(len, parts))):
@@ -129,7 +123,7 @@ def joined_batches() -> list[dict[str, np.ndarray]]:
 
 
 def own_arrays() -> dict[str, np.ndarray]:
-    """The rows that this process has in memory: 35 or 16."""
+    """Return the rows that this process has in memory: 35 or 16."""
     cut = slice(0, 35) if jax.process_index() == 0 else slice(35, None)
     return {name: leaf[cut] for name, leaf in DATA.items()}
 
@@ -150,7 +144,7 @@ CASES: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def reductions(job: Job) -> list[str]:
-    """The shape of each reduction in a step of mode `shard_map`."""
+    """Return the shape of each reduction in a step of mode `shard_map`."""
     dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
     compiled = dp.lower(model(), {name: leaf[:BATCH] for name, leaf in DATA.items()}).compile()
     return [
@@ -159,7 +153,7 @@ def reductions(job: Job) -> list[str]:
 
 
 def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
-    """Predictions for rows in one memory, and in that of each process."""
+    """Predict rows in one memory, and in that of each process."""
 
     def predicted(model: Any, batch: Any, key: Any) -> Any:
         out = jnp.tanh(batch["x"] @ model["in"]) @ model["out"]
@@ -178,7 +172,7 @@ def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
 
 
 def custom_step(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
-    """An epoch of a step of one's own: its state, and what it told."""
+    """Train an epoch with a custom step; returns its state and metrics."""
     optimizer = optax.adam(1e-2)
 
     def step(state: Any, batch: Any, key: Any) -> Any:
@@ -208,12 +202,12 @@ MORE: dict[str, Callable[[Job], Any]] = {
     "reductions": reductions,
     "network": lambda job: train_network(job=job),
     "predictions": lambda job: predict(job=job),
-    "own step": lambda job: custom_step(job=job),
+    "custom step": lambda job: custom_step(job=job),
 }
 
 
 def main(path: str, *names: str) -> None:
-    """As one process of a job."""
+    """Run as one process of a job."""
     job = rx.initialize(verbose=False)
     results = {name: (CASES | MORE)[name](job) for name in names}
     if jax.process_index() == 0:

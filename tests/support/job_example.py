@@ -1,7 +1,7 @@
-"""A program with an `rx.Run`, killed where it is told to: `PROGRAM STEP SECONDS FLAGS...`.
+"""Runs a program with an `rx.Run` and kills it: `PROGRAM STEP SECONDS FLAGS...`.
 
-SIGKILL comes at the dispatch of `STEP`, and `SECONDS` after the run has begun if that is earlier;
-0 stands for never. A run that ends prints `{"state": digest, "hooks": ..., "records": ...}` last.
+SIGKILL comes at the dispatch of `STEP`, or `SECONDS` after the start if that is earlier; 0 is
+never. A run that ends prints `{"state": digest, "hooks": ..., "records": ...}` last.
 """
 
 import json

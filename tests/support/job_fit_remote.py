@@ -1,4 +1,4 @@
-"""`fit` in a job, into an object store: `OBJECTS STEPS`; tells whether it ends as one without."""
+"""`fit` in a job with an object store: `OBJECTS STEPS`; compares the end with a run without one."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ import replicax as rx
 
 
 def main() -> None:
-    """Train as far as `STEPS`, from where the run in the store stands."""
+    """Train up to `STEPS`, from the newest checkpoint in the store."""
     job = rx.initialize(verbose=False)
     register(Path(sys.argv[1]))
     dp = rx.DataParallel(loss, optax.adamw(1e-3), job=job)

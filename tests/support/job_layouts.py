@@ -1,4 +1,4 @@
-"""Trains with the layouts below; process 0 of a job writes what came out to `PATH`."""
+"""Trains with the layouts below; process 0 of a job writes the results to `PATH`."""
 
 import sys
 from typing import Any
@@ -41,7 +41,7 @@ def flat(tree: Any) -> dict[str, np.ndarray]:
 
 
 def main(path: str) -> None:
-    """As one process of a job."""
+    """Run as one process of a job."""
     job = rx.initialize(verbose=False)
     found: dict[str, Any] = {}
     for name, case in CASES.items():

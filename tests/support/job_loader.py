@@ -24,7 +24,7 @@ class Loader:
 
 
 def main() -> None:
-    """Train an epoch, or as far as it goes; exit with what `fit` says."""
+    """Train an epoch at most; exits with the code of `fit`."""
     job = rx.initialize(verbose=False)
     folder, stop, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dp = rx.DataParallel(loss, optax.sgd(1e-3), job=job)

@@ -1,4 +1,4 @@
-"""Batches that a loop of its own passes to `dp.step` and others, in a job; prints what came out."""
+"""Batches that a hand-written loop passes to `dp.step` and others, in a job; prints the results."""
 
 from typing import Any
 

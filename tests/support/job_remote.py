@@ -19,7 +19,7 @@ from replicax.train.places import place
 
 
 def made() -> TrainState:
-    """A state of which each process has a part."""
+    """Return a state of which each process holds a part."""
     mesh = rx.make_mesh()
     split, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["data"], []))
 
@@ -32,7 +32,7 @@ def made() -> TrainState:
 
 
 def main() -> None:
-    """Save, restore, and hold one against the other."""
+    """Save, restore and compare."""
     job = rx.initialize(verbose=False)
     register(Path(sys.argv[1]))
     state, folder = made(), place("s3://bucket/run/checkpoints")

@@ -1,4 +1,4 @@
-"""`fit` in a job, with what each step used: `FOLDER MODE STEPS STOP`; STOP 0 for none.
+"""`fit` in a job that records the rows of each step: `FOLDER MODE STEPS STOP`; STOP 0 for none.
 
 Process 0 writes `FOLDER/told.jsonl`, an object a step, and `FOLDER/params.npz` at the end.
 """
@@ -19,7 +19,7 @@ import replicax as rx
 
 
 def watch(told: Any, stop: int) -> None:
-    """Have each step write which examples it uses, and one of them be the last."""
+    """Write the examples of each step, and stop after one of them."""
     step = rx.DataParallel.step
 
     def told_step(dp: rx.DataParallel, state: rx.TrainState, batch: Any) -> Any:
@@ -40,7 +40,7 @@ def watch(told: Any, stop: int) -> None:
 
 
 def main() -> None:
-    """Train, as far as it goes; `fit` exits with 75 after SIGTERM."""
+    """Train; `fit` exits with 75 after SIGTERM."""
     job = rx.initialize(verbose=False)
     folder, mode, steps, stop = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     dp = rx.DataParallel(loss, optax.adamw(1e-3), mode=mode, job=job)

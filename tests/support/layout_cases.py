@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def _tower() -> Any:
-    """Layers in a stack, between an input and an output of their own."""
+    """Stacked layers between an input and an output layer."""
     keys = jax.random.split(jax.random.key(7), 3)
     return {
         "in": jax.random.normal(keys[0], (6, 16)) / 3,
@@ -66,12 +66,12 @@ RULES: dict[str, list[tuple[str, P]]] = {
     "tower": [("kernel", P("stage", None, "model")), ("layers", P("stage")), ("in", P("model"))],
 }
 RULES["weighted"] = RULES["pytree"]
-"""Rules over the axes `model` and `stage`; the rest is whole."""
+"""Rules over the axes `model` and `stage`; other parameters are whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A mode, what is split over the replicas, a mesh, and the order of micro-batches in stages."""
+    """A mode, a layout, a mesh, and the order of micro-batches in stages."""
 
     mode: str
     layout: str
@@ -89,7 +89,7 @@ class Setup:
 
     @property
     def by_rules(self) -> bool:
-        """Whether devices lie along an axis that only rules split something over."""
+        """Return whether several devices share an axis that only rules use."""
         return any(name in ("model", "stage") for name, _ in self.axes)
 
 
@@ -119,7 +119,7 @@ def data_parallel(
 
 
 def train(model: str, setup: Setup, accumulate: int = 1, job: Job | None = None) -> dict[str, Any]:
-    """The first gradient, metrics of the first step and the last, and what STEPS lead to."""
+    """Return the first gradient, metrics of the first and last step, and the final state."""
     case, dp = MODELS[model], data_parallel(model, setup, accumulate, job)
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(dp.mesh, P()))
     given = case.model()

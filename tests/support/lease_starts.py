@@ -1,4 +1,4 @@
-"""Starts of a run that hold its lease, for the tests of it."""
+"""Starts of a run that hold its lease."""
 
 import socket
 import subprocess
@@ -12,8 +12,8 @@ import replicax
 from replicax.errors import RunInUseError
 from replicax.train.lease import take_lease
 
-# Without `replicax/__init__.py`, which loads jax: a second of each process, and threads that a fork
-# must not meet.
+# Without `replicax/__init__.py`, which loads jax: a second for each process, and threads
+# that a fork must not meet.
 PRELUDE = f"""
 import os, sys, time, types
 package = types.ModuleType("replicax")
@@ -62,7 +62,7 @@ class Start:
 
 
 def move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on this process is on another host."""
+    """Make this process appear to be on another host."""
     monkeypatch.setattr(socket, "gethostname", lambda: "other-host")
 
 
@@ -79,7 +79,7 @@ def refused(run: Path) -> str:
 
 
 class Watch:
-    """The seconds that a block took, and those that it chose to wait, however busy the machine."""
+    """Measures the seconds of a block, and those that it slept."""
 
     seconds = slept = 0.0
 

@@ -1,4 +1,4 @@
-"""The training of `examples/` on one device in plain JAX, as short as it gets.
+"""The training of `examples/` on one device in plain JAX, as short as possible.
 
 Each is a generator of losses, `custom_step` of metrics; `docs/examples.md` counts its lines without
 the `yield`.
@@ -151,7 +151,7 @@ def custom_step(step: Any, state: Any, batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def plain_forms(number: Any) -> Any:
-    """Return what stands for `rx` in a step of one's own: one device, rows without padding."""
+    """Return a stand-in for `rx` in a custom step: one device, rows without padding."""
     return SimpleNamespace(
         value_and_grad=_means_and_gradient,
         mean=partial(jax.tree.map, partial(jnp.mean, axis=0)),

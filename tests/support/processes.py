@@ -26,7 +26,7 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
+    """Return a free port of 127.0.0.1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -77,7 +77,7 @@ def run_job(
 
 @functools.cache
 def _server() -> ForkServer:
-    """One for all jobs that this process starts, with what they import."""
+    """Return the server that forks all jobs of this process."""
     path = os.pathsep.join([str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = ForkServer(
         {**os.environ, "PYTHONPATH": path}, (*PRELOADED, "flax.nnx", "replicax.cli")

@@ -18,7 +18,7 @@ _MOST_BYTES = 2 << 30
 
 
 def prune() -> None:
-    """Remove the programs that were not read for longest, down to the limit."""
+    """Remove the least recently read programs, down to the limit."""
     entries = [(path, path.stat()) for path in FOLDER.glob("*-cache")]
     total = sum(about.st_size for _, about in entries)
     for path, about in sorted(entries, key=lambda entry: entry[1].st_atime):

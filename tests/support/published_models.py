@@ -35,7 +35,7 @@ def resnet(blocks: tuple[int, int, int, int]) -> list[Layer]:
 
 
 def even(parameters: float, layers: int) -> list[Layer]:
-    """A model known by its size and depth alone, as equal layers."""
+    """Return a model as equal layers, from its size and depth alone."""
     return [Layer(round(parameters / layers), 1.0)] * layers
 
 

@@ -1,4 +1,4 @@
-"""Published scaling figures, and what the forecast says of each from public parameters alone.
+"""Published scaling figures, and their forecasts from public parameters alone.
 
 The rows are shared by `tests/plan/test_published.py` and `benchmarks/published.py`. Nothing here is
 fitted: every row goes through the same code with the same constants, and what differs between rows

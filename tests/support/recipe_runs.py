@@ -1,4 +1,4 @@
-"""Runs of `replicax train` that take a second, and what they ended as."""
+"""Short runs of `replicax train`, and their results."""
 
 import dataclasses
 from pathlib import Path

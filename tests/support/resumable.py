@@ -1,4 +1,4 @@
-"""Runs that end anywhere and are gone on with, beside the same ones undisturbed."""
+"""Runs that stop anywhere and are resumed, compared with undisturbed ones."""
 
 import contextlib
 import json
@@ -28,11 +28,11 @@ _TIMED = ("seconds", "rows_per_second", "input_wait_fraction")
 
 
 class CrashError(Exception):
-    """Ends a run where a kill would."""
+    """Ends a run as a kill would."""
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
-    """Of a regression whose inputs are disturbed while it is trained."""
+    """The loss of a regression with noisy inputs."""
     x = batch["x"]
     if key is not None:
         x = x * jax.random.bernoulli(key, 0.8, x.shape[1:])
@@ -41,14 +41,14 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def model() -> dict[str, jax.Array]:
-    """Dims that 8 divides, so that every layout can split it."""
+    """Return a model with dims that 8 divides, so that every layout can split it."""
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape) / 4, jnp.float32)  # noqa: E731
     return {"hidden": draw(8, 16), "out": draw(16, 8)}
 
 
 def rows(count: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:
-    """Inputs and what is wanted of them."""
+    """Return inputs and targets."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(count, 8)).astype(np.float32)
     return {"x": x, "y": np.roll(x, 1, axis=1)}
@@ -64,7 +64,7 @@ def data_parallel(
 
 
 def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.Fit:
-    """`rx.fit` of the model above; saved every third step, where there is a folder."""
+    """Run `rx.fit` of the model above; with a folder, save every third step."""
     wanted: dict[str, Any] = {"source": rows(), "batch_size": BATCH, "progress": False}
     if "steps" not in settings:
         wanted["epochs"] = EPOCHS
@@ -76,7 +76,7 @@ def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.
 
 
 def settle() -> None:
-    """Wait for all saves that go on in the background."""
+    """Wait for all background saves."""
     for thread in threading.enumerate():
         if "(_finish)" in thread.name:
             thread.join()
@@ -84,7 +84,7 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def crashing(at: int, of: str = "step") -> Iterator[None]:
-    """Within this context a run ends once `at` steps are done: before its next step, or `of`."""
+    """End a run within this context after `at` steps, before its next step or `of`."""
     whole = getattr(DataParallel, of)
 
     def crash(self: DataParallel, state: TrainState, *arguments: Any, **more: Any) -> Any:
@@ -101,7 +101,7 @@ def crashing(at: int, of: str = "step") -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(seen: list[tuple[int, list[int]]]) -> Iterator[None]:
-    """Within this context `seen` gets each step, and the indices of its real rows."""
+    """Append each step and the indices of its real rows to `seen` within this context."""
     whole = DataParallel.step
 
     def watched(self: DataParallel, state: TrainState, batch: Any) -> Any:
@@ -115,7 +115,7 @@ def watching(seen: list[tuple[int, list[int]]]) -> Iterator[None]:
 
 
 def bits(state: TrainState) -> dict[str, bytes]:
-    """Of every array."""
+    """Return the bytes of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {
         jax.tree_util.keystr(path): np.asarray(numbers(leaf)).tobytes() for path, leaf in leaves
@@ -123,17 +123,17 @@ def bits(state: TrainState) -> dict[str, bytes]:
 
 
 def told(records: list[Record]) -> list[dict[str, Any]]:
-    """The records, without what the clock says; in order where they are read equally late."""
+    """Return the records without times; sorted, since they may be read equally late."""
     return untimed([record.to_json() for record in records])
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
-    """Those of `records.jsonl`."""
+    """Return the records of `records.jsonl` without times."""
     return untimed((folder / "records.jsonl").read_text().splitlines())
 
 
 def untimed(lines: list[str]) -> list[dict[str, Any]]:
-    """Records that were written as `lines`, without what the clock says."""
+    """Return records from `lines`, without times."""
     found = [json.loads(line) for line in lines]
     kept = [{key: each[key] for key in each if key not in _TIMED} for each in found]
     if {each["kind"] for each in kept} <= {"train", "eval"}:
@@ -142,19 +142,19 @@ def untimed(lines: list[str]) -> list[dict[str, Any]]:
 
 
 def check_same(found: rx.Fit, wanted: rx.Fit, folder: Path) -> None:
-    """That a run in `folder` ended as the undisturbed one did: to the bit, and to the record."""
+    """Check that a run in `folder` ended like the undisturbed one, to the bit and the record."""
     assert bits(found.state) == bits(wanted.state)
     assert told(found.records) == told(wanted.records)
     assert written(folder) == told(wanted.records)
 
 
 def steps_saved(folder: Path) -> list[str]:
-    """Names of the checkpoints that are in their place."""
+    """Return the names of the complete checkpoints."""
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def undisturbed() -> Callable[..., rx.Fit]:
-    """`fit` without a folder, once for the same arguments."""
+    """Run `fit` without a folder, once for the same arguments."""
     known: dict[tuple[rx.DataParallel, str], rx.Fit] = {}  # holds each, so that no id comes twice
 
     def run(dp: rx.DataParallel, **settings: Any) -> rx.Fit:

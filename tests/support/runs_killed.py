@@ -1,7 +1,7 @@
-"""Runs in an object store whose process is killed at a store's operation, and started again.
+"""Runs in an object store that are killed at an operation of the store, and restarted.
 
-`FOLDER AT...` prints what a run without a store comes to, and then for each AT what one comes to
-whose first two starts were killed right before their operation number AT.
+`FOLDER AT...` prints the result of a run without a store, and then for each AT that of a run whose
+first two starts were killed right before their operation number AT.
 """
 
 import json
@@ -70,7 +70,7 @@ def run(objects: Path | None, at: int) -> dict[str, Any]:
 
 
 def in_child(objects: Path | None, at: int) -> None:
-    """Run in a process of its own, which prints what comes of it where nothing kills it."""
+    """Run in another process, and return its result if nothing kills it."""
     sys.stdout.flush()
     child = os.fork()  # JAX has no threads before its first device
     if child:
@@ -87,13 +87,12 @@ def in_child(objects: Path | None, at: int) -> None:
 
 
 def main() -> None:
-    """See above."""
     folder = Path(sys.argv[1])
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     in_child(None, 0)
-    # A kill would leave half an entry, for all who come later.
+    # A killed process would leave a broken entry in the cache.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     for at in map(int, sys.argv[2:]):
         (folder / str(at)).mkdir(parents=True)

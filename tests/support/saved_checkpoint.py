@@ -1,4 +1,4 @@
-"""Checkpoints as Orbax writes them, beside their manifests, for tests that harm them."""
+"""Checkpoints as Orbax writes them, with manifests, for tests that damage them."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ POSITION = Position(
 
 
 def manifest(**changes: Any) -> Manifest:
-    """One of no checkpoint that exists."""
+    """Id of no existing checkpoint."""
     fields: dict[str, Any] = {
         "position": POSITION,
         "token": 3,
@@ -90,12 +90,12 @@ def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Manifest:
 
 
 def sealed(folder: Path, **changes: Any) -> Manifest:
-    """Describe `folder` as it is, in a manifest that is written into it."""
+    """Write a manifest that describes `folder` as it is."""
     described = manifest(**{"files": file_entries(folder), **changes})
     write_manifest(folder, described)
     return described
 
 
 def entries(arrays: Mapping[str, jax.Array]) -> dict[str, ArrayEntry]:
-    """Name -> entry, as the run that goes on wants them."""
+    """Return name -> entry, as a resumed run needs them."""
     return {name: ArrayEntry(array.dtype.name, array.shape) for name, array in arrays.items()}

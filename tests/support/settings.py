@@ -1,4 +1,4 @@
-"""Values that `rx.fit` takes, from flat settings that tests vary one by one."""
+"""Arguments of `rx.fit`, from flat settings that tests vary one by one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every single-bit flip of every small file of a run: what a start then makes of it."""
+"""Every single-bit flip of every small file of a run, and how a start reacts."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ def state_at(step: int) -> TrainState:
 
 
 def make_run(folder: Path) -> None:
-    """A run that was saved at step 2, of which a start was killed after step 3."""
+    """Make a run that saved at step 2 and was killed after step 3."""
     run = _storage(folder, [])
     assert run.folder is not None
     for step in (1, 2):
@@ -56,21 +56,21 @@ def make_run(folder: Path) -> None:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Those that a start reads, without the arrays' own."""
+    """Return the files that a start reads, without the arrays."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
     return sorted(path for path in found if "/state/" not in path.as_posix())
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a start says of a run, and what it reads from it."""
+    """The output of a start, and what it read from the run."""
 
     said: str
     read: Any
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the outcome, whatever was done to the files."""
+        """Return what is wrong with the outcome, for any damage."""
         lines = self.said.splitlines()
         return next((f"not one line: {line!r}" for line in lines if not line.isprintable()), None)
 
@@ -97,7 +97,7 @@ def outcome(folder: Path) -> Outcome:
 
 
 def unnoticed(original: Path, name: Path, bit: int, at: Path, expected: Outcome) -> str | None:
-    """Flip one bit of the file `name` in a copy of the run; what is wrong then, or None."""
+    """Flip one bit of the file `name` in a copy of the run; returns what is wrong then, or None."""
     shutil.copytree(original, at)
     content = bytearray((at / name).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
@@ -139,7 +139,7 @@ def _storage(folder: Path, said: list[str]) -> Storage:
 
 @contextlib.contextmanager
 def _impatient() -> Iterator[None]:
-    """Wait for no holder on another host."""
+    """Do not wait for starts on other hosts."""
     before, lease.EXPIRE_SECONDS = lease.EXPIRE_SECONDS, 0.0
     try:
         yield

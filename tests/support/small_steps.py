@@ -1,4 +1,4 @@
-"""Steps that a compiler is done with soon, with the shapes of their models and batches."""
+"""Steps that compile fast, with the shapes of their models and batches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from replicax.recipes.recipe import abstract_model
 
 @dataclasses.dataclass(frozen=True)
 class SmallStep:
-    """A step, and what it is exported for."""
+    """A step, and the arguments of its export."""
 
     dp: rx.DataParallel
     model: Any

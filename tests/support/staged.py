@@ -78,7 +78,7 @@ def made(
     micro_batches: int = 2,
     **settings: Any,
 ) -> tuple[rx.DataParallel, Any]:
-    """A `DataParallel` in stages, and its first state."""
+    """Return a `DataParallel` in stages, and its first state."""
     mesh = rx.make_mesh(data=data, model=tensor, stage=stage, fsdp=fsdp)
     optimizer = optax.adamw(1e-2)
     layout = {"mesh": mesh, "layout": rules, "accumulate": micro_batches}
@@ -95,7 +95,7 @@ def sums_by_key(
     source: Any = None,
     **settings: Any,
 ) -> Callable[[int], StepSums]:
-    """The sums of one step, of 51 rows and padding, by the seed of its key."""
+    """Return the sums of one step, of 51 rows and padding, by the seed of its key."""
     dp, state = made(loss, model, **settings)
     (batch,) = dp.feed(rows() if source is None else source, batch_size=ROWS)
     objective = dp.program(state).split_objective

@@ -1,4 +1,4 @@
-"""Strangers at the port of a job: each connects, says something hostile or nothing, and goes."""
+"""Strangers at the port of a job: each connects, sends something hostile or nothing, and leaves."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from replicax.cluster.secret import Secret
-from replicax.cluster.watchdog import Heartbeat, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.cluster.wire import (
     Busy,
     Bye,
@@ -28,11 +28,11 @@ from replicax.cluster.wire import (
 )
 
 MOST_OPEN = 12
-"""Connections that the strangers keep open: all are heard."""
+"""Connections that the strangers keep open."""
 LONGEST_BYTES = 1 << 20
 SECONDS = 0.5
 RESET = struct.pack("ii", 1, 0)
-"""Close without waiting for what was sent."""
+"""Close without waiting until all is sent."""
 VALUES: list[object] = [
     *(None, True, -1, 0, 1, 2**63, 1e308, 0.5, "", "1", "\u0000", "ä", "x" * 5000),
     *([], {}, [[1]], {"a": {"b": []}}, list(range(500)), {"jax": 3}, [None], "Hello"),
@@ -47,10 +47,10 @@ class Strangers:
         self._chance = random.Random(seed)
         self._open: deque[socket.socket] = deque()
         self.refused = 0
-        """Connections that the system or the job turned away while the stranger spoke."""
+        """Connections that the system or the job closed while the stranger spoke."""
 
     def come(self) -> None:
-        """One more comes; the one that has stayed for longest goes."""
+        """Add a stranger; the oldest one leaves."""
         leaves = self._chance.choice([self._goes, self._resets, self._stays, self._listens])
         stranger = socket.create_connection(self._address, timeout=SECONDS)
         self._open.append(stranger)
@@ -65,7 +65,7 @@ class Strangers:
             self._goes(self._open[0])
 
     def leave(self) -> None:
-        """All go."""
+        """Close all connections."""
         while self._open:
             self._goes(self._open[0])
 
@@ -127,7 +127,7 @@ class Strangers:
     def _another_kind(self) -> bytes:
         messages: list[Message] = [
             *(Heartbeat(9, 9), Gather("t", "1"), Withdraw("t"), Failed("x", False), Bye(), Busy()),
-            *(Verdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
+            *(StuckVerdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
         ]
         return encode(self._chance.choice(messages))
 

@@ -1,4 +1,4 @@
-"""One process of a job that gathers values until it is told to stop: strangers_job.py FOLDER."""
+"""One process of a job that gathers values until it must stop: strangers_job.py FOLDER."""
 
 import sys
 import time

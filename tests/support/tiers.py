@@ -11,7 +11,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def only(kept: Iterable[Any], cases: Iterable[Any], sampled: Iterable[Any] | None = None) -> Any:
     """Return `cases` for `parametrize`; those that are not `kept` are exhaustive.
 
-    Of those, `make test-all` runs the `sampled`, or all; `make test-everything` the others too.
+    `make test-all` runs the `sampled` of these, or all; `make test-everything` the others too.
     """
     chosen, every = list(kept), list(cases)
     of_all = every if sampled is None else [*sampled]

@@ -1,4 +1,4 @@
-"""Where the time of the tests goes, by file and by phase; `make test-times` loads it.
+"""Time of the tests by file and by phase; `make test-times` loads this plugin.
 
 As a plugin (`-p support.times`) each worker writes its rows when it ends. As a program it adds the
 rows up, prints the table of all files, and writes the largest into CONTRIBUTING.md.

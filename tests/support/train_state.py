@@ -1,4 +1,4 @@
-"""The state of a training loop, with an optimizer, in the way Flax has it."""
+"""The state of a training loop with an optimizer, as in Flax."""
 
 from typing import Any
 

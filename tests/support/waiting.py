@@ -1,15 +1,15 @@
-"""Waiting for events instead of the clock, so that no test hangs on how busy the machine is."""
+"""Waiting for events instead of the clock, so that no test depends on the load of the machine."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
 HANG_SECONDS = 240.0
-"""Bounds a wait for what is certain to come, so that a test of broken code ends; no promise."""
+"""Bounds waits for events that must come, so that a test of broken code ends."""
 
 
 def until(true: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
-    """Return what `true` gives once that is true; fail after `seconds`."""
+    """Return the result of `true` once it is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := true()):
         assert time.monotonic() < deadline, "it did not come true in time"

@@ -1,4 +1,4 @@
-"""A run as its hooks see it, without a step: what they ask and say is kept."""
+"""A run as its hooks see it, without a step: it keeps what they ask and say."""
 
 from pathlib import Path
 from typing import Any

@@ -1,11 +1,13 @@
-"""A run's folder, and a start that holds it."""
+"""A run's folder, a start that holds its lease, and a step on eight devices."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.lease_starts import HOLDS, Start
+from support.resumable import data_parallel
 
+import replicax as rx
 from replicax.train import lease
 
 
@@ -24,7 +26,13 @@ def holding(run: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats every 20 ms, a look every 50, and half a second without is death."""
+    """Heartbeats every 20 ms, a check every 50 ms, and a start is dead after half a second."""
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.02)
     monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+
+
+@pytest.fixture(scope="module")
+def dp() -> rx.DataParallel:
+    """A step on eight devices; one for all tests of a file, so that it is compiled once."""
+    return data_parallel(8)

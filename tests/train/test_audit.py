@@ -47,7 +47,7 @@ def two() -> rx.DataParallel:
 
 
 def fit(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
-    """A run with an audit every 10 steps, or as `audit` has it; None for none."""
+    """Run `fit` with an audit every 10 steps, or with `audit`; None for no audits."""
     settings = {"batch_size": 16, "steps": 30, "progress": False, **settings}
     audit = settings.pop("audit", rx.Audit(10))
     source = settings.pop("source", CASE.source)
@@ -60,7 +60,7 @@ def restoring() -> dict[str, Any]:
 
 
 def flipping(device: int, bit: int = 20, leaf: str = "params") -> Callable[[Any], Any]:
-    """Flips a bit in the last leaf of that name; rounding may heal the lowest in a few steps."""
+    """Flip a bit in the last leaf of that name; rounding may heal the lowest in a few steps."""
 
     def change(state: Any) -> Any:
         number = [n for n, name in enumerate(leaf_names(state)) if leaf in name][-1]
@@ -82,7 +82,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def told(result: rx.Fit) -> list[Any]:
-    """What the records say of the training."""
+    """Return the records of the training without times."""
     return [(r.kind, r.step, r.epoch, r.metrics, r.rows) for r in result.records]
 
 
@@ -211,11 +211,11 @@ def to_nan(state: Any) -> Any:
 
 
 ALONE = rx.Guard(most=1000)
-"""With it the audit alone decides what becomes of a run of bad steps."""
+"""A guard with which only the audit ends a run of bad steps."""
 
 
 def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
-    """Its steps are skipped, and the audit of the state says what it is that does not go away."""
+    """Its steps are skipped, and the audit names the leaf that stays not finite."""
     said = r"^not finite at step 20: params.*all replicas hold the same bits"
     with before_step(13, to_nan), pytest.raises(DivergedError, match=said):
         fit(eight, guard=ALONE)
@@ -249,7 +249,7 @@ def test_a_bit_is_found_beside_bad_batches(two: rx.DataParallel, step: int, devi
 
 
 def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParallel) -> None:
-    """The gradient is finite in the one step that takes it into the parameters."""
+    """The gradient is finite in the one step that applies it."""
 
     def to_nan(state: Any) -> Any:
         moments = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), state.opt_state[0].mu)
@@ -265,11 +265,7 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ((0,), r"every=0; .*\b1\b"),
-        ((10, "restor"), "did you mean 'restore'"),
-    ],
+    ("settings", "said"), [((0,), r"every=0; .*\b1\b"), ((10, "restor"), "did you mean 'restore'")]
 )
 def test_arguments_that_cannot_work_are_refused(settings: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -346,7 +342,7 @@ def job(*arguments: object) -> list[Ended]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Ended]:
-    """Two processes of one device each, by the process whose weights change."""
+    """Two processes of one device each; the weights of one of them change."""
     return [
         ended
         for process in (0, 1)
@@ -380,6 +376,6 @@ def test_processes_go_back_together() -> None:
 
 @pytest.mark.usefixtures("optimized")
 def test_audits_leave_the_bits_of_exact_as_they_are() -> None:
-    """Else its digests could be compared only among runs that all audit, or all do not."""
+    """Otherwise digests could be compared only among runs with audits, or only without."""
     dp = make(4, mode="exact")
     assert sha256(fit(dp).state) == sha256(fit(dp, audit=None).state)

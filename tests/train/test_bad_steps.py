@@ -1,4 +1,4 @@
-"""Bad steps: read late, recorded with their examples, and too many in a row end the run."""
+"""Bad steps are recorded later with their examples; too many in a row end the run."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ from replicax.train.records import Record
 
 
 def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
-    """Of the examples 10 * step, 10 * step + 1, ..., in another order; padded."""
+    """Return a padded batch of the examples 10 * step, 10 * step + 1, ..., in reverse order."""
     index = 10 * step + np.arange(rows)[::-1]
     host = pad({"x": np.zeros(rows, np.float32)}, size, index)
     return jax.tree.map(jnp.asarray, host)
@@ -37,7 +37,7 @@ def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Dispatch
 
 
 def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:
-    """Steps of these numbers and kinds, all finished."""
+    """Return the records of finished steps with these numbers and kinds."""
     return [r for step, kind in kinds.items() for r in bad.finished(done(step, kind, **options))]
 
 
@@ -195,7 +195,7 @@ def test_processes_skip_and_end_alike() -> None:
     assert norms[2].split()[1] == norms[1].split()[1] != norms[0].split()[1]
     assert {each.code for each in ended} == {1}
     said = "finite in 2 steps in a row, 9 to 10 (first on examples 0, 1, 2,"
-    assert all(said in each.err for each in ended)  # or one tells what the other ended of
+    assert all(said in each.err for each in ended)  # or one reports the end of the other
 
 
 @pytest.mark.parametrize("leaves_early", [False, True])

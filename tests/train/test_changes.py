@@ -1,4 +1,4 @@
-"""A run that is continued with another configuration: what is named, and what is refused."""
+"""A run resumed with another configuration: changes that are named, and those refused."""
 
 import copy
 import errno
@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.errors import ConfigError
-from replicax.train.changes import ABSENT, HARMLESS, Change, changes, check_changes, read_config
+from replicax.train.changes import (
+    ABSENT,
+    HARMLESS,
+    Change,
+    check_changes,
+    config_changes,
+    read_config,
+)
 from replicax.train.records import RunFolder
 
 CONFIG: dict[str, Any] = {
@@ -56,7 +63,7 @@ json_values = st.recursive(
 
 
 def edited(**fields: Any) -> dict[str, Any]:
-    """CONFIG with other values at `section__field`."""
+    """Return CONFIG with other values at `section__field`."""
     config = copy.deepcopy(CONFIG)
     for path, value in fields.items():
         *sections, last = path.split("__")
@@ -68,19 +75,19 @@ def edited(**fields: Any) -> dict[str, Any]:
 
 
 def matter(**fields: Any) -> list[str]:
-    return [each.field for each in changes(CONFIG, edited(**fields)) if each.matters]
+    return [each.field for each in config_changes(CONFIG, edited(**fields)) if each.matters]
 
 
 def test_what_is_the_same_is_no_change() -> None:
-    assert changes(CONFIG, copy.deepcopy(CONFIG)) == []
+    assert config_changes(CONFIG, copy.deepcopy(CONFIG)) == []
     assert check_changes(CONFIG, copy.deepcopy(CONFIG), accept=False) == []
 
 
 def test_a_change_has_a_dotted_path_and_both_values() -> None:
-    assert changes(CONFIG, edited(fields__learning_rate=0.01)) == [
+    assert config_changes(CONFIG, edited(fields__learning_rate=0.01)) == [
         Change("fields.learning_rate", 0.001, 0.01, matters=True)
     ]
-    assert changes(CONFIG, edited(parallel__mesh={"data": 4, "model": 2})) == [
+    assert config_changes(CONFIG, edited(parallel__mesh={"data": 4, "model": 2})) == [
         Change("parallel.mesh.data", 2, 4, matters=False),
         Change("parallel.mesh.model", ABSENT, 2, matters=False),
     ]
@@ -95,8 +102,8 @@ def test_a_configuration_equals_itself_as_it_was_written(tmp_path: Path) -> None
     ) | {"thing": Thing(), "of": {1: 2, None: 3}}
     RunFolder(tmp_path / "run").write_config(given_as)
     read = read_config(tmp_path / "run" / "config.json")
-    assert changes(read, given_as) == []
-    assert changes(read, given_as | {"thing": Thing()}) == []  # another place in memory
+    assert config_changes(read, given_as) == []
+    assert config_changes(read, given_as | {"thing": Thing()}) == []  # another place in memory
     assert matter(fields__betas=(0.9, 0.99)) == []
     assert matter(fields__betas=(0.9, 0.98)) == ["fields.betas"]
 
@@ -105,7 +112,7 @@ def test_a_configuration_equals_itself_as_it_was_written(tmp_path: Path) -> None
     ("old", "new"), [(1, True), (1, 1.0), (0, None), ("1", 1), ([1], {"0": 1}), ({}, None)]
 )
 def test_values_that_only_resemble_each_other_differ(old: Any, new: Any) -> None:
-    assert changes({"a": old}, {"a": new}) == [Change("a", old, new, matters=True)]
+    assert config_changes({"a": old}, {"a": new}) == [Change("a", old, new, matters=True)]
     with pytest.raises(ConfigError) as caught:
         check_changes({"a": old}, {"a": new}, accept=False)
     first, _, second = str(caught.value).partition(";")[0].partition(" -> ")
@@ -113,7 +120,7 @@ def test_values_that_only_resemble_each_other_differ(old: Any, new: Any) -> None
 
 
 def test_a_missing_field_is_absent_and_null_is_not() -> None:
-    found = changes({"a": None, "b": {"c": 1}, "d": {}}, {"e": {}})
+    found = config_changes({"a": None, "b": {"c": 1}, "d": {}}, {"e": {}})
     assert [(each.field, each.old, each.new) for each in found] == [
         ("a", None, ABSENT),
         ("b.c", 1, ABSENT),
@@ -145,7 +152,7 @@ def test_what_is_listed_as_harmless_is_named_and_not_refused(path: str) -> None:
         new.setdefault(section, {})[field] = "other"
     else:
         new[section] = {"other": 1}
-    found = changes(CONFIG, new)
+    found = config_changes(CONFIG, new)
     assert found
     assert not any(each.matters for each in found)
     assert check_changes(CONFIG, new, accept=False)
@@ -156,12 +163,12 @@ def with_program(config: dict[str, Any], **program: str) -> dict[str, Any]:
 
 
 def refused(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
-    return {each.field for each in changes(old, new) if each.matters}
+    return {each.field for each in config_changes(old, new) if each.matters}
 
 
 def test_what_older_runs_lack_is_compared_only_if_both_have_it() -> None:
     parts = edited(data__parts=["a", "b"])
-    assert changes(CONFIG, parts) == changes(parts, CONFIG) == []
+    assert config_changes(CONFIG, parts) == config_changes(parts, CONFIG) == []
     assert refused(parts, edited(data__parts=["a", "c"])) == {"data.parts"}
 
 
@@ -202,7 +209,7 @@ def test_a_program_of_other_versions_cannot_be_told(library: str) -> None:
 
 def test_a_program_that_one_of_them_does_not_have_is_not_compared() -> None:
     for old, new in ((CONFIG, with_program(CONFIG)), (with_program(CONFIG), CONFIG)):
-        assert changes(old, new) == []
+        assert config_changes(old, new) == []
     lost = {**CONFIG, "program": {"loss": "a1"}}
     assert refused(with_program(CONFIG), lost) == {"program.optimizer"}
 
@@ -216,7 +223,7 @@ def test_how_far_it_goes_matters_where_the_program_follows_from_it(config: dict[
     assert len(check_changes(with_program(CONFIG), with_program(more), accept=False)) == 1
     scheduled = with_program(more, optimizer="d4")
     assert refused(with_program(CONFIG), scheduled) == {field, "program.optimizer"}
-    assert refused(CONFIG, with_program(more)) == {field}  # nobody knows
+    assert refused(CONFIG, with_program(more)) == {field}  # unknown without a program
     assert refused(with_program(CONFIG), more) == set()  # it is compared at the first batch
 
 
@@ -226,27 +233,27 @@ def test_who_started_it_when_and_where_is_no_change() -> None:
         {"start": started},
         {"start": {**started, "command": ["b"], "host": "i", "time": "u"}},
     )
-    assert changes(old, new) == []
+    assert config_changes(old, new) == []
     assert check_changes(old, {"start": {**started, "commit": "2e"}}, accept=False) == [
         "change start.commit 1f -> 2e"
     ]
 
 
 def test_harmless_paths_are_whole_paths() -> None:
-    assert changes({"options.devices": 1}, {})[0].matters
-    assert changes({"fields": {"options": {"devices": 1}}}, {})[0].matters
-    assert changes({"devices": 1}, {})[0].matters
-    assert changes({"options": {"devices": 1}}, {"options": 3})[0].matters
+    assert config_changes({"options.devices": 1}, {})[0].matters
+    assert config_changes({"fields": {"options": {"devices": 1}}}, {})[0].matters
+    assert config_changes({"devices": 1}, {})[0].matters
+    assert config_changes({"options": {"devices": 1}}, {"options": 3})[0].matters
 
 
 def test_bits_that_mode_exact_promises_are_kept() -> None:
     exact = edited(options__mode="exact", parallel__mode="exact", parallel__micro_shards=8)
     for old, new in ((CONFIG, exact), (exact, CONFIG)):
-        refused = {each.field for each in changes(old, new) if each.matters}
+        refused = {each.field for each in config_changes(old, new) if each.matters}
         assert refused == {"options.mode", "parallel.mode"}
     other = copy.deepcopy(exact)
     other["options"]["micro_shards"] = other["parallel"]["micro_shards"] = 16
-    refused = {each.field for each in changes(exact, other) if each.matters}
+    refused = {each.field for each in config_changes(exact, other) if each.matters}
     assert refused == {"options.micro_shards", "parallel.micro_shards"}
     assert matter(options__micro_shards=16) == []
     assert matter(options__mode="pmap", parallel__mode="pmap") == []
@@ -331,7 +338,7 @@ def test_a_configuration_that_is_no_json_is_refused() -> None:
     endless.append(endless)
     for value in (endless, {(1, 2): 3}):
         with pytest.raises(ConfigError, match=r"written\b.*JSON"):
-            changes(CONFIG, {"value": value})
+            config_changes(CONFIG, {"value": value})
 
 
 @pytest.mark.parametrize(
@@ -363,7 +370,7 @@ def test_a_file_that_is_not_there_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_every_option_of_the_command_is_judged() -> None:
-    """An option that is added is either listed as harmless or known here to matter."""
+    """A new option is either listed as harmless or known here to matter."""
     names = TrainOptions().flat().keys() - OF_THIS_START
     harmless = {path.removeprefix("options.") for path in HARMLESS}
     assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"}

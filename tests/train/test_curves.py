@@ -1,4 +1,4 @@
-"""Curves: a real picture of whatever was recorded, drawn while a run goes and at its end."""
+"""Curves: a real picture of any history, drawn during a run and at its end."""
 
 import math
 import sys
@@ -30,7 +30,7 @@ def score(step: int, **metrics: float) -> Record:
 
 
 def pixels_of(records: Sequence[Record], path: Path) -> Any:
-    """Draw them; rows of pixels whose colours are up to 1, which is white."""
+    """Draw records; return rows of pixels with colours from 0 to 1 (white)."""
     draw_curves(records, path)
     return matplotlib.image.imread(path, format="png")[..., :3]
 

@@ -1,4 +1,4 @@
-"""`replicax.train` on a system without what only POSIX has, such as Windows."""
+"""`replicax.train` without what only POSIX has, as on Windows."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ NAMES = (
     *("fork", "getuid", "mkfifo", "pread", "register_at_fork", "sched_getaffinity", "uname"),
     *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"),
 )
-# Others may need them to be imported here, as they would not elsewhere.
+# Other modules need these imports here, but not on Windows.
 WITHOUT = f"""
 import importlib, os, pathlib, pkgutil, shutil, sys
 import jax, numpy, optax, orbax.checkpoint, etils.epath

@@ -1,4 +1,4 @@
-"""Fingerprints of a state on every device: what they see, and whom they name."""
+"""Fingerprints of a state on every device: changes that they detect, and whom they name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Files that `fit` writes and lines that it prints: to the end, to a divergence, to Ctrl-C."""
+"""Files and lines that `fit` writes: to the end, to a divergence, to Ctrl-C."""
 
 import json
 import re
@@ -187,7 +187,7 @@ class TestInterrupt:
             )
         result = stopped.value.result
         assert (result.interrupted, result.steps, int(result.state.step)) == (True, 3, 3)
-        # No record of step 3: none was due, and who goes on leaves none.
+        # No record of step 3: none was due, and the resumed run leaves none.
         assert [(record.kind, record.step) for record in result.records] == [("train", 1)]
         assert result.rows == 48
         assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The guarded step: a bad one leaves all but `step` as it was, on all replicas alike."""
+"""The guarded step: a bad step changes nothing but `step`, on all replicas alike."""
 
 import dataclasses
 import functools
@@ -96,7 +96,7 @@ def without_step(state: rx.TrainState) -> rx.TrainState:
 def three_steps(
     dp: rx.DataParallel, case: Case, bad: dict[str, np.ndarray] | None
 ) -> rx.TrainState:
-    """A good step, one on `bad` (None: none, but that it is counted), and a good one."""
+    """Take a good step, one on `bad` (None: it is only counted), and a good one."""
     state = dp.init(case.model())
     state, _ = dp.step(state, batch_of(dp, case.source))
     if bad is None:
@@ -140,7 +140,7 @@ def test_a_bad_step_changes_nothing_but_step(mode: str, layout: Any, devices: in
 
 @functools.cache
 def digest(devices: int, *, bad: bool) -> str:
-    """After a good step, a bad one (else none, but that it is counted), and a good one."""
+    """Return the digest after a good step, a bad one (or only counted), and a good one."""
     case = DROPOUT_CASES["nnx"]
     dp = make(case, "exact", "replicated", devices)
     if not bad:
@@ -252,7 +252,7 @@ def test_only_the_twin_goes_on_from_a_first_loss_that_is_nan() -> None:
 
 
 def plus_weight(model: Any, batch: Any, key: Any) -> Any:
-    """The loss is the batch's, the gradient 1."""
+    """The loss is that of the batch, the gradient is 1."""
     return batch["x"] + (model["w"] - jax.lax.stop_gradient(model["w"]))
 
 
@@ -264,13 +264,13 @@ def watched(mode: str = "jit", devices: int = 8) -> tuple[rx.DataParallel, rx.Tr
 
 
 def history() -> np.ndarray:
-    """Losses of few digits, of which a batch's sum is exact."""
+    """Losses with few digits, so that the sum of a batch is exact."""
     losses = np.random.default_rng(0).normal(3.0, 0.1, SPIKE_WINDOW)
     return (np.round(losses * 1024) / 1024).astype(np.float32)
 
 
 def far(window: np.ndarray, sigmas: float) -> float:
-    """A loss that many standard deviations above the window's mean."""
+    """Return a loss that many standard deviations above the window's mean."""
     wide = window.astype(np.float64)
     return float(wide.mean() + sigmas * wide.std(ddof=1))
 

@@ -1,4 +1,4 @@
-"""Freed memory is kept where glibc can be told to, and nothing breaks elsewhere."""
+"""Freed memory is kept where glibc allows it, and nothing changes elsewhere."""
 
 import subprocess
 import sys

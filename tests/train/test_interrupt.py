@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first is a wish, and outside all is as before."""
+"""Ctrl-C and SIGTERM: the first asks a run to stop, and the handlers are restored."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import HANG_SECONDS, until
 
-from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, shown_signal
 
 TERMINATING = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 
@@ -76,7 +76,7 @@ def test_a_handler_that_is_no_function_comes_back_too(before: signal.Handlers) -
     try:
         with Interrupt():
             changed = signal.getsignal(signal.SIGINT) is not before
-        assert changed == (before is signal.SIG_DFL)  # who ignores SIGINT goes on ignoring it
+        assert changed == (before is signal.SIG_DFL)  # an ignored SIGINT stays ignored
         assert signal.getsignal(signal.SIGINT) is before
     finally:
         signal.signal(signal.SIGINT, own)
@@ -188,7 +188,7 @@ def test_hold_waits_for_who_ends_the_process() -> None:
 
 
 def test_a_signal_just_before_hold_is_answered() -> None:
-    """Whoever comes first, the thread that watches or `hold`, answers it, once."""
+    """The thread that watches or `hold` answers it, whichever is first, and only once."""
     for _ in range(200):
         calls: list[int] = []
         with Interrupt(at_once=calls.append) as interrupt:
@@ -255,7 +255,7 @@ def test_a_wakeup_descriptor_of_others_comes_back() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
 def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
-    """As a pool ends its processes; the parent is not told, and does not wait for them."""
+    """A pool ends its processes like this; the parent does not wait for them."""
     calls: list[int] = []
     forked, told = os.pipe()
     with Interrupt(at_once=calls.append) as interrupt:
@@ -281,4 +281,4 @@ def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
 
 
 def test_names() -> None:
-    assert [signal_name(n) for n in (signal.SIGINT, signal.SIGTERM)] == ["Ctrl-C", "SIGTERM"]
+    assert [shown_signal(n) for n in (signal.SIGINT, signal.SIGTERM)] == ["Ctrl-C", "SIGTERM"]

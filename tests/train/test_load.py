@@ -1,4 +1,4 @@
-"""A run opened again: the same bits on any devices, nothing harmed, nothing written."""
+"""A run loaded again: the same bits on any devices, with nothing written."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def zero1(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each file below."""
+    """Return size and time of each file in a folder."""
     stats = {str(path): path.stat() for path in folder.rglob("*")}
     return {path: (each.st_size, each.st_mtime_ns) for path, each in stats.items()}
 
@@ -134,22 +134,22 @@ def test_a_step_that_is_not_there_is_refused(step: Any, words: list[str], zero1:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> tuple[Path, rx.Fit]:
-    """A run of a program of one's own, on eight devices."""
+    """Make a run of a user's program on eight devices."""
     return tmp_path / "run", fit(data_parallel(8), tmp_path / "run", eval_source=rows(20, 2))
 
 
-def test_a_run_of_ones_own_program(mine: tuple[Path, rx.Fit]) -> None:
+def test_a_run_of_a_users_program(mine: tuple[Path, rx.Fit]) -> None:
     folder, result = mine
     dp = data_parallel(1)
     found = rx.load(folder, dp=dp, state=dp.abstract_state(model()))
     assert bits(found.state) == bits(result.state)
     assert found.recipe is None
     np.testing.assert_array_equal(found.model["out"], result.state.params["out"])
-    again = rx.load(folder, dp=dp, state=found.state)  # arrays do as well as shapes
+    again = rx.load(folder, dp=dp, state=found.state)  # shapes are as good as arrays
     assert bits(again.state) == bits(result.state)
 
 
-def test_what_a_run_of_ones_own_needs_is_said(mine: tuple[Path, rx.Fit]) -> None:
+def test_the_needs_of_a_run_of_a_users_program_are_named(mine: tuple[Path, rx.Fit]) -> None:
     folder, result = mine
     dp = data_parallel(1)
     for given in ({}, {"dp": dp}):
@@ -275,13 +275,13 @@ class Nested:
 
 @pytest.fixture
 def odd(folder: Path) -> Path:
-    """A run of a recipe of one's own, in my_recipe.py."""
+    """Make a run of a user's recipe in my_recipe.py."""
     (folder / "my_recipe.py").write_text(ODD)
     flags = ["--sizes", "4", "5", "6", "--nested.depth", "7", "--colour", "BLUE"]
     return train("odd", "my_recipe.py:Mine", *flags).folder
 
 
-def test_a_recipe_of_ones_own_is_found_again(odd: Path) -> None:
+def test_a_users_recipe_is_found_again(odd: Path) -> None:
     recipe = rx.load(odd, recipe="my_recipe.py:Mine").recipe
     assert (recipe.sizes, recipe.pair, recipe.maybe) == ((4, 5, 6), ("a", 0.5), None)
     assert (recipe.nested.depth, recipe.colour.name) == (7, "BLUE")

@@ -1,4 +1,4 @@
-"""Examples with an `rx.Run`, killed again and again, end as if nothing had happened."""
+"""Examples with an `rx.Run`, killed again and again, end as if undisturbed."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from support.resumable import written
 from support.tiers import EXHAUSTIVE
 
 STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 60}
-"""So many are enough for each to be evaluated and saved several times."""
+"""Enough steps for several evaluations and saves."""
 KILLS = 10
 
 
@@ -34,7 +34,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tmp_path: Path)
     _, wanted = start(name, tmp_path / "whole")
     drawn = random.Random(f"{name} {KILLS}")
     span = STEPS[name] // KILLS
-    for number in range(KILLS):  # each comes before a step that the one before did not reach
+    for number in range(KILLS):  # each kill comes before a step that the start before did not reach
         step = number * span + drawn.randint(1, span)
         seconds = drawn.uniform(0.05, 4.0) if number % 2 else 0.0
         code, _ = start(name, tmp_path / "killed", step, seconds)

@@ -1,4 +1,4 @@
-"""The meter: records every so many steps, each row, metric and wait in exactly one of them."""
+"""The meter: a record every so many steps, with each row, metric and wait in exactly one."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def metered(meter: Meter, steps: range) -> list[Record]:
 
 
 def saved(meter: Meter) -> dict[str, Any]:
-    """As a checkpoint holds it."""
+    """Return the sums as a checkpoint holds them."""
     state: dict[str, Any] = json.loads(json.dumps(meter.save_state(), allow_nan=False))
     return state
 
@@ -52,7 +52,7 @@ def test_a_flush_records_the_last_step() -> None:
     meter = Meter(3)
     records = metered(meter, range(1, 9)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 8]
-    # Of steps 1 | 2, 3 | 4, 5, 6 | 7, 8, whose losses are their numbers.
+    # Records of the steps 1 | 2, 3 | 4, 5, 6 | 7, 8, whose losses are their numbers.
     assert [record.metrics["loss"] for record in records] == [1, 2.5, 5, 7.5]
     assert meter.flush() == []
 
@@ -97,7 +97,7 @@ def test_where_all_are_skipped_there_is_no_mean() -> None:
 def test_a_metric_that_is_not_finite_is_left_out_alone() -> None:
     meter = Meter(3)
     meter.finished(done(1, 9, recall=0.5))
-    meter.finished(done(2, 4, recall=math.nan))  # no row of that class, say
+    meter.finished(done(2, 4, recall=math.nan))  # no row of that class, for example
     (record,) = meter.finished(done(3, 6, recall=0.25))
     assert record.metrics == {"loss": 5.0, "recall": 0.25}
 
@@ -154,7 +154,7 @@ def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("new_start", [False, True])
-def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int, new_start: bool) -> None:
+def test_steps_repeated_after_a_rewind_are_recorded_once(step: int, new_start: bool) -> None:
     meter = Meter(3)
     records = metered(meter, range(1, step + 1))
     state = saved(meter)
@@ -180,7 +180,7 @@ def test_a_mean_is_the_same_to_the_bit_however_often_it_is_saved() -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"rows": 20, "seconds": 5.0}])
-def test_a_checkpoint_without_sums_is_gone_on_from(state: dict[str, float]) -> None:
+def test_a_checkpoint_without_sums_is_resumed(state: dict[str, float]) -> None:
     meter = Meter(50)
     meter.rewind(state, resumed=True, compiled=False)
     metered(meter, range(6, 9))

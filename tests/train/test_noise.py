@@ -1,4 +1,4 @@
-"""`noise_probe`: its estimates are unbiased, and the same on any devices, in any mode."""
+"""`noise_probe`: its estimates are unbiased, and the same on any devices and in any mode."""
 
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,7 @@ def weighted(model: Any, batch: Any, key: Any) -> Any:
 
 @lru_cache(maxsize=4)
 def quadratic(loss: Any, devices: int = 1) -> tuple[rx.DataParallel, Any, Any]:
-    """At theta = 0, where G is minus the mean of x, and the covariance that of x."""
+    """At theta = 0, G is minus the mean of x, and the covariance that of x."""
     dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(data=devices))
     state = dp.init({"theta": jnp.zeros(DIM)})
     return dp, state, noise_probe(dp, state)
@@ -59,7 +59,7 @@ def measure(case: Case, rows: int, devices: int, **options: Any) -> tuple[float,
 
 
 def test_equal_parts_are_the_papers_estimators() -> None:
-    """Appendix A.1 of arXiv:1812.06162, a part the small batch and the whole the big one."""
+    """Appendix A.1 of arXiv:1812.06162, with a part as the small batch and all as the big one."""
     x = draw(np.random.default_rng(0), 32).astype(np.float64)
     big, small = 32, 32 / PARTS
     big_norm = np.sum(x.mean(0) ** 2)
@@ -103,7 +103,7 @@ def noisy(model: Any, batch: Any, key: Any) -> Any:
 
 
 def test_parts_draw_random_numbers_of_their_own() -> None:
-    """What Dropout adds to the noise would else be in all parts alike, and taken for gradient."""
+    """Otherwise the noise of Dropout would be equal in all parts, and count as gradient."""
     same_rows = {"x": np.ones((8, DIM), np.float32)}
     assert take(half_square, same_rows)[1] == 0
     assert take(noisy, same_rows)[1] > 0.1
@@ -117,7 +117,7 @@ def test_rows_that_all_agree_have_no_noise_to_the_last_digit() -> None:
 
 
 def test_small_noise_beside_a_large_gradient_is_not_lost() -> None:
-    """Sums of squares would agree in all of float32's digits."""
+    """The sums of squares agree in all digits of float32."""
     noise = np.zeros((8, DIM), np.float32)
     noise[::PARTS, 0] = 0.25  # exact in float32 beside 1000
     _, trace, _ = take(half_square, {"x": 1000 + noise})
@@ -178,7 +178,7 @@ def test_masks_and_statistics_are_the_same_on_any_devices() -> None:
 
 
 def test_devices_share_the_rows() -> None:
-    """Parts of 9 rows: what does not divide, the compiler might have each device compute whole."""
+    """Parts of 9 rows: the compiler might let each device compute rows that do not divide."""
     case, flops = CASES["pytree"], []
     source = {name: values[:36] for name, values in case.source.items()}
     for devices in (1, 2):

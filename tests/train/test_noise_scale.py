@@ -1,4 +1,4 @@
-"""The noise scale of a run: right within the range it states, kept, and no part of the training."""
+"""The noise scale of a run: correct within its stated range, kept, and without effect on it."""
 
 import errno
 import json
@@ -22,17 +22,13 @@ from support.tiers import EXHAUSTIVE, exhaustive
 import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
-from replicax.train.noise_scale import (
-    NoiseScale,
-    load_noise_scale,
-    noise_scale,
-)
+from replicax.train.noise_scale import NoiseScale, load_noise_scale, noise_scale
 from replicax.train.records import Record
 
 DIM = 40
 DEVIATION = 0.5
 DISTANCE = 0.7
-"""Of the parameters, which stay where they are, from the mean of the data."""
+"""Distance of the parameters, which do not move, from the mean of the data."""
 TRUTH = DIM * DEVIATION**2 / DISTANCE**2
 
 
@@ -46,7 +42,7 @@ def still(devices: int = 2) -> rx.DataParallel:
 
 
 def batches(rows: int, count: int, distance: float = DISTANCE) -> list[Any]:
-    """Each drawn anew, so that the noise scale is that of the distribution."""
+    """Return new batches, so that the noise scale is that of the distribution."""
     generator = np.random.default_rng(7)
     mean = np.full(DIM, distance / math.sqrt(DIM))
     drawn = mean + DEVIATION * generator.normal(size=(count, rows, DIM))
@@ -66,21 +62,21 @@ def measured(dp: rx.DataParallel, source: Any, every: int, **settings: Any) -> N
 
 
 def samples(pairs: Any, first: int = 1) -> list[Record]:
-    """Records of `[samples, 2]`: |G|² and the trace."""
+    """Return records of `[samples, 2]`: |G|² and the trace."""
     names = ("squared_gradient_norm", "trace")
     metrics = [dict(zip(names, map(float, pair), strict=True)) for pair in pairs]
     return [Record("noise", first + i, 0, each, 64, 0.0) for i, each in enumerate(metrics)]
 
 
 def later(pairs: Any) -> NoiseScale:
-    """Of samples that are all in the later half of a run."""
+    """Return the noise scale of samples from the later half of a run."""
     return noise_scale(samples(pairs, len(pairs)))
 
 
 def test_a_quadratic_has_the_noise_scale_of_its_closed_form() -> None:
     found = measured(still(), batches(16, 200), 2, epochs=1)
     assert found.low < TRUTH < found.high
-    assert found.high < 1.4 * found.low  # a range that would hold anything shows nothing
+    assert found.high < 1.4 * found.low  # a wide range would show nothing
     assert found.squared_gradient_norm == pytest.approx(DISTANCE**2, rel=0.15)
     assert found.trace == pytest.approx(DIM * DEVIATION**2, rel=0.05)
     assert (found.samples, found.left_out, found.batch_rows) == (50, 0, 16)
@@ -97,7 +93,7 @@ def test_without_a_gradient_there_is_no_upper_end() -> None:
 
 @pytest.mark.parametrize("square", [4.0, 1.0, 0.3])
 def test_the_range_holds_the_truth_as_often_as_it_says(square: float) -> None:
-    """Where |G|² is 4, 1 and 0.3 times as large as the error of one sample's; 12 samples."""
+    """|G|² is 4, 1 and 0.3 times the error of one sample; 12 samples."""
     generator = np.random.default_rng(11)
     held, trials = 0, 1000
     for _ in range(trials):

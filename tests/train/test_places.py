@@ -1,4 +1,4 @@
-"""Where a run is saved: what a folder and an object store have in common, and the lease there."""
+"""Places to save a run: what folders and object stores share, and the lease in them."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Objects:
 
 @pytest.fixture(params=["folder", "object store"])
 def where(request: pytest.FixtureRequest, tmp_path: Path, objects: Objects) -> Path:
-    """An empty place of either kind."""
+    """Return an empty place of either kind."""
     return tmp_path if request.param == "folder" else place("s3://bucket/runs/x")
 
 

@@ -1,4 +1,4 @@
-"""Real signals to real processes whose main thread is where Python's own handlers do not run."""
+"""Real signals to processes whose main thread does not run Python's signal handlers."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ SAID = "SIGTERM before the first step; start it again to continue"
 
 
 class Jobs:
-    """Starts processes, and leaves none behind."""
+    """Starts processes, and kills them at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()

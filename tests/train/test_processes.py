@@ -1,4 +1,4 @@
-"""`fit` in a job of two processes: one decision, one record, one voice."""
+"""`fit` in a job of two processes: they decide, record and print as one."""
 
 import json
 import re

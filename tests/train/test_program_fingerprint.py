@@ -1,4 +1,4 @@
-"""The fingerprint of a program: what another one is, and what is the same however it is run."""
+"""The fingerprint of a program: what changes it, and what does not."""
 
 import os
 import subprocess
@@ -256,7 +256,7 @@ def test_a_loss_may_require_the_rows_of_a_batch() -> None:
     assert found["batch"].startswith("float32[16, 4]")
 
 
-def test_a_step_of_ones_own() -> None:
+def test_a_custom_step() -> None:
     usual = stepping(0.1, "jit", 1)
     assert set(usual) == {"batch", "model", "step"}
     assert stepping(0.1, "shard_map", 4) == usual
@@ -339,9 +339,7 @@ def in_batches() -> Any:
     [(ROWS, 2), *map(exhaustive, [(ROWS, 0), (in_batches(), 0), (in_batches(), 2)])],
     ids=["arrays", "arrays, no more", "a loader, no more", "a loader"],
 )
-def test_a_run_is_not_gone_on_with_by_another_program(
-    tmp_path: Path, source: Any, more: int
-) -> None:
+def test_a_run_is_not_resumed_by_another_program(tmp_path: Path, source: Any, more: int) -> None:
     trained(tmp_path, source=source, epochs=1)
     before = (tmp_path / "config.json").read_text()
     length = {"epochs": 1 + more}

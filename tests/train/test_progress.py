@@ -1,4 +1,4 @@
-"""The display of a run: nothing, plain lines, or a live line on a terminal or in a notebook."""
+"""The display of a run: nothing, plain lines, or a live line in a terminal or a notebook."""
 
 import dataclasses
 import fcntl
@@ -20,12 +20,7 @@ from support.figures import figures as numbers
 
 from replicax.train import progress as module
 from replicax.train.dispatched import Dispatched, RunPosition
-from replicax.train.progress import (
-    PlainProgress,
-    Progress,
-    figures,
-    open_progress,
-)
+from replicax.train.progress import PlainProgress, Progress, figures, open_progress
 from replicax.train.records import Record
 from replicax.train.streams import Unfailing
 
@@ -91,7 +86,7 @@ Terminal = Callable[[Callable[[], None]], bytes]
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """Runs a function with standard output on a pseudo-terminal of 80 columns; what it printed."""
+    """Run a function with stdout on a pseudo-terminal of 80 columns; returns the output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -109,11 +104,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     def run(function: Callable[[], None]) -> bytes:
         reader = threading.Thread(target=read)
         reader.start()
-        with (
-            os.fdopen(follower, "w", encoding="utf-8") as stream,
-            monkeypatch.context() as patch,
-        ):
-            # Rich asks the standard streams' descriptors for the size: give it this one's.
+        with os.fdopen(follower, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+            # Rich reads the size from the descriptors of the standard streams: give it this one.
             patch.setattr(sys, "stdout", stream)
             patch.setattr(sys, "__stdout__", stream)
             patch.setattr(sys, "__stderr__", stream)
@@ -127,7 +119,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def screen(printed: bytes, columns: int = 80) -> tuple[list[str], list[str]]:
-    """What is on a terminal at the end, and every line that was ever on it."""
+    """Return the final contents of a terminal, and every line that was ever on it."""
     lines, row, column, ever = [""], 0, 0, set()
     text = printed.decode()
     at = 0
@@ -221,7 +213,7 @@ def test_without_rich_a_terminal_gets_plain_lines(
 
 
 class Page:
-    """Stands in for IPython: the outputs of a cell, each with all that it has ever shown."""
+    """A fake IPython: the outputs of a cell, each with all that it has shown."""
 
     def __init__(self, kernel: object) -> None:
         self.outputs: list[list[str]] = []
@@ -301,7 +293,7 @@ def test_ipython_on_a_terminal_is_no_notebook(page: Page) -> None:
 
 
 class Told(Progress):
-    """A display that notes what it is told."""
+    """A display that keeps its calls."""
 
     def __init__(self) -> None:
         self.told: list[object] = []

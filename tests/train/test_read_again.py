@@ -1,4 +1,4 @@
-"""A loader that is read again from its start: other rows than before are noticed."""
+"""A loader that is read again from its start: different rows are noticed."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.processes import SUPPORT, run_job
-from support.resumable import BATCH, bits, crashing, data_parallel, fit, rows, undisturbed
+from support.resumable import BATCH, bits, crashing, fit, rows, undisturbed
 from support.tiers import only
 
 import replicax as rx
@@ -24,9 +24,9 @@ run = undisturbed()
 
 
 class Loader:
-    """Batches of rows in an order of each pass.
+    """Batches of rows in a new order for each pass.
 
-    `kept` draws it from one generator for all, `epoch` from the number of each epoch.
+    `kept` draws the order from one generator for all passes, `epoch` from the number of each epoch.
     """
 
     def __init__(self, order: str, *, seed: int = 0, data: int = 1) -> None:
@@ -46,14 +46,8 @@ class Loader:
             yield {name: array[taken] for name, array in self.data.items()}
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any) -> rx.Fit:
-    """What the second start returns, each with a loader of its own."""
+    """Return the result of the second start; each start has a new loader."""
     before, after = loaders
     with crashing(at):
         fit(dp, folder, source=before, save_every=1, batch_size=None, **settings)
@@ -146,11 +140,7 @@ def test_a_run_that_goes_back_says_that_rows_have_changed(
 @pytest.mark.parametrize("sets", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
 def test_other_evaluation_data_is_told_once_and_not_refused(
-    dp: rx.DataParallel,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    sets: bool,
-    loads: bool,
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: bool, loads: bool
 ) -> None:
     def evaluation(seed: int) -> rx.Evaluation:
         source = Loader("fixed", data=seed) if loads else rows(20, seed)

@@ -1,4 +1,4 @@
-"""Records: one JSON object a line, and a folder for each run."""
+"""Records: one JSON object in each line, and one folder for each run."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def record(**changes: Any) -> Record:
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it, without Python's NaN and Infinity."""
+    """Parse standard JSON, without Python's NaN and Infinity."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_what_is_to_be_done_again_is_taken_out(tmp_path: Path) -> None:
+def test_records_of_steps_to_repeat_are_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.keep(3).records == []
     for step in (1, 3, 5, 7):

@@ -1,4 +1,4 @@
-"""How a run ended, in one line."""
+"""The result of a run in one line."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run that ended anywhere, and is started again, ends as if nothing had happened."""
+"""A run that stopped anywhere and is restarted ends as if undisturbed."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,6 @@ from support.resumable import (
     bits,
     check_same,
     crashing,
-    data_parallel,
     fit,
     rows,
     steps_saved,
@@ -33,14 +32,8 @@ EVALUATED = {"eval_source": rows(20, 2)}
 run = undisturbed()
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 def stopped(dp: rx.DataParallel, folder: Path, at: int, of: str = "step", **settings: Any) -> None:
-    """The run ends at step `at`, is gone on with, and ends as the undisturbed one."""
+    """Check that a run stopped at step `at` and resumed ends as the undisturbed one."""
     with crashing(at, of):
         fit(dp, folder, **settings)
     check_same(fit(dp, folder, **settings), run(dp, **settings), folder)
@@ -69,7 +62,7 @@ def test_at_a_step(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
 def test_at_any_step(
     dp: rx.DataParallel, tmp_path: Path, at: int, log_every: int, evaluated: dict[str, Any]
 ) -> None:
-    """Each step meets each of the others' values, and those each other: not all products."""
+    """Pairs of values: each meets each of the others, without all products."""
     stopped(dp, tmp_path / "run", at, log_every=log_every, **evaluated)
 
 
@@ -156,7 +149,7 @@ def test_a_run_of_steps_that_goes_further_has_the_same_state(
     assert sum(record.rows for record in found.records) == sum(r.rows for r in wanted.records)
 
 
-# What a stop is told.
+# The message of a stop.
 
 
 @pytest.mark.parametrize("at", only([2], [2, BATCHES - 1, STEPS - 1]))

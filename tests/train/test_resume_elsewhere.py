@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere, or otherwise: on other devices, in other batches, after damage."""
+"""A run resumed on other devices, in other batches, or after damage."""
 
 import json
 import re
@@ -36,19 +36,13 @@ run = undisturbed()
 DEVICES = (8, 1, 4, 2)
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for most tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 # Other devices.
 
 
 def moved(
     folder: Path, steps: int, kinds: list[dict[str, Any]]
 ) -> tuple[rx.Fit, list[tuple[int, list[int]]]]:
-    """A run of `steps` that is stopped and moved to other devices; the examples of each step."""
+    """Stop a run of `steps` and move it to other devices; returns the examples of each step."""
     seen: list[tuple[int, list[int]]] = []
     part = steps // len(kinds)
     for number, kind in enumerate(kinds):
@@ -70,7 +64,7 @@ def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: flo
     found, seen = moved(folder, steps, kinds)
     assert dict(seen) == dict(wanted_seen)
     assert len(dict(seen)) == steps
-    assert len(seen) == steps + 2 * (len(kinds) - 1)  # what was done again
+    assert len(seen) == steps + 2 * (len(kinds) - 1)  # repeated steps
     pairs = zip(
         jax.tree.leaves(wanted.state.params), jax.tree.leaves(found.state.params), strict=True
     )

@@ -1,4 +1,4 @@
-"""Every kind of run goes on as if nothing had happened: modes, layouts, sources, models, guards."""
+"""Every kind of run can be resumed: modes, layouts, sources, models, guards."""
 
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
-
-
 def stopped(dp: rx.DataParallel, folder: Path, at: int, **settings: Any) -> rx.Fit:
-    """The run ends at step `at`, is gone on with, and ends as the undisturbed one."""
+    """Check that a run stopped at step `at` and resumed ends as the undisturbed one."""
     with crashing(at):
         fit(dp, folder / "run", **settings)
     found = fit(dp, folder / "run", **settings)
@@ -82,7 +76,7 @@ def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
 def test_statistics_and_keys_of_a_model(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
-    """BatchNorm and Dropout: what a step depends on beside the parameters."""
+    """BatchNorm and Dropout: steps depend on more than the parameters."""
     case = cases.DROPOUT_CASES[name]
     dp = rx.DataParallel(case.loss, optax.adam(0.01), **settings)
     state = dp.init(case.model())
@@ -103,7 +97,7 @@ def test_models_of_every_library(tmp_path: Path, name: str) -> None:
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    """What a loader gives: the last one is short."""
+    """Return the batches of a loader; the last one is short."""
     source = rows()
     return [
         {name: array[start : start + BATCH] for name, array in source.items()}
@@ -142,11 +136,11 @@ def test_orders_of_the_data(dp: rx.DataParallel, tmp_path: Path, settings: dict[
     stopped(dp, tmp_path, 7, **settings)
 
 
-# Guards and watches.
+# Guards.
 
 
 def with_bad(*indices: int) -> dict[str, np.ndarray]:
-    """Rows of which some are NaN."""
+    """Return rows, some of which are NaN."""
     source = rows()
     source["x"][list(indices)] = np.nan
     return source
@@ -166,7 +160,7 @@ def test_bad_steps_around_the_stop(dp: rx.DataParallel, tmp_path: Path, at: int)
 
 
 def test_bad_steps_in_a_row_are_counted_on(dp: rx.DataParallel, tmp_path: Path) -> None:
-    """Two before the stop and two after it are four."""
+    """Two before the stop and two after it make four."""
     source = with_bad(17, 33, 50, 66)
     settings = {"source": source, "shuffle": False, "max_bad_steps": 4}
     with crashing(3):
@@ -177,7 +171,7 @@ def test_bad_steps_in_a_row_are_counted_on(dp: rx.DataParallel, tmp_path: Path) 
 
 
 def test_spikes_are_told_by_the_losses_before_the_stop(tmp_path: Path) -> None:
-    """Once 128 losses are known, over two starts, the one that is far above them is skipped."""
+    """After 128 losses, over two starts, the one that is far above them is skipped."""
     source = rows(1280)
     source["y"][139 * 8 : 140 * 8] *= 1e4
     dp = data_parallel(2)
@@ -211,7 +205,7 @@ def test_audits(
 
 
 def test_the_state_that_is_given_does_not_matter(dp: rx.DataParallel, tmp_path: Path) -> None:
-    """That of the checkpoint takes its place."""
+    """The state of the checkpoint replaces it."""
     with crashing(7):
         fit(dp, tmp_path / "run")
     given = dp.init({name: array * 0 for name, array in model().items()}, seed=9)

@@ -1,4 +1,4 @@
-"""A run that goes on in another number of processes."""
+"""A run resumed in another number of processes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rx.Run`: the loop that users write, what it refuses, and what hooks may ask of it."""
+"""`rx.Run`: the loop that users write, its errors, and what hooks may ask of it."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ def whole(running: rx.Run, leave_at: int | None = None) -> rx.Fit:
 
 
 class Asks(rx.Hook):
-    """Asks something of the run after each of some steps."""
+    """Calls a method of the run after some of its steps."""
 
     def __init__(self, what: Callable[[Any], None], *at: int) -> None:
         self._what, self._at = what, at
@@ -59,7 +59,7 @@ class Asks(rx.Hook):
 
 
 class Counts(rx.Hook):
-    """Has a state: the finished steps, and the sum of their losses."""
+    """Has a state: the number of finished steps, and the sum of their losses."""
 
     def __init__(self) -> None:
         self.steps, self.total = 0, 0.0
@@ -228,7 +228,7 @@ def test_checkpoints_are_those_of_fit(dp: rx.DataParallel, tmp_path: Path) -> No
     check_same(fit(STEPS), wanted, tmp_path)
 
 
-# What hooks ask.
+# Requests of hooks.
 
 
 def test_a_hook_stops_the_run_as_if_it_were_done(dp: rx.DataParallel) -> None:
@@ -270,7 +270,7 @@ def test_a_hook_that_raises_is_left_out_and_changes_nothing(
 
 
 class Fails(rx.Hook):
-    """Fails at one point of those that are not given the run."""
+    """Fails at one point; the hook has no run."""
 
     def __init__(self, at: str, state: Any = 1) -> None:
         self._at, self._state = at, state
@@ -326,7 +326,7 @@ def test_a_hook_that_sleeps_is_named_where_the_time_went(
     assert goodput.seconds["hooks"] > 2.0
 
 
-# When and on what it is evaluated.
+# When evaluation happens, and on what.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run's folder that was harmed at random: the right arrays, or one clear line."""
+"""A run's folder with random damage: the right arrays, or one clear line."""
 
 import collections
 import random
@@ -60,7 +60,7 @@ def opened(folder: Path, said: list[str], accept: bool = False) -> Storage:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, beside what is none of its business."""
+    """Make a run with two checkpoints, beside unrelated files."""
     beside = tmp_path_factory.mktemp("original")
     run = opened(beside / "run", [])
     assert run.folder is not None
@@ -76,12 +76,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for another host's start take no time."""
+    """Do not wait for starts on other hosts."""
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.0)
 
 
 def listing(folder: Path) -> list[tuple[str, int, int, bytes]]:
-    """All that is beside the run: names, times, contents."""
+    """Return names, times and contents of all that is beside the run."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.name != "run":
@@ -92,7 +92,7 @@ def listing(folder: Path) -> list[tuple[str, int, int, bytes]]:
 
 
 def check_opened(beside: Path, accept: bool) -> str:
-    """Open the run and restore it; what became of it."""
+    """Open the run and restore it; returns the outcome."""
     said, outcome = list[str](), "begun anew"
     before = listing(beside)
     try:
@@ -122,7 +122,7 @@ def check_opened(beside: Path, accept: bool) -> str:
 
 
 def check_harmed(original: Path, tmp_path: Path, seeds: range) -> collections.Counter[str]:
-    """Harm a copy for each of `seeds`; what became of how many."""
+    """Damage a copy for each of `seeds`; counts the outcomes."""
     found: collections.Counter[str] = collections.Counter()
     for seed in seeds:
         beside, chance = tmp_path / str(seed), random.Random(seed)

@@ -1,4 +1,4 @@
-"""A run has an id from its first start, which tells its checkpoints from those of other runs."""
+"""A run has an id from its first start, which marks its checkpoints."""
 
 import json
 import shutil
@@ -10,7 +10,6 @@ from support.resumable import (
     STEPS,
     bits,
     crashing,
-    data_parallel,
     fit,
     model,
     steps_saved,
@@ -23,12 +22,6 @@ from replicax.train.changes import run_id
 from replicax.train.checkpoints.manifest import read_manifest
 
 run = undisturbed()
-
-
-@pytest.fixture(scope="module")
-def dp() -> rx.DataParallel:
-    """One for all tests, so that its step is compiled once."""
-    return data_parallel(8)
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def forget(folder: Path) -> None:
-    """Make the run one from before there were ids."""
+    """Turn the run into one from before there were ids."""
     without = config(folder)
     del without["start"]["run"]
     (folder / "config.json").write_text(json.dumps(without))

@@ -1,4 +1,4 @@
-"""A run whose folder is in an object store, or in a stand-in of one that has the same interface."""
+"""A run whose folder is in an object store, or in a stand-in with the same interface."""
 
 import json
 import os
@@ -24,7 +24,7 @@ plain = undisturbed()
 
 @pytest.fixture
 def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
-    """A store, and a folder to be in, where nothing is to be written."""
+    """A store, and a working directory in which nothing is written."""
     for name in ("objects", "here"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -38,7 +38,7 @@ def dp() -> rx.DataParallel:
 
 
 def names(objects: Objects) -> list[str]:
-    """The contents of the run's folder, but for its leases and checkpoints."""
+    """Return the contents of the run's folder without leases and checkpoints."""
     found = {key.removeprefix("bucket/runs/x/").split("/")[0] for key in objects.listed()}
     return sorted(found - {"lease", "checkpoints"})
 
@@ -80,7 +80,7 @@ def test_a_run_that_crashed_goes_on(
 
 
 def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
-    """The results of runs killed at these operations, and before them of an unharmed one."""
+    """Results of runs killed at these operations, after that of an undisturbed one."""
     command = [sys.executable, SUPPORT / "runs_killed.py", folder, *map(str, at)]
     env = {**os.environ, "PYTHONPATH": str(SUPPORT.parent), "TMPDIR": str(folder)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -113,7 +113,7 @@ def test_who_was_taken_over_leaves_the_records_of_the_other(
     dp: rx.DataParallel, objects: Objects
 ) -> None:
     class Other(rx.Hook):
-        """Another start, that takes this one for dead."""
+        """A start on another host that takes this one for dead."""
 
         def step(self, run: Any, step: Any) -> None:
             if step.place.step == 8:

@@ -1,4 +1,4 @@
-"""Sealed JSON: what was written is read, and no flipped bit passes, in the seal's name either."""
+"""Sealed JSON is read as it was written; a flipped bit is found, even in the seal's name."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a run reads from its folder: no flipped bit passes, and nothing but a file is waited for."""
+"""Small files of a run: every flipped bit is found, and a start waits only for files."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Runs that a signal stops: what they raise or return, and that a waiting loader is no obstacle."""
+"""Runs stopped by a signal: what they raise or return, also while a loader waits."""
 
 import signal
 import threading
@@ -85,7 +85,7 @@ def test_ctrl_c_raises_as_usual_and_the_model_is_kept(dp: rx.DataParallel, stuck
 def test_the_same_call_resumes_with_a_state_that_is_used_up(
     dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
 ) -> None:
-    """As a cell of a notebook that is run again."""
+    """As a notebook's cell that is run again."""
     state = dp.init(model())
     with pytest.raises(SystemExit):
         fit(dp, tmp_path, state=state, source=stuck, batch_size=None, hooks=[stuck])
@@ -137,7 +137,7 @@ def test_an_evaluation_that_waits_is_done_later(
 
 
 def test_processes_give_up_together_when_one_of_them_waits() -> None:
-    """Over a real hub: process 1 waits for its loader, and is told to stop."""
+    """With a real hub: process 1 waits for its loader, and learns that all stop."""
     free, told = threading.Event(), threading.Event()
     sharding = NamedSharding(rx.make_mesh(devices=jax.devices()[:1]), PartitionSpec("data"))
 

@@ -1,4 +1,4 @@
-"""What processes decide together: when to stop, and when to save."""
+"""Decisions of all processes: when to stop, and when to save."""
 
 import signal
 import time
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Voting(Alone):
-    """The job of process 0 where the others always say the same; it counts the votes."""
+    """The job of process 0 when the others always agree; it counts the votes."""
 
     processes = 2
 
@@ -126,7 +126,7 @@ def test_fast_batches_of_an_evaluation_do_not_put_off_the_vote_after_slow_steps(
 
 
 def test_steps_that_only_seem_fast_do_not_put_off_the_vote(clock: Clock, job: Voting) -> None:
-    """The devices' queue takes 50 steps at once, and then each when one is done."""
+    """The devices' queue takes 50 steps at once, and then one for each that is done."""
     stopping, longest, last, votes = Stopping(Interrupt(), job), 0.0, clock.now, 0
     for step in range(500):
         clock.now += 0.0001 if step < 50 else 0.4
@@ -192,7 +192,7 @@ def test_a_signal_is_a_wish_until_all_know(clock: Clock, job: Voting) -> None:
 
 
 def test_processes_stop_and_save_at_the_same_call() -> None:
-    """Over a real hub, at paces of their own."""
+    """With a real hub, at different paces."""
     with opened(3) as job:
         processes = job.start()
 

@@ -1,4 +1,4 @@
-"""What hand-written steps are made of, right and wrong ones: lifts, models, losses, reductions."""
+"""Parts of hand-written steps, right and wrong: lifts, models, losses, reductions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ N, ROWS, K, RATE = 8, 64, 4, 0.1
 AXIS = "data"
 WHOLE, SPLIT = P(), P(AXIS)
 
-# Lifts. Each makes the step when it is called: the devices may be looked at then.
+# Lifts. Each makes the step when it is called, when devices may be used.
 
 
 def mesh() -> Mesh:
@@ -39,7 +39,7 @@ def sharded(update: Any, *, check_vma: bool = False) -> Callable[[], Any]:
 
 
 def global_view(update: Any, *specs: P) -> Callable[[], Any]:
-    """The specs are those of what follows the state."""
+    """Lift to the global view; `specs` are those of the arguments after the state."""
 
     def make() -> Any:
         whole, *rest = (NamedSharding(mesh(), spec) for spec in (WHOLE, *specs))
@@ -112,7 +112,7 @@ def mean_of_floats(tree: Any) -> Any:
     )
 
 
-# Updates: what a replica does, or one device with the whole batch.
+# Updates on a replica, or on one device with the whole batch.
 
 
 def descend(params: Any, gradient: Any, rate: Any = RATE) -> Any:
@@ -126,7 +126,7 @@ def sgd(
     loss: Any = mean_loss,
     graded: Any = jax.value_and_grad,
 ) -> Any:
-    """`reduce` is done to the gradient, and to the loss if nothing else is said."""
+    """Gradient descent; `reduce` is applied to the gradient, and by default to the loss."""
 
     def update(state: Any, rows: Any, *key: Any) -> Any:
         value, gradient = graded(loss)(state["params"], rows, *key)
@@ -138,11 +138,11 @@ def sgd(
 
 reference, good = sgd(), sgd(pmean)
 mean_in_the_loss = sgd(loss=lambda *given: pmean(mean_loss(*given)))
-"""Right with check_vma=True only."""
+"""Right only with check_vma=True."""
 
 
 def by_micro_batch(loss: Any, reduce: Any = same) -> Any:
-    """Values and gradients, stacked by micro-batch; `reduce` is done to each."""
+    """Values and gradients, stacked by micro-batch; `reduce` is applied to each."""
 
     def graded(params: Any, rows: Any) -> Any:
         parts = jax.tree.map(lambda leaf: leaf.reshape(K, -1, *leaf.shape[1:]), rows)
@@ -152,7 +152,7 @@ def by_micro_batch(loss: Any, reduce: Any = same) -> Any:
 
 
 def accumulated(finish: Any) -> Any:
-    """`finish` makes one gradient of those of the micro-batches."""
+    """Make one gradient from those of the micro-batches by `finish`."""
     return sgd(
         lambda gradients: pmean(jax.tree.map(finish, gradients)),
         lambda losses: pmean(jnp.mean(losses)),
@@ -173,7 +173,7 @@ def with_optax(
     reduce_loss: Any = same,
     loss: Any = mean_loss,
 ) -> Any:
-    """With what is reduced before the optimizer, after it, and of the loss."""
+    """With reductions before the optimizer, after it, and of the loss."""
 
     def update(state: Any, rows: Any) -> Any:
         value, gradient = jax.value_and_grad(loss)(state["params"], rows)
@@ -189,7 +189,7 @@ def optax_state(optimizer: Any, model: Any = params) -> Callable[[], Any]:
 
 
 def with_statistics(loss: Any, reduce: Any = same, stored: Any = same) -> Any:
-    """With running means of what the loss has seen, by their names in the state."""
+    """With running means of statistics of the loss, by their names in the state."""
 
     def update(state: Any, rows: Any) -> Any:
         (value, seen), gradient = jax.value_and_grad(loss, has_aux=True)(state["params"], rows)
@@ -202,7 +202,7 @@ def with_statistics(loss: Any, reduce: Any = same, stored: Any = same) -> Any:
 
 
 def nudged(by: Any) -> Any:
-    """What `by` returns is added to a bias."""
+    """Add the result of `by` to a bias."""
 
     def update(state: Any, rows: Any, *more: Any) -> Any:
         after, metrics = good(state, rows)
@@ -213,7 +213,7 @@ def nudged(by: Any) -> Any:
 
 
 def of_whole_batch(change: Any) -> Callable[[], Any]:
-    """Changes each array of the batch, and splits it then."""
+    """Change each array of the batch, then split it."""
 
     def update(state: Any, rows: Any) -> Any:
         rows = jax.tree.map(change, rows)
@@ -229,11 +229,11 @@ def cut_to(multiple: int) -> Any:
 
 
 def filled_to_fit(leaf: Any) -> Any:
-    """Zeros, which count."""
+    """Pad with zeros, which count."""
     return jnp.concatenate([leaf, jnp.zeros((-len(leaf) % N, *leaf.shape[1:]), leaf.dtype)])
 
 
-# Losses in which rows weigh differently, meet, or are changed at random.
+# Losses in which rows have weights, meet, or are changed at random.
 
 
 def masked_loss(count: Any = jnp.sum) -> Any:
@@ -277,7 +277,7 @@ def watching_state() -> Any:
 
 
 def contrast(gather: Any = same) -> Any:
-    """Each row against all others of the batch."""
+    """Contrast each row with all others of the batch."""
 
     def loss(params: Any, rows: Any) -> jax.Array:
         one = rows["x"] @ params["in"]["kernel"]
@@ -291,7 +291,7 @@ def contrast(gather: Any = same) -> Any:
 
 
 def dropped(fold: Any = same) -> Any:
-    """Dropout between the layers; `fold` is done to its key."""
+    """Dropout between the layers; `fold` is applied to its key."""
 
     def loss(params: Any, rows: Any, key: Any) -> jax.Array:
         values = hidden(params, rows["x"])
@@ -302,7 +302,7 @@ def dropped(fold: Any = same) -> Any:
 
 
 def key_in_state(reduce: Any = same, fold: Any = same) -> Any:
-    """Dropout whose key the state holds."""
+    """Dropout with its key in the state."""
 
     def update(state: Any, rows: Any) -> Any:
         later, key = jax.random.split(state["rng"])
@@ -326,7 +326,7 @@ class Entry:
 
     step: Callable[[], Any]
     words: tuple[str, ...] = ()
-    """Of the cause that has to be found; of broken ones."""
+    """Words that the cause must contain, for broken steps."""
     subject: str = "parity"
     case: str = "full batch"
     reference: Any = reference
@@ -341,7 +341,7 @@ def optimized(optimizer: Any) -> dict[str, Any]:
 
 adam = optax.adamw(1e-2, weight_decay=1e-3)
 warm_up = optax.adam(optax.linear_schedule(0.0, 1e-2, 4))
-"""Its first rate is 0."""
+"""Its first learning rate is 0."""
 
 ADAM, WARM_UP = optimized(adam), optimized(warm_up)
 KEY = {"reference": sgd(loss=dropped()), "options": {"key": jax.random.key(5)}}

@@ -1,4 +1,4 @@
-"""`python sums_step.py MODE`: what `check_sums` says of GPT-2 in bfloat16 on eight H100."""
+"""`python sums_step.py MODE`: the result of `check_sums` for GPT-2 in bfloat16 on eight H100."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Each mistake, made on numbers, is named; what no mistake explains is said to be unexplained."""
+"""Each mistake is named from its numbers; other differences are called unexplained."""
 
 import dataclasses
 import re

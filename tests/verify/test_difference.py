@@ -14,18 +14,18 @@ from support.tiers import only
 from replicax.verify.difference import (
     Difference,
     bounds,
-    changes,
     coarsest_eps,
     constant_ratio,
-    differences,
+    leaf_differences,
     leaves,
     perturbed,
     rounding_noise,
+    step_changes,
 )
 
 
 def first_difference(*compared: Any) -> Difference | None:
-    return next(iter(differences(*compared)), None)
+    return next(iter(leaf_differences(*compared)), None)
 
 
 EPS = float(np.finfo(np.float32).eps)
@@ -77,7 +77,7 @@ def test_no_ratio_where_there_is_none() -> None:
         (np.array([1.0, np.nan, 4.0]), "NaN or infinity"),
     ],
 )
-def test_what_is_no_matter_of_size_is_said_in_words(found: Any, words: str) -> None:
+def test_differences_without_a_size_are_shown_in_words(found: Any, words: str) -> None:
     held = {} if found is None else {"a": found}
     difference = first_difference(held, {"a": VALUES["a"]}, {"a": np.array(1e9)})
     assert difference is not None
@@ -108,7 +108,7 @@ def test_leaves_are_named_by_path_and_keys_are_compared() -> None:
 def test_a_change_of_a_float_is_what_was_added_in_float64() -> None:
     before = {"w": np.float32([1, 2]), "n": np.int32(4)}
     after = {"w": np.float32([1 + 1e-5, 2]), "n": np.int32(5), "loss": np.float32(7)}
-    found = changes(before, after)
+    found = step_changes(before, after)
     assert found["['w']"][0] == pytest.approx(1e-5, rel=1e-2)
     assert found["['n']"] == 5
     assert found["['loss']"] == 7
@@ -141,7 +141,7 @@ def test_the_coarsest_dtype_is_found_inside() -> None:
     assert coarsest_eps(jax.jit(lambda x: x * 2), x) == EPS
 
 
-# What rounding can do. Each function is computed on all rows and as the mean over eight parts.
+# Rounding. Each function is computed on all rows, and as the mean over eight parts.
 
 
 def network(params: Any, rows: Any) -> jax.Array:
@@ -174,7 +174,7 @@ def step(loss: Any, optimizer: Any, parts: int) -> Any:
         return optax.apply_updates(params, updates), gradient
 
     compiled = jax.jit(run)
-    return lambda params, rows: changes((params, params), compiled(params, rows))
+    return lambda params, rows: step_changes((params, params), compiled(params, rows))
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
@@ -194,10 +194,12 @@ def test_rounding_is_no_difference_and_a_thousandth_is(
         eps=EPS,
         values=leaves((params, params)),
     )
-    apart = differences(step(loss, optimizer, 8)(params, rows), expected, limits)
+    apart = leaf_differences(step(loss, optimizer, 8)(params, rows), expected, limits)
     assert apart == []
     off = {path: value * 1.001 for path, value in expected.items()}
-    assert {"[1]['in']", "[1]['key']"} & {each.path for each in differences(off, expected, limits)}
+    assert {"[1]['in']", "[1]['key']"} & {
+        each.path for each in leaf_differences(off, expected, limits)
+    }
 
 
 def test_elements_that_the_perturbed_runs_missed_are_rounding_too() -> None:
@@ -214,7 +216,7 @@ def test_elements_that_the_perturbed_runs_missed_are_rounding_too() -> None:
 
 
 def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
-    """Adam makes whole steps of it: its bound is the step."""
+    """Adam takes whole steps of it: its bound is the step."""
     loss, params = MODELS["attention"]
     reference = step(loss, optax.adam(1e-3), 1)
     expected = reference(params, ROWS)
@@ -224,7 +226,7 @@ def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
 
 
 def test_noise_without_a_bound_on_size_is_none() -> None:
-    """In bfloat16 a few units would be another model: they stop at one."""
+    """In bfloat16 a few units would be another model: the bound stops at one."""
     params = {"w": normal(9, 8)}
     noise = rounding_noise(
         lambda state, _: leaves({"w": state["w"]}), params, {}, eps=2.0**-7, expected=leaves(params)

@@ -1,4 +1,4 @@
-"""The row on fixed bits: where they part."""
+"""The row on fixed bits: where they differ."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Random numbers that do not follow from the key are found in the program."""
+"""Random numbers that do not come from the key are found in the program."""
 
 import cProfile
 import math
@@ -10,10 +10,10 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.core.jaxprs.row_counts import KEY
+from replicax.core.jaxprs.row_counts import FROM_STEP_KEY
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.verify.devices_asked import devices_asked
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.subject import Subject
 
 
@@ -21,7 +21,7 @@ def draws(function: Any) -> bool:
     data = jax.random.key_data(jax.random.key(1))
     jaxpr = jax.make_jaxpr(lambda data, x: function(jax.random.wrap_key_data(data), x))(data, 1.0)
     follow = Follow((1, 1))
-    follow(jaxpr, jaxpr, [KEY, None])
+    follow(jaxpr, jaxpr, [FROM_STEP_KEY, None])
     return follow.draws_alone
 
 
@@ -65,7 +65,7 @@ def test_functions(function: Any, found: bool) -> None:
 )
 def test_losses(loss: Any, model: Any, found: bool) -> None:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
-    assert examine(Subject(dp, model(), zoo.data(), 1, 0)).constant_key == found
+    assert examine_subject(Subject(dp, model(), zoo.data(), 1, 0)).constant_key == found
 
 
 def test_a_profiler_goes_on_once_devices_were_watched() -> None:

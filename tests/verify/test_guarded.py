@@ -1,4 +1,4 @@
-"""What is verified is the step that a run takes, which skips bad ones."""
+"""`verify` checks the guarded step of a run, which skips bad steps."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.checks import Check
 from replicax.errors import LossError
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 
@@ -25,7 +25,7 @@ def data_parallel(loss: Any, optimizer: Any, **options: Any) -> rx.DataParallel:
 
 
 def restless() -> optax.GradientTransformation:
-    """Its state is an integer and a float in turn."""
+    """Its state is alternately an integer and a float."""
 
     def turned(gradient: Any, count: jax.Array, params: Any = None) -> Any:
         return gradient, count.astype(jnp.float32 if count.dtype == jnp.int32 else jnp.int32)
@@ -58,7 +58,7 @@ def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None
 
 
 def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
-    """The value of a row, but on a part of the batch its gradient is NaN."""
+    """The value of a row, with a NaN gradient on a part of the batch."""
     values = zoo.errors(model, batch)
     if key is not None and batch["x"].shape[0] != zoo.ROWS:
         values += jnp.sqrt(0 * model["bias"][0])
@@ -69,7 +69,7 @@ def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
 def test_a_step_that_is_skipped_fails(mode: str) -> None:
     dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode=mode)
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    facts = examine(of)
+    facts = examine_subject(of)
     checks: list[Check] = list(ProgramCases(of, facts, lambda text: None).parity(of.own))
     if dp.mode.bitwise:
         bits = partial(bits_on, of, facts, dp.mode)

@@ -1,4 +1,4 @@
-"""What leaving rows out tells about a loss."""
+"""Dependence of rows, measured by leaving rows out."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.independence import (
+    ADDED_UP,
     DEPENDENT,
     INDEPENDENT,
-    SUMMED,
     WEIGHTED_SCALAR,
 )
 from replicax.verify.subject import Subject
@@ -20,7 +20,7 @@ from replicax.verify.subject import Subject
 
 def kind(loss: Any) -> str:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
-    return examine(Subject(dp, zoo.network(), zoo.data(), 1, 0)).rows.kind
+    return examine_subject(Subject(dp, zoo.network(), zoo.data(), 1, 0)).rows.kind
 
 
 def nearly_equal_weights(model: Any, batch: Any, key: Any) -> Any:
@@ -39,8 +39,8 @@ def needs_a_key(model: Any, batch: Any, key: Any) -> Any:
         (zoo.mixture, INDEPENDENT),
         (zoo.equal_mean, INDEPENDENT),
         (zoo.dropout, INDEPENDENT),
-        (zoo.divided_by_rows, SUMMED),
-        (zoo.sum_over_rows, SUMMED),
+        (zoo.divided_by_rows, ADDED_UP),
+        (zoo.sum_over_rows, ADDED_UP),
         (zoo.mean_of_weighted_rows, WEIGHTED_SCALAR),
         (nearly_equal_weights, WEIGHTED_SCALAR),
         (zoo.contrastive, DEPENDENT),

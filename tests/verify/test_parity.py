@@ -1,4 +1,4 @@
-"""Parity sees what is wrong in the step itself, and not only in the loss."""
+"""Parity finds mistakes in the step itself, not only in the loss."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.core.modes import MODES
 from replicax.core.step import loss as loss_module
-from replicax.verify.facts import Facts, examine
+from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import counted_compilations
 from replicax.verify.subject import Case, Subject
@@ -27,14 +27,14 @@ def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
 
 
 def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
-    cases_of = ProgramCases(of, facts or examine(of), lambda text: None)
+    cases_of = ProgramCases(of, facts or examine_subject(of), lambda text: None)
     return {check.case: check.verdict for case in cases for check in cases_of.parity(case)}
 
 
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that was forgotten leaves full batches right."""
+    """A forgotten mask leaves full batches right."""
     of = subject(zoo.Entry())
-    facts = examine(of)
+    facts = examine_subject(of)
     sums = loss_module.sums
     monkeypatch.setattr(
         "replicax.core.step.objective.sums",
@@ -60,7 +60,7 @@ class LeftOut:
 
 def test_a_reduction_that_is_left_out_is_named() -> None:
     of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
-    (check, *_) = ProgramCases(of, examine(of), lambda text: None).parity(of.own)
+    (check, *_) = ProgramCases(of, examine_subject(of), lambda text: None).parity(of.own)
     assert check.verdict == "fail"
     assert_mentions(check.cause, "own rows", "never reduced")
 
@@ -68,7 +68,7 @@ def test_a_reduction_that_is_left_out_is_named() -> None:
 @EXHAUSTIVE
 def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(zoo.Entry(zoo.dropout))
-    facts = examine(of)
+    facts = examine_subject(of)
     assert facts.random
     assert verdicts(of, of.own, facts=facts)["shard_map, full"] == "pass"
     monkeypatch.setattr("jax.lax.axis_index", lambda axis: 0)
@@ -78,7 +78,7 @@ def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_optimizer_that_is_skipped_is_seen() -> None:
     of = subject(zoo.Entry())
-    cases_of = ProgramCases(of, examine(of), lambda text: None)
+    cases_of = ProgramCases(of, examine_subject(of), lambda text: None)
     updated = of.updated
     of.updated = lambda *arguments: {  # type: ignore[method-assign]
         path: 1.1 * value for path, value in updated(*arguments).items()
@@ -106,7 +106,7 @@ def test_one_device_and_several_are_told_apart() -> None:
 
 def test_a_loss_that_differs_by_run_compares_nothing() -> None:
     of = subject(zoo.Entry())
-    facts = dataclasses.replace(examine(of), repeatable=False)
+    facts = dataclasses.replace(examine_subject(of), repeatable=False)
     assert set(verdicts(of, of.own, facts=facts).values()) == {"skip"}
 
 

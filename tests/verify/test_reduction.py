@@ -1,4 +1,4 @@
-"""Reductions that round: what they may change is allowed, and no more."""
+"""Reductions that round may change as much as they declare, and no more."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from replicax.checks import Check
 from replicax.core.modes import MODES
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 from replicax.verify.traffic import check_traffic, read_programs
@@ -34,7 +34,9 @@ def make(mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.goo
 
 
 def checks(subject: Subject) -> list[Check]:
-    return list(ProgramCases(subject, examine(subject), lambda text: None).parity(subject.own))
+    return list(
+        ProgramCases(subject, examine_subject(subject), lambda text: None).parity(subject.own)
+    )
 
 
 def verdicts(subject: Subject) -> list[str]:
@@ -48,7 +50,7 @@ def test_bfloat16_passes_near_its_bound_and_sends_half(mode: str) -> None:
     assert [check.verdict for check in parity] == ["pass"] * 3
     assert all(0.2 < check.figures["of_bound"] <= 1 for check in parity)
     programs = read_programs(subject, [subject.own], lambda text: None)
-    (traffic,) = check_traffic(subject, examine(subject), programs)
+    (traffic,) = check_traffic(subject, examine_subject(subject), programs)
     half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 8)
     assert traffic.figures["least_bytes"] == half
     assert traffic.figures["bytes"] <= 1.05 * half
@@ -74,7 +76,7 @@ class Dropping(Wire):
 
 
 class Coarse(Wire):
-    """Rounds to 3 bits where it promises bfloat16's 8."""
+    """Rounds to 3 bits but declares bfloat16's 8."""
 
     def _round(self, leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float8_e5m2).astype(leaf.dtype)
@@ -84,7 +86,7 @@ class Coarse(Wire):
 
 
 class Silent(Wire):
-    """Rounds to bfloat16 and does not say so."""
+    """Rounds to bfloat16 without declaring it."""
 
     def error(self, roundings: int = 2) -> float:
         return 0.0
@@ -114,7 +116,7 @@ def test_one_with_a_state_passes_and_the_other_modes_go_without() -> None:
     float32 = REDUCTIONS["float32"]
     for case in (subject.single, subject.case(MODES["jit"])):
         assert subject.parallel(case).reduction == float32
-    cases = ProgramCases(subject, examine(subject), lambda text: None)
+    cases = ProgramCases(subject, examine_subject(subject), lambda text: None)
     others = [subject.case(MODES[name]) for name in ("jit", "pmap", "exact")]
     assert [check.verdict for case in others for check in cases.parity(case)] == ["pass"] * 6 + [
         "skip"

@@ -1,4 +1,4 @@
-"""`verify_step`: what it takes, what it refuses, and what it says."""
+"""`verify_step`: what it takes and refuses, and its messages."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_a_failed_full_batch_leaves_out_the_others() -> None:
 
 
 def test_the_step_may_donate_arrays_of_the_user() -> None:
-    """What the user handed over is still there."""
+    """The user's arrays are still there."""
     state = jax.device_put(zoo.only_params(), NamedSharding(zoo.mesh(), P()))
     rows = jax.device_put(zoo.batch(), NamedSharding(zoo.mesh(), P("data")))
     step = jax.jit(zoo.reference, donate_argnums=0)
@@ -177,7 +177,7 @@ def test_reductions_of_every_micro_batch_are_noted() -> None:
 
 
 def test_a_warm_up_does_not_hide_the_gradient() -> None:
-    """Its first learning rate is 0, and with it every change."""
+    """Its first learning rate is 0, so that the first step changes nothing."""
 
     def warmed(reduce: Any) -> Any:
         def update(state: Any, rows: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sums in 16-bit floats, of the devices at hand and of those that a compiler describes."""
+"""Sums in 16-bit floats, for the devices at hand and for described ones."""
 
 import json
 import os
@@ -19,7 +19,7 @@ import replicax as rx
 from replicax.checks import Check
 from replicax.errors import CompilerError, ConfigError
 from replicax.verified import compiling_for
-from replicax.verify.sums import Elsewhere, Text, check_sums, judged, with_sums_as_cause
+from replicax.verify.sums import Elsewhere, Text, check_sums, judged_sums, with_sums_as_cause
 
 DEVICES, ROWS, CONTEXT, TOKENS, WIDTH = 8, 64, 128, 64, 16
 BATCH = {"ids": jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.int32)}
@@ -46,7 +46,7 @@ def careful(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def noisy(model: Any, batch: Any, key: jax.Array) -> jax.Array:
-    """Draws, which keeps mode `jit` from computing it replica by replica."""
+    """Random draws keep mode `jit` from computing it replica by replica."""
     noise = jax.random.normal(key, (batch["ids"].shape[0], 1))
     return careful(model, batch, key) + 0 * noise[:, 0]
 
@@ -115,11 +115,11 @@ def test_reductions_between_replicas_and_not_inside_of_one() -> None:
     whole, halves = "{{0,1,2,3,4,5,6,7}}", "{{0,1},{2,3},{4,5},{6,7}}"
     sizes = {"data": 4, "model": 2}
     dp = parallel(loss, "jit")
-    (found,) = judged("jit", Text(REDUCED.replace("GROUPS", whole), sizes), dp)
+    (found,) = judged_sums("jit", Text(REDUCED.replace("GROUPS", whole), sizes), dp)
     assert found.verdict == "note"
     assert "use mode='shard_map'" in found.found
     assert "bf16[64,16], 8 devices" in found.found
-    (found,) = judged("jit", Text(REDUCED.replace("GROUPS", halves), sizes), dp)
+    (found,) = judged_sums("jit", Text(REDUCED.replace("GROUPS", halves), sizes), dp)
     assert found.verdict == "pass"
 
 
@@ -171,7 +171,7 @@ def test_an_h100_reduces_what_the_partitioner_does(h100: Elsewhere) -> None:
 @needs("cuda")
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 def test_gpt2_on_an_h100_has_none(mode: str) -> None:
-    """In a process whose path has cuDNN: JAX asks for it as the step is traced."""
+    """Runs in a process with cuDNN on its path: JAX looks for it while it traces."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -1,11 +1,11 @@
-"""The table: one line where many say the same, and 80 columns."""
+"""The table: one line for equal results, within 80 columns."""
 
 import sys
 
 import pytest
 
-from replicax.checks import PASS, Check, Style, summary, table_text
-from replicax.verify.verification import Verification, merged
+from replicax.checks import PASS, Check, Style, checks_summary, table_text
+from replicax.verify.verification import Verification, merged_checks
 
 PASSED = [
     Check("parity", f"jit, {part}{batch}", "pass", f"as one device, {at}", "", {"largest": at})
@@ -17,14 +17,14 @@ SKIPPED = Check("traffic", "jit", "skip", "nothing to see")
 
 
 def test_passes_of_one_mode_are_one_line() -> None:
-    (line,) = merged(PASSED)
+    (line,) = merged_checks(PASSED)
     assert line.case == "jit (full, padded; and in 4 micro-batches)"
     assert line.found.endswith("one device, 3e-07")
 
 
 def test_failures_stay_apart() -> None:
-    assert merged([FAILED, FAILED]) == [FAILED, FAILED]
-    assert len(merged([*PASSED, FAILED, *PASSED])) == 3
+    assert merged_checks([FAILED, FAILED]) == [FAILED, FAILED]
+    assert len(merged_checks([*PASSED, FAILED, *PASSED])) == 3
 
 
 def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summary_of_one() -> None:
-    assert summary([SKIPPED]) == "1 check: 1 skip"
+    assert checks_summary([SKIPPED]) == "1 check: 1 skip"
 
 
 def test_a_verification_is_one_line_and_printed_a_table() -> None:

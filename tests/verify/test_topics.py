@@ -1,4 +1,4 @@
-"""Beside parity: parameters that learn, equal copies, the same bits again, and one compilation."""
+"""Checks beside parity: learning parameters, equal copies, equal bits, one compilation."""
 
 import contextlib
 from typing import Any
@@ -9,7 +9,7 @@ from support.bit_flips import before_step, flip_leaf
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import determinism
 from replicax.verify.subject import Subject
@@ -19,7 +19,7 @@ def cases_of(entry: zoo.Entry, **arguments: Any) -> tuple[Subject, ProgramCases]
     arguments = {"mode": "single", **arguments}
     dp = rx.DataParallel(entry.loss, entry.optimizer(), **arguments)
     subject = Subject(dp, entry.model(), zoo.data(), 1, 0)
-    return subject, ProgramCases(subject, examine(subject), lambda text: None)
+    return subject, ProgramCases(subject, examine_subject(subject), lambda text: None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs against what is needed."""
+"""Bytes and FLOPs of a step against the necessary ones."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes import MODES
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (
     CompiledCase,
@@ -55,7 +55,7 @@ def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) ->
 def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
     cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
     programs = read_programs(subject, cases, lambda text: None)
-    checks = list(check_traffic(subject, examine(subject), programs))
+    checks = list(check_traffic(subject, examine_subject(subject), programs))
     assert [check.verdict for check in checks] == ["pass", "pass"]
     assert checks[0].figures["bytes"] == checks[0].figures["least_bytes"]
 
@@ -66,15 +66,15 @@ def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
 )
 def test_verdicts_by_bytes(subject: Subject, count: int, size: int, verdict: str) -> None:
     programs = {subject.own: program(subject.own, count, size)}
-    (check,) = check_traffic(subject, examine(subject), programs)
+    (check,) = check_traffic(subject, examine_subject(subject), programs)
     assert check.verdict == verdict
 
 
 def test_reductions_that_grow_with_micro_batches(subject: Subject) -> None:
-    """They fail where the user trains so, and are worth a word elsewhere."""
+    """They fail if the user trains so, and are a note otherwise."""
     cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
     programs = {case: program(case, case.micro_batches, 360) for case in cases}
-    facts = examine(subject)
+    facts = examine_subject(subject)
     one, two = check_traffic(subject, facts, programs)
     assert (one.verdict, two.verdict) == ("pass", "note")
     subject.own, own = cases[1], subject.own
@@ -106,7 +106,7 @@ def test_work(subject: Subject, flops: int, verdict: str) -> None:
 def test_work_is_that_of_all_devices(
     data: int, rules: dict[str, Any], times: int, verdict: str
 ) -> None:
-    """Those of a replica that split no product of the model compute the same."""
+    """Devices of a replica that split no product compute the same."""
     mesh = rx.make_mesh(data, 4 // data, devices=jax.devices()[:4])
     layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
@@ -118,11 +118,13 @@ def test_work_is_that_of_all_devices(
 
 
 def test_a_frozen_parameter_is_not_reduced() -> None:
-    """The optimizer does not read its gradient, so that nobody computes it."""
+    """The optimizer does not read its gradient, so it is never computed."""
     mesh = rx.make_mesh(devices=jax.devices()[:4])
     dp = rx.DataParallel(zoo.good, zoo.frozen_optimizer(), mesh=mesh, mode="shard_map")
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    (check,) = check_traffic(of, examine(of), read_programs(of, [of.own], lambda text: None))
+    (check,) = check_traffic(
+        of, examine_subject(of), read_programs(of, [of.own], lambda text: None)
+    )
     assert check.verdict == "pass"
     assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 8)
 
@@ -142,12 +144,12 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
 def test_a_layout_sends_what_it_has_to(
     setup: Setup, micro_batches: int, most: float, inside: bool
 ) -> None:
-    """Times the bytes of one all-reduce of the gradient; what goes on inside a replica is apart."""
+    """Multiples of the bytes of one all-reduce of the gradient; traffic in a replica is apart."""
     dp = data_parallel("tower", setup, micro_batches)
     case = MODELS["tower"]
     of = Subject(dp, case.model(), {name: leaf[:48] for name, leaf in case.source.items()}, 1, 0)
     programs = read_programs(of, [of.own, of.single], lambda text: None)
-    (sent,) = check_traffic(of, examine(of), {of.own: programs[of.own]})
+    (sent,) = check_traffic(of, examine_subject(of), {of.own: programs[of.own]})
     (work, _) = check_work(of, programs, programs[of.single].step)
     assert (sent.verdict, work.verdict) == ("pass", "pass")
     assert sent.figures["bytes"] <= 1.02 * most * sent.figures["least_bytes"]

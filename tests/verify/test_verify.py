@@ -1,4 +1,4 @@
-"""`rx.verify`: its rows, and what it refuses."""
+"""`rx.verify`: its rows, and its errors."""
 
 import jax
 import numpy as np

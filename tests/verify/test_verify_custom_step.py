@@ -1,4 +1,4 @@
-"""`rx.verify` of a step of one's own: what passes, and mistakes with their fixes."""
+"""`rx.verify` of a custom step: correct ones pass, and mistakes get their fixes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every broken recipe of the zoo is caught, with its cause; no correct one is."""
+"""Every broken recipe is found with its cause, and no correct one is."""
 
 import pytest
 from support.tiers import EXHAUSTIVE, only

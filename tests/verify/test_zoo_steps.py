@@ -1,4 +1,4 @@
-"""Classic mistakes in hand-written steps are caught and named; correct steps raise no alarm."""
+"""Classic mistakes in hand-written steps are found and named; correct steps pass."""
 
 import pytest
 from support.tiers import only
@@ -22,7 +22,7 @@ USUAL = (
     "counted_inside",
     "reads_what_it_donated",
 )
-"""A mistake of each subject; of parity, `lint.test_rules` has more."""
+"""One mistake for each subject; `lint.test_rules` has more of parity."""
 
 
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))

@@ -1,6 +1,6 @@
-"""Classic and unusual mistakes in hand-written steps, and the words that their cause must have.
+"""Classic and unusual mistakes in hand-written steps, and the words of their causes.
 
-What lint finds as well is in `support.source_broken`; `lint.test_rules` has verify execute it.
+Those that lint finds too are in `support.source_broken`; `lint.test_rules` lets verify run them.
 """
 
 import itertools
@@ -21,7 +21,7 @@ def half_frozen(params: Any, rows: Any) -> jax.Array:
 
 
 def counted_inside(params: Any, rows: Any) -> jax.Array:
-    """Weights that are made inside the loss."""
+    """Weights are made inside the loss."""
     real = (rows["labels"] >= 0).astype(jnp.float32)
     return jnp.sum(zoo.errors(params, rows)[:, None] * real) / jnp.sum(real)
 
@@ -41,7 +41,7 @@ loosely_clipped = optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1))
 
 
 def doubled_later(update: Any, since: int) -> Any:
-    """From a step on, twice what `update` does."""
+    """From a step on, change twice what `update` does."""
 
     def step(state: Any, rows: Any) -> Any:
         before = state["params"]

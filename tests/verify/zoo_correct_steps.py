@@ -22,7 +22,7 @@ def own_key(key: Any) -> Any:
 clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 gather_rows = partial(lax.all_gather, axis_name=zoo.AXIS, tiled=True)
 
-# Other models, other states and other batches.
+# Other models, states and batches.
 
 
 def _with_adam(loss: Any, model: Any, rows: Any, lift: Any) -> Entry:

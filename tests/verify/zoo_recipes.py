@@ -1,4 +1,4 @@
-"""Losses and models for `rx.verify`: broken ones, each with its cause's words, and correct ones."""
+"""Losses and models for `rx.verify`: broken ones with words of their causes, and correct ones."""
 
 import dataclasses
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def good(model: Any, batch: Any, key: Any) -> Any:
 
 
 def in_training(loss: Any) -> Any:
-    """`loss` with a key, and the plain errors without one."""
+    """Use `loss` with a key, and the plain errors without one."""
     return lambda model, batch, key: (good if key is None else loss)(model, batch, key)
 
 
@@ -80,9 +80,9 @@ class Entry:
     model: Callable[[], Any] = network
     optimizer: Callable[[], optax.GradientTransformation] = lambda: optax.adam(1e-2)
     words: str = ""
-    """What the cause, or what was found, has to say; of broken ones."""
+    """Words that the cause or the finding must contain, for broken steps."""
     noted: tuple[str, ...] = ()
-    """What correct ones are told all the same."""
+    """Notes about correct steps."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def verify(self, modes: Any = None) -> rx.Verification:
@@ -125,7 +125,7 @@ contrastive_mean = mean_of(contrastive)
 
 
 def fixed_key(model: Any, batch: Any, key: Any) -> Any:
-    """One mask in training and in evaluation: a row's value follows from its place."""
+    """One mask in training and in evaluation: the value of a row depends on its index."""
     kept = jax.random.bernoulli(jax.random.key(0), 0.5, batch["x"].shape)
     return errors(model, {**batch, "x": batch["x"] * kept})
 
@@ -151,7 +151,7 @@ def traced_random(model: Any, batch: Any, key: Any) -> Any:
 
 
 class RunningMean(nn.Module):
-    """Statistics of its own making, which nobody synchronises."""
+    """Hand-written statistics without synchronisation."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -167,7 +167,7 @@ def linen_loss(model: Any, batch: Any, key: Any) -> Any:
 
 @in_training
 def factor_by_rows_seen(model: Any, batch: Any, key: Any) -> Any:
-    """In training only, so that leaving rows out in evaluation does not show it."""
+    """Mixes rows only in training, so that evaluation without some rows does not show it."""
     return errors(model, batch) * (ROWS / batch["x"].shape[0])
 
 
@@ -184,7 +184,7 @@ BROKEN = {
     "mean of means, shard_map": Entry(mean_of_weighted_rows, words="rx.Weighted", **SHARDED),
     "divides by its rows": Entry(divided_by_rows, words="divides by"),
     "sum": Entry(sum_over_rows, words="a sum over"),
-    # Right as long as a step sees the whole batch: wrong only in micro-batches, or replicas.
+    # Right if a step sees the whole batch; wrong in micro-batches or replicas.
     "constant batch size": Entry(
         lambda model, batch, key: errors(model, batch) * (batch["x"].shape[0] / ROWS),
         words="multiplies by",
@@ -292,7 +292,7 @@ def frozen_optimizer() -> optax.GradientTransformation:
 
 
 def gated(model: Any, batch: Any, key: Any) -> Any:
-    """A branch behind a gate of 0: no gradient at first, and no dead parameter."""
+    """A branch behind a gate of 0: no gradient at first, but no dead parameter."""
     branch = model["gate"] * (batch["x"] @ model["behind"])
     return squares(outputs(model, batch["x"]) + branch, batch)
 
@@ -349,7 +349,7 @@ def sharpness_aware() -> optax.GradientTransformation:
 
 
 def rare_head(model: Any, batch: Any, key: Any) -> Any:
-    """Rows of label 7, of which there are none in a small batch, go through a head of their own."""
+    """Rows of label 7, which a small batch lacks, have their own head."""
     inner = hidden(model, batch["x"])
     head = jnp.where((batch["label"] == 7)[:, None], inner @ model["rare"], inner @ model["last"])
     return squares(head, batch)

@@ -87,7 +87,7 @@ _WIDE = 4
 """Minimum bytes per element of a gradient's sum."""
 
 
-class Sent(Protocol):
+class _Sent(Protocol):
     """Result bytes of collectives of one kind, on one device."""
 
     @property
@@ -123,7 +123,7 @@ def wire_bytes_of_all_reduce(size: float, devices: int) -> float:
     return 2 * size * (devices - 1) / devices
 
 
-def wire_bytes(sent: Sent, devices: int) -> float:
+def wire_bytes(sent: _Sent, devices: int) -> float:
     """Return the bytes that each device sends in a ring."""
     share = (devices - 1) / devices
     factor = {

@@ -22,7 +22,7 @@ from replicax.errors import ConfigError
 
 CONTROL = ("while", "conditional", "call", "async-start")
 """Instructions that run others."""
-SILENT = (*CONTROL, *hlo.SILENT)
+_SILENT = (*CONTROL, *hlo.SILENT)
 """Instructions that take no time themselves: they run others, or name part of a buffer."""
 
 _HEADER = re.compile(r"HloModule ([\w.\-]+)")
@@ -101,7 +101,7 @@ class MemoryUse:
     def timed(self) -> dict[str, tuple[hlo.Instruction, ...]]:
         """Instructions of each computation that take time."""
         return {
-            name: tuple(e for e in each if e.opcode not in SILENT and e.name in self.place)
+            name: tuple(e for e in each if e.opcode not in _SILENT and e.name in self.place)
             for name, each in self.computations.items()
         }
 
@@ -109,7 +109,7 @@ class MemoryUse:
         """Yield the instructions that take time in one execution, loops unrolled."""
         name = self.module.entry if computation is None else computation
         for instruction in self.computations[name]:
-            if instruction.opcode not in SILENT:
+            if instruction.opcode not in _SILENT:
                 yield instruction
             elif instruction.opcode in CONTROL:
                 is_loop = instruction.opcode == "while"

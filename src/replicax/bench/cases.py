@@ -69,7 +69,7 @@ def default_devices(attached: int) -> tuple[int, ...]:
     return tuple(sorted(powers | {attached}))
 
 
-def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple[int, ...]:
+def device_counts(devices: Sequence[int], attached: int, platform: str) -> tuple[int, ...]:
     """Return `devices` sorted and without duplicates; raise if there are not that many."""
     counts = tuple(sorted(set(devices)))
     if not counts:

@@ -16,8 +16,8 @@ import jax
 from replicax.cluster.alike import processor
 from replicax.errors import ConfigError
 
-THREADS = Path("/proc/self/task")
-TOPOLOGY = Path("/sys/devices/system/cpu")
+_THREADS = Path("/proc/self/task")
+CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 STATISTICS = Path("/proc/stat")
 
 
@@ -99,12 +99,12 @@ def _clocks() -> tuple[float, float | None, float]:
 
 
 def _threads() -> list[int]:
-    return [int(path.name) for path in THREADS.iterdir()]
+    return [int(path.name) for path in _THREADS.iterdir()]
 
 
 def _physical(core: int) -> str:
     """Name the physical core; fall back to the core's number if the system does not report it."""
-    path = TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
+    path = CPU_TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

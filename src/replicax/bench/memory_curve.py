@@ -28,7 +28,7 @@ from replicax.errors import ConfigError
 FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("forward", "backward", "reduction", "update")
 IDLE = "idle"
 """The phase of the time between two steps."""
-STEPS = 2
+_STEPS = 2
 """Number of steps that `measure_timeline` profiles; a single one could be an outlier."""
 LEAST_SEEN = 0.9
 """Share of all result bytes whose instructions the profiler must have recorded for its times to be
@@ -95,9 +95,9 @@ def measure_timeline(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down the measured steps
     with jax.profiler.trace(folder, create_perfetto_trace=perfetto, profiler_options=options):
-        for _ in range(STEPS):
+        for _ in range(_STEPS):
             state, _ = jax.block_until_ready(compiled(state, batch))
-    return state, memory_timeline(compiled, use, traced_events(folder, use.name), steps=STEPS)
+    return state, memory_timeline(compiled, use, traced_events(folder, use.name), steps=_STEPS)
 
 
 def memory_timeline(

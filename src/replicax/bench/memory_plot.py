@@ -17,7 +17,7 @@ COLOURS = {
     IDLE: "#DDDDDD",
 }
 STATE_COLOUR = "#B8B8B8"
-COLUMNS = 1000
+_COLUMNS = 1000
 """Number of columns of the plot. Each shows its maximum, so peaks stay visible and gaps of
 microseconds between two instructions do not."""
 LOW_STATE = 0.1
@@ -82,7 +82,7 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
 
 def _columns(timeline: Timeline) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divide the time into equal parts; return their edges, maximum bytes and middle phase."""
-    edges = np.linspace(timeline.edges[0], timeline.edges[-1], COLUMNS + 1)
+    edges = np.linspace(timeline.edges[0], timeline.edges[-1], _COLUMNS + 1)
     first = np.searchsorted(timeline.edges, edges[:-1], "right") - 1
     after = np.maximum(np.searchsorted(timeline.edges, edges[1:], "left"), first + 1)
     most = [timeline.bytes[a:b].max() for a, b in zip(first, after, strict=True)]

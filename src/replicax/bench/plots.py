@@ -27,7 +27,7 @@ TIME, STATE, REST = "#0072B2", "#009E73", "#E69F00"
 BESIDE = 0.02
 """Horizontal offset between modes on the same devices, as a share of the width."""
 
-Values = Callable[[CaseResult], Iterable[float]]
+_Values = Callable[[CaseResult], Iterable[float]]
 
 
 def figure_of(bench: Bench) -> Any:
@@ -126,7 +126,12 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
 
 
 def _draw_modes(
-    axis: Any, cases: Sequence[CaseResult], values: Values, *, linestyle: str, labelled: bool = True
+    axis: Any,
+    cases: Sequence[CaseResult],
+    values: _Values,
+    *,
+    linestyle: str,
+    labelled: bool = True,
 ) -> None:
     """Draw a line per mode through the medians, with error bars between the quartiles."""
     modes = list(dict.fromkeys(case.mode for case in cases))

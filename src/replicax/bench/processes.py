@@ -18,7 +18,7 @@ from replicax.core.modes import MODES
 from replicax.errors import ConfigError, did_you_mean
 from replicax.wording import counted
 
-RUNS = 4
+RUNS_OF_A_JOB = 4
 """Runs of every step in one job; their median is the result of the round."""
 Measure = Callable[[int, int], Bench]
 """`measure(processes, round)`: the measurements of a job of that many processes."""

@@ -15,7 +15,7 @@ Section = tuple[str, list[list[str]]]
 """A title, and the rows of a table, headings first."""
 
 
-def table(bench: Bench) -> list[str]:
+def bench_table(bench: Bench) -> list[str]:
     """Format the benchmark in lines of at most 80 columns: header, speed, resources, notes."""
     lines = [line for text in header(bench) for line in _wrapped(text)]
     for title, rows in sections(bench):

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import optax
 
-from replicax.arguments import Count, Rows, Seed, typed
+from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (
     BenchCase,
     all_cases,
-    check_devices,
     check_left,
     default_devices,
+    device_counts,
     notes_on_cases,
     possible_modes,
     usual_modes,
@@ -51,7 +51,7 @@ def bench(
     model: Any,
     source: Any,
     *,
-    batch_size: Rows,
+    batch_size: Int32Count,
     step: StepFunction | None = None,
     devices: Sequence[int] | None = None,
     modes: Sequence[str] | None = None,
@@ -205,7 +205,7 @@ def _device_counts(
     if devices is None:
         every = processes == 1 and layouts is None
         devices = default_devices(attached) if every else [attached]
-    counts = check_devices(devices, attached, platform)
+    counts = device_counts(devices, attached, platform)
     if processes > 1 and counts != (attached,):
         raise ConfigError(
             f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "

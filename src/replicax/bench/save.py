@@ -23,7 +23,7 @@ def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = (
     folder.mkdir(parents=True, exist_ok=True)
     picture = "layouts.png" if bench.compares_layouts else "scaling.png"
     paths = [folder / "bench.json", folder / "bench.md", folder / picture]
-    paths[0].write_text(json.dumps(to_json(bench), indent=2) + "\n", encoding="utf-8")
+    paths[0].write_text(json.dumps(bench_json(bench), indent=2) + "\n", encoding="utf-8")
     try:
         figure_of(bench).savefig(paths[2], dpi=150)
         text = to_markdown(bench, [picture, *pictures])
@@ -34,7 +34,7 @@ def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = (
     return paths
 
 
-def to_json(bench: Bench) -> dict[str, Any]:
+def bench_json(bench: Bench) -> dict[str, Any]:
     """Return all measurements of all rounds, and the medians with their quartiles."""
     return {**dataclasses.asdict(bench), "cases": [_case_to_json(case) for case in bench.cases]}
 

@@ -30,7 +30,7 @@ COMMANDS = (
     *("plan", "bench", "verify", "lint", "launch", "doctor", "recipes"),
 )
 """Each is a function in the module of its name in `replicax.cli`, imported when called."""
-USAGE = """\
+_USAGE = """\
 usage: replicax COMMAND ...
 
 Data-parallel training for JAX that proves itself.
@@ -118,7 +118,7 @@ def _nobody_reads() -> bool:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "--version":

@@ -21,7 +21,7 @@ from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
 from replicax.bench.machine import only_cores, own_cores
 from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
-from replicax.bench.report import table
+from replicax.bench.report import bench_table
 from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
@@ -105,7 +105,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
         rounds=options.rounds,
         pin=options.pin,
     )
-    print(*table(result), sep="\n", flush=True)
+    print(*bench_table(result), sep="\n", flush=True)
     folder.mkdir(parents=True)
     pictures: list[str] = []
     try:
@@ -180,7 +180,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
         )
     measure = job_measure([sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS)
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
-    print(*table(result), sep="\n", flush=True)
+    print(*bench_table(result), sep="\n", flush=True)
     names = [path.name for path in write_bench(result, folder)]
     print(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
 
@@ -264,7 +264,7 @@ def _one_process(arguments: list[str]) -> None:
         parsed,
         batch_size=weak_rows(parsed.recipe.batch_size, counts) * jax.device_count(),
         devices=[jax.device_count()],
-        rounds=processes.RUNS,
+        rounds=processes.RUNS_OF_A_JOB,
         job=job,
         progress=False,
     )

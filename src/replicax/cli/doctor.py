@@ -16,7 +16,7 @@ from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
 from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
-from replicax.doctor.combined import NOT_WELL, STYLE, summary, to_json
+from replicax.doctor.combined import NOT_WELL, STYLE, doctor_json, doctor_summary
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.errors import ConfigError, require
 from replicax.table import WIDTH
@@ -104,11 +104,13 @@ def _report(done: Examination, options: DoctorOptions) -> None:
         "process": place and place.process,
         "processes": place and place.processes,
     }
-    options.write_json(to_json(done.rows, done.verdict, about))
+    options.write_json(doctor_json(done.rows, done.verdict, about))
     if not options.shows_json:
         # Under `replicax launch` each line is prefixed with the rank.
         width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
-        print_table(done.rows, summary(done.rows), style=dataclasses.replace(STYLE, width=width))
+        print_table(
+            done.rows, doctor_summary(done.rows), style=dataclasses.replace(STYLE, width=width)
+        )
 
 
 def _leave_word(done: Examination) -> None:
@@ -121,7 +123,7 @@ def _leave_word(done: Examination) -> None:
             write_failure(number, "process 0 reports for all", blames=[0])
             return
         time.sleep(SPEAK_SECONDS)
-    write_failure(number, f"the doctor found {summary(done.rows)}", blames=None)
+    write_failure(number, f"the doctor found {doctor_summary(done.rows)}", blames=None)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypedDict, TypeVar, get_args, get_type_hints
 
-from replicax.arguments import Rows, check_ranges, fitted
+from replicax.arguments import Int32Count, check_ranges, fitted
 from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
 from replicax.train.changes import read_config
@@ -125,9 +125,9 @@ def parse_with_recipe(
     preset, path = None, None
     recipe = options = tyro.MISSING_NONPROP  # by default
     if "preset" not in own:
-        preset, flags = taken("--preset", flags)
+        preset, flags = flag_value("--preset", flags)
     if "config" in names:
-        path, flags = taken("--config", flags)
+        path, flags = flag_value("--config", flags)
     if preset is not None:
         if path is not None:
             raise ConfigError(
@@ -152,12 +152,12 @@ def parse_with_recipe(
     flags, program = _json_alone(flags, options_class), f"replicax {command} {spec}"
     parsed = _parsed(both, flags, program, recipe_class.__doc__, both(**begun))
     for name in ("batch_size", "epochs"):
-        fitted(f"--{name.replace('_', '-')}", Rows, getattr(parsed.recipe, name))
+        fitted(f"--{name.replace('_', '-')}", Int32Count, getattr(parsed.recipe, name))
     check_ranges(parsed, "--")
     return Arguments(spec, preset, parsed.recipe, parsed.options)
 
 
-def taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
+def flag_value(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
     """Return the value of `flag` ("" if it has none), and the other flags.
 
     Raises:

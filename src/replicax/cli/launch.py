@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from replicax.arguments import Count, Devices, Natural, Range
 from replicax.cli import failed
-from replicax.cli.flags import one_of, parse, shown_as, taken
+from replicax.cli.flags import flag_value, one_of, parse, shown_as
 from replicax.errors import ConfigError, did_you_mean
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import GRACE_SECONDS
@@ -57,7 +57,7 @@ def launch(arguments: list[str]) -> int:
         raise ConfigError(f"launch without a command; give it last, after --: {EXAMPLE}")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags, command = arguments[:end], arguments[end + 1 :]
-    name, flags = taken("--on", flags)  # first, since each engine has its own flags
+    name, flags = flag_value("--on", flags)  # first, since each engine has its own flags
     name = ENGINES[0] if name is None else name
     if name not in ENGINES:
         raise ConfigError(

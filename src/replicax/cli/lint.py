@@ -13,15 +13,15 @@ from replicax.errors import ConfigError
 from replicax.lint.files import (
     FileFindings,
     annotations,
-    examine,
+    examine_file,
+    lint_json,
+    lint_summary,
     python_files,
     source_text,
-    summary,
-    to_json,
 )
 from replicax.lint.step_file import step_file
 
-STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
+_STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +47,15 @@ def lint(arguments: list[str]) -> int:
     if not options.paths:
         raise ConfigError("no files to read; give .py files or folders: replicax lint train.py")
     with options.working():
-        found = [examine(path) for path in python_files(options.paths)]
-    options.write_json(to_json(found))
+        found = [examine_file(path) for path in python_files(options.paths)]
+    options.write_json(lint_json(found))
     if not options.shows_json:
         if options.github:
             print(*(line for each in found for line in annotations(each)), sep="\n")
-            print(summary(found), flush=True)
+            print(lint_summary(found), flush=True)
         else:
             checks = [check for each in found for check in _checks(each)]
-            print_table(checks, summary(found), style=STYLE)
+            print_table(checks, lint_summary(found), style=_STYLE)
     return int(any(each.fails for each in found))
 
 

@@ -25,14 +25,14 @@ from replicax.core.ground.job import Alone
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
-from replicax.plan.plan_table import table
+from replicax.plan.plan_table import plan_table
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096
 """Limit on simulated devices that replace a target's, for kernels lowered only with devices."""
-REMAT = "remat"
+_REMAT = "remat"
 """The recipe field that selects what the backward pass recomputes."""
 
 
@@ -90,7 +90,7 @@ def plan(arguments: list[str]) -> int:
     found = dataclasses.replace(found, about={**about, **found.about})
     options.write_json(found.to_json())
     if not options.shows_json:
-        options.say(*data_lines(recipe), *table(found))
+        options.say(*data_lines(recipe), *plan_table(found))
         folder.mkdir(parents=True)
         (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
         options.say(f"see    {folder}/ (plan.json)")
@@ -121,11 +121,12 @@ def _changes(
     """Return the recipe's steps with other values of its field `remat`, if it has one."""
     changed = [
         dataclasses.replace(recipe, remat=value)
-        for value in get_args(get_type_hints(type(recipe)).get(REMAT))
+        for value in get_args(get_type_hints(type(recipe)).get(_REMAT))
         if value != recipe.remat
     ]
     return {
-        f"{REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh) for each in changed
+        f"{_REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh)
+        for each in changed
     }
 
 

@@ -31,7 +31,7 @@ from replicax.plan.target import attached_target
 from replicax.table import labelled
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
-from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, shown_signal
 from replicax.train.streams import unfailing_stdout
 from replicax.train.summary import Fit
 from replicax.wording import size_text
@@ -320,7 +320,7 @@ def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
 
 def _end_at_once(number: int) -> None:
     """End all processes while there is nothing to save."""
-    stop_all_now(f"{signal_name(number)} before the first step; start it again to continue")
+    stop_all_now(f"{shown_signal(number)} before the first step; start it again to continue")
 
 
 def _early_stopping(text: str) -> rx.EarlyStopping:

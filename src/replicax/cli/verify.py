@@ -33,7 +33,7 @@ from replicax.verify.verify_program import rows_needed
 from replicax.wording import first_line
 
 HOST_DEVICES = 8
-USAGE = """\
+_USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
 
@@ -92,7 +92,7 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
 def verify(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     if arguments in (["-h"], ["--help"]):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return 0
     if arguments and arguments[0].startswith("--source"):
         raise ConfigError("--source has moved: replicax lint FILES... reads files and folders")

@@ -52,7 +52,7 @@ _VECTORS = re.compile(r"sse\w*|ssse3|avx\w*|fma|f16c|amx\w*|asimd\w*|sve\w*|bf16
 _CPU = Path("/proc/cpuinfo")
 
 
-def environment(env: Mapping[str, str]) -> dict[str, str]:
+def compared_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the versions, flags and settings of this process, by name."""
     variables = {name: env[name] for name in _VARIABLES if name in env}
     flags = {

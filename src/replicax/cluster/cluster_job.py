@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicax import errors
-from replicax.cluster.alike import environment
-from replicax.cluster.differences import differences, first_of
+from replicax.cluster.alike import compared_environment
+from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
 from replicax.core.ground.job import Alone
@@ -39,7 +39,7 @@ class Linked:
         self._uses: collections.Counter[str] = collections.Counter()
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        found = differences(self.gather(topic, _plain(fields)))
+        found = field_differences(self.gather(topic, _plain(fields)))
         if found:
             raise AgreementError(
                 f"the processes disagree on {topic}: {first_of(found)}: "
@@ -47,7 +47,7 @@ class Linked:
             )
 
     def agree_on_text(self, topic: str, text: str) -> None:
-        self.agree(f"the environment of {topic}", environment(os.environ))
+        self.agree(f"the environment of {topic}", compared_environment(os.environ))
         digests = self.gather(topic, hashlib.sha256(text.encode()).hexdigest())
         if len(set(digests)) == 1:
             return

@@ -9,7 +9,7 @@ _SHOWN = 3
 """Differing fields in a message; the first ones usually cause the rest."""
 
 
-def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
+def field_differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a phrase for each field that differs among `values`, which has one per process."""
     flat = [_flat(value) for value in values]
     names = list(dict.fromkeys(name for fields in flat for name in fields))

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from replicax.cluster import slurm_step, tpu_pod
 from replicax.cluster.address import derived_port, join_address, split_address, whole_port
-from replicax.cluster.variables import COORDINATOR, PROCESS_ID, PROCESSES, Detected, Fact, numbers
+from replicax.cluster.variables import (
+    COORDINATOR,
+    PROCESS_ID,
+    PROCESSES,
+    Detected,
+    Fact,
+    set_integers,
+)
 from replicax.errors import ConfigError
 
 TORCH = "RANK/WORLD_SIZE"
@@ -43,7 +50,7 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
         engines = inner.engine, outer.engine
         # If srun ran inside mpirun, its PMIx renamed the job.
         is_slurms = env.get("PMIX_NAMESPACE", "").startswith("slurm.")
-        if is_slurms and engines == (OPEN_MPI, slurm_step.ENGINE):
+        if is_slurms and engines == (OPEN_MPI, slurm_step.SLURM_ENGINE):
             inner = outer
         elif inner.numbers == outer.numbers:
             inner = replace(inner, facts={**outer.facts, **inner.facts})
@@ -78,7 +85,7 @@ def _detect_torch(env: Mapping[str, str]) -> Detected | None:
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
-    facts = numbers(
+    facts = set_integers(
         env,
         process="RANK",
         processes="WORLD_SIZE",
@@ -110,7 +117,7 @@ def _detect_open_mpi(env: Mapping[str, str]) -> Detected | None:
         raise ConfigError(f"{there} is set but {missing[0]} is not; mpirun sets both: use mpirun")
     if missing:
         return None
-    facts = numbers(
+    facts = set_integers(
         env,
         process=_RANK,
         processes=_SIZE,
@@ -159,7 +166,7 @@ def _detect_kubernetes(env: Mapping[str, str]) -> Detected | None:
     """
     if _INDEX not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
-    facts = numbers(env, process=_INDEX, processes="WORLD_SIZE")
+    facts = set_integers(env, process=_INDEX, processes="WORLD_SIZE")
     index = facts["process"]
     if "processes" in facts and facts["processes"].value == 1:
         facts["process"] = Fact(0, index.reason)  # pods that train alone also have an index
@@ -189,14 +196,14 @@ def _detect_kubernetes(env: Mapping[str, str]) -> Detected | None:
 # From the innermost launcher outwards.
 _DETECTORS = (
     _detect_torch,
-    tpu_pod.detect,
+    tpu_pod.detect_tpu_pod,
     _detect_open_mpi,
-    slurm_step.detect,
+    slurm_step.detect_slurm_step,
     _detect_kubernetes,
 )
 # Pairs (inner, outer) that may differ: the outer only starts the inner's own helpers (mpirun's
 # daemons are a Slurm step), or numbers only a part (one TPU slice is one indexed Job).
 _MAY_DIFFER = {
-    (OPEN_MPI, slurm_step.ENGINE),
-    (tpu_pod.ENGINE, KUBERNETES),
+    (OPEN_MPI, slurm_step.SLURM_ENGINE),
+    (tpu_pod.TPU_ENGINE, KUBERNETES),
 }

@@ -14,7 +14,7 @@ from typing import NoReturn
 from replicax.cluster import variables
 from replicax.cluster.cluster_job import Linked, current_job
 from replicax.cluster.link import Link
-from replicax.cluster.watchdog import SAVED, LoopProgress, Timeouts, Verdict
+from replicax.cluster.watchdog import SAVED, LoopProgress, StuckVerdict, Timeouts
 from replicax.errors import AgreementError
 
 _LONGEST = 500
@@ -25,7 +25,7 @@ have not yet printed why they stop."""
 _ENDING_SECONDS = 10.0
 """How long the link's thread may take to end a process."""
 
-_last_words: list[Callable[[Verdict], None]] = []
+_last_words: list[Callable[[StuckVerdict], None]] = []
 
 
 def say(line: str) -> None:
@@ -34,12 +34,12 @@ def say(line: str) -> None:
         print(f"replicax: {line}", file=sys.stderr, flush=True)
 
 
-def before_stopping(tell: Callable[[Verdict], None]) -> None:
+def before_stopping(tell: Callable[[StuckVerdict], None]) -> None:
     """Register `tell`, to be called in another thread just before the others end this process."""
     _last_words.append(tell)
 
 
-def stop_now(process: int, progress: LoopProgress, verdict: Verdict) -> None:
+def stop_now(process: int, progress: LoopProgress, verdict: StuckVerdict) -> None:
     """End this process because of `verdict`, even if its main thread is blocked."""
     if verdict.stacks:
         say(f"process {process} {progress.heartbeat(Timeouts())}; Python stack traces:")
@@ -71,7 +71,7 @@ def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
     leave_at_once(code)
 
 
-def report(error: BaseException) -> Verdict | None:
+def report(error: BaseException) -> StuckVerdict | None:
     """Notify the other processes, if any, that this one fails with `error`.
 
     Return the actual cause if it lies in another process.
@@ -94,7 +94,7 @@ def report(error: BaseException) -> Verdict | None:
     return verdict
 
 
-def fail(error: str, *, collateral: bool) -> Verdict | None:
+def fail(error: str, *, collateral: bool) -> StuckVerdict | None:
     """Notify the other processes that this one fails, and whether as a victim of another.
 
     Return why all stop, if another process is at fault.
@@ -182,7 +182,7 @@ def leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _write_verdict(process: int, verdict: Verdict) -> None:
+def _write_verdict(process: int, verdict: StuckVerdict) -> None:
     if verdict.code != SAVED:  # not a failure
         write_failure(process, verdict.reason, blames=list(verdict.blames))
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster import wire
-from replicax.cluster.differences import differences, first_of, processes_text
+from replicax.cluster.differences import field_differences, first_of, processes_text
 from replicax.cluster.door import Door, Peer
 from replicax.cluster.place import Place
-from replicax.cluster.rendezvous import bind
+from replicax.cluster.rendezvous import bound_socket
 from replicax.cluster.variables import COORDINATOR, SECRET
-from replicax.cluster.watchdog import Heartbeat, Member, Timeouts, Verdict, Waiting, find_stuck
+from replicax.cluster.watchdog import Heartbeat, Member, StuckVerdict, Timeouts, Waiting, find_stuck
 
 LOOK_SECONDS = 0.1
 """Interval between checks for stuck processes."""
@@ -40,7 +40,7 @@ class Hub:
     def __init__(
         self, place: Place, timeouts: Timeouts, timeout_seconds: float, prepare: Prepare
     ) -> None:
-        self._listening = bind(place, listens=True)
+        self._listening = bound_socket(place, listens=True)
         self._job, self._processes, self._secret = place.job, place.processes, place.secret
         self._door = Door(place.processes, self._hear, self._lost)
         self._silent_seconds = timeouts.silent_seconds
@@ -52,7 +52,7 @@ class Hub:
         self._started = False
         self._suspecting = False
         """Whether a process failed that may be a victim; stuck processes are then ignored."""
-        self._verdict: Verdict | None = None
+        self._verdict: StuckVerdict | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="replicax-hub", daemon=True)
@@ -122,15 +122,15 @@ class Hub:
 
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
-        if found := differences([hello.environment for hello in hellos]):
+        if found := field_differences([hello.environment for hello in hellos]):
             text = f"the processes differ: {first_of(found)}: start all in the same environment"
-            self._stop(Verdict(text, []))
+            self._stop(StuckVerdict(text, []))
             return
         names = [str(self._members[process]) for process in range(self._processes)]
         try:
             go = wire.Go(names, *self._prepare(hellos))
         except Exception as error:
-            self._stop(Verdict(str(error), []))
+            self._stop(StuckVerdict(str(error), []))
             return
         self._started = True
         now = time.monotonic()
@@ -151,11 +151,11 @@ class Hub:
                 gather.timeout_seconds.pop(member.process, None)
                 if not gather.values:
                     del self._gathers[topic]
-            case Verdict():
+            case StuckVerdict():
                 self._stop(message)
             case wire.Failed(error, collateral):
                 member.ended = True
-                verdict = Verdict(f"{member} failed: {error}", [member.process])
+                verdict = StuckVerdict(f"{member} failed: {error}", [member.process])
                 if collateral:
                     self._suspecting = True
                     self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
@@ -190,7 +190,7 @@ class Hub:
         if member.ended or self._verdict or self._closing.is_set():
             return
         end = f"{member} disconnected without notice, last seen at step {member.heartbeat.begun}"
-        self._stop(Verdict(f"{end}: killed, crashed, or network failure", [process]))
+        self._stop(StuckVerdict(f"{end}: killed, crashed, or network failure", [process]))
 
     async def _watch(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
@@ -217,16 +217,16 @@ class Hub:
                 told_at = now
                 self._send_all(wire.Tick(self._missing()))
 
-    def _absent(self) -> Verdict:
+    def _absent(self) -> StuckVerdict:
         missing = self._missing()
-        return Verdict(
+        return StuckVerdict(
             f"{processes_text(missing)} of {self._processes} did not join within "
             f"{self._timeout_seconds:.0f} s: see {'its' if len(missing) == 1 else 'their'} "
             "output",
             missing,
         )
 
-    def _stop(self, verdict: Verdict) -> None:
+    def _stop(self, verdict: StuckVerdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
             self._send_all(verdict)

@@ -11,9 +11,9 @@ import jax
 
 from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
-from replicax.cluster.alike import beyond_common, environment, processor
+from replicax.cluster.alike import beyond_common, compared_environment, processor
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
-from replicax.cluster.differences import differences, first_of
+from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
@@ -117,7 +117,7 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
             place.processes,
             socket.gethostname(),
             os.getpid(),
-            environment(os.environ),
+            compared_environment(os.environ),
             {} if gpus else processor(),
             gpus,
             place.local_devices,
@@ -193,7 +193,7 @@ def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence
 
     Print it if processors differ: all compute, but sums may differ in their last bits.
     """
-    if found := differences(beyond_common([hello.processor for hello in hellos])):
+    if found := field_differences(beyond_common([hello.processor for hello in hellos])):
         say(
             f"the processors differ: {first_of(found)}: results may differ between processes in "
             "their last bits, use hosts of one kind to avoid that"

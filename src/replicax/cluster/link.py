@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster import wire
-from replicax.cluster.watchdog import LoopProgress, Timeouts, Verdict
+from replicax.cluster.watchdog import LoopProgress, StuckVerdict, Timeouts
 from replicax.errors import ConfigError
 
 _ACKNOWLEDGE_SECONDS = 3.0
@@ -31,11 +31,11 @@ class Link:
         names: Sequence[str],
         timeouts: Timeouts,
         progress: LoopProgress,
-        on_stop: Callable[[Verdict], None],
+        on_stop: Callable[[StuckVerdict], None],
     ) -> None:
         self.process, self.processes = process, len(names)
         self.progress = progress
-        self.verdict: Verdict | None = None
+        self.verdict: StuckVerdict | None = None
         self._wire, self._timeouts, self._on_stop = connection, timeouts, on_stop
         connection.expect(self.processes)
         self._hub = names[0]
@@ -79,7 +79,7 @@ class Link:
             self._wire.send(wire.Withdraw(topic))
         return []
 
-    def fail(self, error: str, *, collateral: bool) -> Verdict | None:
+    def fail(self, error: str, *, collateral: bool) -> StuckVerdict | None:
         """Notify the others that this process fails, and whether that looks like another's fault.
 
         Return why all stop, if known in time.
@@ -87,14 +87,14 @@ class Link:
         self._failing = True
         return self._acknowledged(wire.Failed(error, collateral))
 
-    def stop_all(self, reason: str, code: int) -> Verdict | None:
+    def stop_all(self, reason: str, code: int) -> StuckVerdict | None:
         """End all processes, including this one, with exit code `code`.
 
         Return why all stop: this or an earlier reason; None if process 0 did not answer in time.
         """
-        return self._acknowledged(Verdict(reason, [], code=code))
+        return self._acknowledged(StuckVerdict(reason, [], code=code))
 
-    def _acknowledged(self, message: wire.Message) -> Verdict | None:
+    def _acknowledged(self, message: wire.Message) -> StuckVerdict | None:
         with contextlib.suppress(OSError):  # process 0 is gone; the verdict will say so
             self._wire.send(message)
         with self._changed:
@@ -135,7 +135,9 @@ class Link:
             except (OSError, ValueError):
                 if not self._leaving:
                     self._stop(
-                        Verdict(f"{self._hub} disconnected without notice: killed or crashed", [0])
+                        StuckVerdict(
+                            f"{self._hub} disconnected without notice: killed or crashed", [0]
+                        )
                     )
                 return
             now = time.monotonic()
@@ -145,7 +147,9 @@ class Link:
             looked_at = now
             if now - heard_at > self._timeouts.silent_seconds:
                 silent = f"{self._hub} sent no heartbeat for {now - heard_at:.0f} s"
-                verdict = Verdict(f"{silent}: frozen, out of memory, or network failure", [0], True)
+                verdict = StuckVerdict(
+                    f"{silent}: frozen, out of memory, or network failure", [0], True
+                )
                 with contextlib.suppress(OSError):  # it reads this if it ever wakes up
                     self._wire.send(verdict)
                 self._stop(verdict)
@@ -157,10 +161,10 @@ class Link:
                     if topic in self._gathered:
                         self._gathered[topic] = values
                         self._changed.notify_all()
-            case Verdict():
+            case StuckVerdict():
                 self._stop(message)
 
-    def _stop(self, verdict: Verdict) -> None:
+    def _stop(self, verdict: StuckVerdict) -> None:
         with self._changed:
             self.verdict = verdict
             self._changed.notify_all()

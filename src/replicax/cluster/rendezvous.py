@@ -8,7 +8,7 @@ from collections.abc import Callable
 from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
-from replicax.cluster.watchdog import Verdict
+from replicax.cluster.watchdog import StuckVerdict
 from replicax.cluster.wire import Busy, Connection, Go, Hello, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
 
@@ -24,7 +24,7 @@ def is_loopback(host: str) -> bool:
     return host.startswith(_LOOPBACK)
 
 
-def bind(place: Place, *, listens: bool = False) -> socket.socket:
+def bound_socket(place: Place, *, listens: bool = False) -> socket.socket:
     """Return process 0's socket, bound to the coordinator's port.
 
     `ClusterError` if the port is in use, or the address is not this host's.
@@ -128,7 +128,7 @@ def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go |
             match message:
                 case Refused(reason):
                     raise ClusterError(f"rejected by process 0: {reason}")
-                case Verdict(reason, blames):
+                case StuckVerdict(reason, blames):
                     raise (ClusterError if blames else AgreementError)(reason)
                 case Busy():
                     return None

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 
 from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
-from replicax.cluster.variables import COORDINATOR, Detected, Fact, numbers, whole_number
+from replicax.cluster.variables import COORDINATOR, Detected, Fact, set_integers, whole_number
 from replicax.errors import ConfigError
 
-ENGINE = "Slurm"
+SLURM_ENGINE = "Slurm"
 _NOT_BY_SRUN = "in a Slurm allocation but not started by srun"
 _HOSTS, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _NEEDED = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _HOSTS, "SLURM_JOB_ID")
@@ -22,7 +22,7 @@ _HOST = re.compile(rf"(?:[^][,\s]+|\[{_NUMBERS}(?:,{_NUMBERS})*\])+", re.ASCII)
 _MOST_HOSTS = 100_000
 
 
-def detect(env: Mapping[str, str]) -> Detected | None:
+def detect_slurm_step(env: Mapping[str, str]) -> Detected | None:
     """Read the variables of a Slurm step; `None` outside Slurm.
 
     JAX's own detection reads SLURM_NTASKS, which is also set in a batch script, a single process.
@@ -33,9 +33,9 @@ def detect(env: Mapping[str, str]) -> Detected | None:
     number = int(step) if step.isascii() and step.isdigit() else 0
     if not all(name in env for name in _NEEDED) or number in _NOT_SRUN_STEPS:
         return Detected(
-            ENGINE, {"process": Fact(0, _NOT_BY_SRUN), "processes": Fact(1, _NOT_BY_SRUN)}
+            SLURM_ENGINE, {"process": Fact(0, _NOT_BY_SRUN), "processes": Fact(1, _NOT_BY_SRUN)}
         )
-    facts = numbers(
+    facts = set_integers(
         env,
         process="SLURM_PROCID",
         processes="SLURM_STEP_NUM_TASKS",
@@ -46,7 +46,7 @@ def detect(env: Mapping[str, str]) -> Detected | None:
     hosts = expand_hosts(env[_HOSTS], _HOSTS)
     counts = expand_counts(env[_COUNTS], _COUNTS) if _COUNTS in env else []
     if counts and (sum(counts) != facts["processes"].value or len(counts) != len(hosts)):
-        return Detected(ENGINE, facts, {"coordinator": _one_component(env, hosts, counts)})
+        return Detected(SLURM_ENGINE, facts, {"coordinator": _one_component(env, hosts, counts)})
     # JAX's port for the first step of a job, and a different one for each further step, which may
     # share the host. A container may be unable to resolve its own host name.
     port = FIRST_DERIVED_PORT + (job + 61 * number) % DERIVED_PORTS
@@ -60,7 +60,7 @@ def detect(env: Mapping[str, str]) -> Detected | None:
                 f"node IDs range from 0 to {len(counts) - 1}: start all processes with one srun"
             )
         facts["local_processes"] = Fact(counts[node or 0], f"{_COUNTS}, SLURM_NODEID")
-    return Detected(ENGINE, facts)
+    return Detected(SLURM_ENGINE, facts)
 
 
 def _one_component(env: Mapping[str, str], hosts: list[str], counts: list[int]) -> str:

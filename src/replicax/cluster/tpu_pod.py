@@ -12,7 +12,7 @@ from replicax.cluster.variables import Detected, Fact, whole_number
 from replicax.core.ground import jax_internals  # JAX's table of TPUs has no public name
 from replicax.errors import ConfigError
 
-ENGINE = "TPU"
+TPU_ENGINE = "TPU"
 COORDINATOR_PORT = 8482
 """JAX's port for the coordinator of a TPU pod."""
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
@@ -20,7 +20,7 @@ _TIMEOUT_SECONDS = 3.0
 """The server is on the host itself and answers within milliseconds."""
 
 
-def detect(env: Mapping[str, str]) -> Detected | None:
+def detect_tpu_pod(env: Mapping[str, str]) -> Detected | None:
     """Read the place in a TPU pod from environment variables; `None` without them."""
     name = next((name for name in _HOSTS if name in env), None)
     if name is None:
@@ -81,7 +81,7 @@ def _place(
     coordinator = join_address(_host(first) if first else hosts[0], COORDINATOR_PORT)
     told_by = "MEGASCALE_COORDINATOR_ADDRESS" if first else f"first host of {hosts_name}"
     return Detected(
-        ENGINE,
+        TPU_ENGINE,
         {
             "process": Fact(
                 worker + this_slice * len(hosts), f"{worker_name}={worker}{of_slices[0]}"

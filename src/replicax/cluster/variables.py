@@ -67,7 +67,7 @@ def whole_number(text: str, name: str, least: int = 0) -> int:
     return int(digits)
 
 
-def numbers(env: Mapping[str, str], **names: str) -> dict[str, Fact]:
+def set_integers(env: Mapping[str, str], **names: str) -> dict[str, Fact]:
     """Return the integers of the variables that are set, by their parts of a place."""
     found = {}
     for part, name in names.items():

@@ -209,7 +209,7 @@ class Waiting:
     """Timeout requested by each of them, if longer than the default."""
 
 
-class Verdict(Typed):
+class StuckVerdict(Typed):
     """Why all processes stop."""
 
     reason: str
@@ -222,7 +222,7 @@ class Verdict(Typed):
 
 def find_stuck(
     members: Mapping[int, Member], waiting: Mapping[str, Waiting], now: float, silent_seconds: float
-) -> Verdict | None:
+) -> StuckVerdict | None:
     """Return which processes are stuck or silent; None if none is. `waiting` is by topic."""
     running = [member for member in members.values() if not member.ended]
     silent = [member for member in running if now - member.heard_at > silent_seconds]
@@ -254,7 +254,7 @@ def find_stuck(
     return None
 
 
-def _stalled(members: Sequence[Member], seconds: float, timeout: float, now: float) -> Verdict:
+def _stalled(members: Sequence[Member], seconds: float, timeout: float, now: float) -> StuckVerdict:
     """Blame the processes that have begun the fewest steps; among equals, those in a callback."""
     fewest = min(member.heartbeat.begun for member in members)
     behind = [member for member in members if member.heartbeat.begun == fewest]
@@ -268,8 +268,8 @@ def _stalled(members: Sequence[Member], seconds: float, timeout: float, now: flo
     return _blame(f"{stalled}: {they}", behind)
 
 
-def _blame(reason: str, members: Sequence[Member]) -> Verdict:
-    return Verdict(reason, [member.process for member in members], stacks=True)
+def _blame(reason: str, members: Sequence[Member]) -> StuckVerdict:
+    return StuckVerdict(reason, [member.process for member in members], stacks=True)
 
 
 def _states(members: Sequence[Member], now: float) -> str:

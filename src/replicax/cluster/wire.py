@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from replicax.cluster.message import Typed
-from replicax.cluster.watchdog import Heartbeat, Verdict
+from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 
 LONGEST_LINE_BYTES = 1 << 24
 """The limit for a message of a process; a longer one ends the connection."""
@@ -22,7 +22,7 @@ LONGEST_HELLO_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """Timeout for sending. Messages are small: if a socket stays full, its reader is frozen or gone."""
 
-# To process 0. A `Heartbeat` comes every second; a `Verdict` makes it stop the job.
+# To process 0. A `Heartbeat` comes every second; a `StuckVerdict` makes it stop the job.
 
 
 class Hello(Typed):
@@ -74,7 +74,7 @@ class Bye(Typed):
     """The process is done."""
 
 
-# From process 0, which also sends a `Verdict` to stop all.
+# From process 0, which also sends a `StuckVerdict` to stop all.
 
 
 class Refused(Typed):
@@ -120,7 +120,7 @@ Message = (
     | Withdraw
     | Failed
     | Bye
-    | Verdict
+    | StuckVerdict
     | Refused
     | Busy
     | Tick

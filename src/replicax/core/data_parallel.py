@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from replicax.arguments import Count, Natural, Rows, Seed, typed, typed_but
+from replicax.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
 from replicax.core.config import Configuration, DataParallelArguments
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
@@ -157,7 +157,7 @@ class DataParallel:
     def feed(
         self,
         source: Any,
-        batch_size: Rows | None = None,
+        batch_size: Int32Count | None = None,
         *,
         shuffle: bool = False,
         seed: Seed = 0,

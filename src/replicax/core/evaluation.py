@@ -13,7 +13,7 @@ import numpy as np
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state
 from replicax.core.first_step_checks import EVALUATION, FirstStepChecks
-from replicax.core.ground.leaves import PyTree, by_path, changes
+from replicax.core.ground.leaves import PyTree, by_path, kind_changes
 from replicax.core.ground.train_state import TrainState
 from replicax.core.mapping import lift
 from replicax.core.models.definition import CallContext
@@ -88,7 +88,7 @@ class ProgramEvaluation:
         if not parts:
             raise ConfigError("predict got 0 batches; pass at least 1")
         for part in parts[1:]:
-            for path, first, other in changes(parts[0], part, _entry):
+            for path, first, other in kind_changes(parts[0], part, _entry):
                 raise LossError(
                     f"the function passed to predict returned{path} with rows of shape {first} for "
                     f"one batch and {other} for another; the rows of all batches are joined: pad "

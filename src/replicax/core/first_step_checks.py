@@ -172,7 +172,7 @@ class FirstStepChecks:
             if broken and broken[0].output and not own:
                 raise row_errors.written(broken[0], sees)
             if broken:
-                raise row_errors.divided(broken[0], sees, self._fix())
+                raise row_errors.mixes_rows(broken[0], sees, self._fix())
         return look
 
     def _padded_or_not(

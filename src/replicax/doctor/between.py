@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
-from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.differences import field_differences, processes_text
 from replicax.core.ground.job import Job
 from replicax.doctor.installation import installed
 from replicax.wording import counted
@@ -76,7 +76,7 @@ def judge_surroundings(of_processes: Sequence[Mapping[str, Any]]) -> list[Check]
     rows = [
         Check(DIFFERENCES, "", verdict, difference, fix)
         for kind, verdict, fix in _KINDS
-        for difference in differences([each[kind] for each in of_processes])
+        for difference in field_differences([each[kind] for each in of_processes])
     ]
     if rows:
         return rows

@@ -17,23 +17,23 @@ _MOST_OF_OTHERS = 4
 """Maximum rows of one check from other processes; many would be repetitive."""
 
 
-def guarded(subject: str, function: Callable[[], Sequence[Check]]) -> list[Check]:
+def checks_or_error(subject: str, function: Callable[[], Sequence[Check]]) -> list[Check]:
     """Return the rows of `function`; if it raises, a row with the error."""
     try:
         return list(function())
     except Exception as error:
-        return [failed(subject, error)]
+        return [has_failed(subject, error)]
 
 
-def failed(subject: str, error: BaseException) -> Check:
+def has_failed(subject: str, error: BaseException) -> Check:
     """Return the row of a check that raised `error`."""
     if isinstance(error, ReplicaxError):
-        return Check(subject, "", FAIL, *parted(str(error)))
+        return Check(subject, "", FAIL, *finding_and_fix(str(error)))
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     return Check(subject, "", FAIL, text, _UNFORESEEN)
 
 
-def parted(message: str) -> tuple[str, str]:
+def finding_and_fix(message: str) -> tuple[str, str]:
     """Split an error message at its last colon into the finding and the fix."""
     found, colon, fix = message.rpartition(": ")
     return (found, fix) if colon else (message, "")
@@ -77,7 +77,7 @@ def worst(rows: Iterable[Check]) -> Verdict:
     return next((each for each in (FAIL, NOTE) if each in verdicts), PASS)
 
 
-def summary(rows: Sequence[Check]) -> str:
+def doctor_summary(rows: Sequence[Check]) -> str:
     """Count the problems and warnings, and name their checks."""
     parts = []
     for verdict in (FAIL, NOTE):
@@ -88,7 +88,9 @@ def summary(rows: Sequence[Check]) -> str:
     return " and ".join(parts) or "no problem found"
 
 
-def to_json(rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
+def doctor_json(
+    rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a JSON object: `about` the job, the overall `verdict`, and `rows`."""
     listed = [
         {

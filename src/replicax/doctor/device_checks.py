@@ -58,7 +58,7 @@ class FoundDevices:
     """Device files of TPUs on this host."""
 
 
-def check_devices(env: Mapping[str, str]) -> list[Check]:
+def check_attached_devices(env: Mapping[str, str]) -> list[Check]:
     """Check the devices that JAX found. Call it after joining, because it initializes them."""
     devices = _devices(env)
     pinned = hasattr(os, "sched_getaffinity")
@@ -99,7 +99,7 @@ def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     return rows + _unused_accelerators(found, env)
 
 
-def check_mesh() -> list[Check]:
+def check_default_mesh() -> list[Check]:
     """Report the default mesh."""
     mesh = make_mesh()
     shape = {name: int(size) for name, size in mesh.shape.items()}
@@ -159,7 +159,7 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
         return [Check(REDUCTION, "", SKIP, "one device: nothing to reduce")]
     mesh = Mesh(np.asarray(devices), ("devices",))
     deadline = time.monotonic() + BUDGET_SECONDS
-    wrong, _ = all_reduce(mesh, _FIRST_BYTES, jnp.int32)
+    wrong, _ = timed_all_reduce(mesh, _FIRST_BYTES, jnp.int32)
     timings: list[Timing] = []
     left_out = None
     for size in sizes(largest_bytes):
@@ -167,7 +167,7 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
         left_out = _reason_to_stop(job, size, timings, deadline)
         if left_out:
             break
-        more, seconds = all_reduce(mesh, size, jnp.float32)
+        more, seconds = timed_all_reduce(mesh, size, jnp.float32)
         wrong += more
         timings.append(timing(size, seconds, len(devices)))
     wrong_of = job.gather("the doctor's sums", wrong)
@@ -223,7 +223,7 @@ def judge_reduction(
     return rows
 
 
-def all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
+def timed_all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
     """All-reduce `size_bytes` per device; return this process's number of wrong sums and seconds.
 
     Each device checks its own copy of the result.

@@ -15,10 +15,17 @@ from replicax.cluster.place import Place
 from replicax.core.ground.job import Alone, Job
 from replicax.doctor import device_checks, joined
 from replicax.doctor.between import CLOCKS, DIFFERENCES, check_clocks, check_surroundings
-from replicax.doctor.combined import STYLE, combined, failed, guarded, summary, worst
+from replicax.doctor.combined import (
+    STYLE,
+    checks_or_error,
+    combined,
+    doctor_summary,
+    has_failed,
+    worst,
+)
 from replicax.doctor.device_checks import DEVICES, MESH, REDUCTION
 from replicax.doctor.installation import LIMITS, VERSIONS, check_limits, check_versions
-from replicax.doctor.joined import COORDINATOR, JOINED, PLACE
+from replicax.doctor.joined import COORDINATOR_CHECK, JOINED, PLACE
 from replicax.doctor.shared_folders import FOLDER, check_folders
 
 PART_SECONDS = 0.5
@@ -59,7 +66,7 @@ class Examination:
     _finishing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
-        return table_text(self.rows, summary(self.rows), style=STYLE)
+        return table_text(self.rows, doctor_summary(self.rows), style=STYLE)
 
     def run(self) -> None:
         """Run the checks, fill `rows`, and finish."""
@@ -97,7 +104,7 @@ class Examination:
         self._check(LIMITS, lambda: check_limits(env))
         self._check(PLACE, self._placed)
         self._check(
-            COORDINATOR,
+            COORDINATOR_CHECK,
             lambda: joined.check_coordinator(self.place, self.timeout_seconds, self.say),
         )
 
@@ -109,7 +116,7 @@ class Examination:
         self._begin(JOINED)
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
-        before = [row for row in self.rows if row.subject == COORDINATOR]
+        before = [row for row in self.rows if row.subject == COORDINATOR_CHECK]
         rows, self.job = joined.check_joining(self.place, before, self.timeout_seconds)
         self.rows += rows
         if self.job is None:
@@ -124,8 +131,8 @@ class Examination:
             DIFFERENCES: lambda: check_surroundings(job, env),
             CLOCKS: lambda: check_clocks(job),
             FOLDER: lambda: check_folders(job, self.named_folders),
-            DEVICES: lambda: self._shared(job, device_checks.check_devices(env)),
-            MESH: device_checks.check_mesh,
+            DEVICES: lambda: self._shared(job, device_checks.check_attached_devices(env)),
+            MESH: device_checks.check_default_mesh,
             REDUCTION: lambda: device_checks.check_reduction(job, self.largest_bytes),
         }
         self._begin(JOINED)
@@ -139,10 +146,10 @@ class Examination:
                 elif check in (MESH, REDUCTION) and PASS not in devices:
                     self.rows.append(Check(check, "", SKIP, "not run: there are no devices"))
                 else:
-                    self.rows += guarded(check, function)
+                    self.rows += checks_or_error(check, function)
             self.verdict = job.gather("the doctor's verdict", worst(self.rows))[0]
         except Exception as error:  # the others wait in this check and must be informed
-            self.rows.append(failed(self.running, error))
+            self.rows.append(has_failed(self.running, error))
             self._part(self.rows[-1:], collateral=is_collateral(error))
             self._skip_the_rest("not run: an earlier check failed and the processes stopped")
 
@@ -151,12 +158,12 @@ class Examination:
         why = "not run: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
         self._check(FOLDER, lambda: check_folders(Alone(), self.named_folders))
-        self._check(DEVICES, lambda: device_checks.check_devices(os.environ))
+        self._check(DEVICES, lambda: device_checks.check_attached_devices(os.environ))
         self._skip_the_rest(why)
 
     def _check(self, check: str, function: Callable[[], Sequence[Check]]) -> None:
         self._begin(check)
-        self.rows += guarded(check, function)
+        self.rows += checks_or_error(check, function)
 
     def _begin(self, check: str) -> None:
         self.running = check
@@ -188,7 +195,7 @@ class Examination:
         done = {row.subject for row in self.rows}
         self.rows += [Check(check, "", SKIP, why) for check in _TOGETHER if check not in done]
 
-    def _stopped(self, verdict: watchdog.Verdict) -> None:
+    def _stopped(self, verdict: watchdog.StuckVerdict) -> None:
         with contextlib.suppress(Exception):
             self._cut_short(verdict.reason, _ITS_OUTPUT)
         if self.place is not None and self.place.process == 0:

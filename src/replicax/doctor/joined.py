@@ -11,14 +11,14 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.address import split_address
 from replicax.cluster.join import initialize
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.rendezvous import bind, is_loopback, reach
+from replicax.cluster.rendezvous import bound_socket, is_loopback, reach
 from replicax.cluster.watchdog import read_timeouts
 from replicax.core.ground.job import Alone, Job
-from replicax.doctor.combined import failed, guarded, parted
+from replicax.doctor.combined import checks_or_error, finding_and_fix, has_failed
 from replicax.errors import AgreementError, ClusterError, ConfigError
 
 PLACE = "place"
-COORDINATOR = "coordinator"
+COORDINATOR_CHECK = "coordinator"
 JOINED = "joined"
 LEAST_PATIENCE_SECONDS = 30.0
 """Per check: some compile, and some wait for a slow host."""
@@ -30,7 +30,7 @@ def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
     try:
         place = find_place(env)
     except ConfigError as error:
-        return [Check(PLACE, "", FAIL, *parted(str(error)))], None
+        return [Check(PLACE, "", FAIL, *finding_and_fix(str(error)))], None
     by = "" if place.engine == "nothing" else f"{place.engine}: "
     named = ("engine", "process", "processes", "coordinator", "job")
     figures = {name: getattr(place, name) for name in named} | {"reasons": dict(place.reasons)}
@@ -45,9 +45,9 @@ def check_coordinator(
     The others try for `timeout_seconds`, and report progress through `say`.
     """
     if place is None:
-        return [Check(COORDINATOR, "", SKIP, "the rank of this process is unknown")]
+        return [Check(COORDINATOR_CHECK, "", SKIP, "the rank of this process is unknown")]
     if place.coordinator is None:
-        return [Check(COORDINATOR, "", SKIP, "one process: no coordinator needed")]
+        return [Check(COORDINATOR_CHECK, "", SKIP, "one process: no coordinator needed")]
     host, port = split_address(place.coordinator)
     if is_loopback(host) and (place.local_processes or place.processes) < place.processes:
         found = (
@@ -55,7 +55,7 @@ def check_coordinator(
             f"not all on one host ({place.local_processes} here)"
         )
         fix = "set REPLICAX_COORDINATOR to the name of process 0's host"
-        return [Check(COORDINATOR, "", FAIL, found, fix)]
+        return [Check(COORDINATOR_CHECK, "", FAIL, found, fix)]
     if place.process == 0:
         return _check_port(place, host, port)
     return _check_way(place, host, port, timeout_seconds, say)
@@ -68,11 +68,11 @@ def _check_port(place: Place, host: str, port: int) -> list[Check]:
     except socket.gaierror as error:
         found = f"the name {host!r} cannot be resolved here ({error.strerror})"
         fix = "correct the name, or set REPLICAX_COORDINATOR to the address of this host"
-        return [Check(COORDINATOR, "", FAIL, found, fix)]
+        return [Check(COORDINATOR_CHECK, "", FAIL, found, fix)]
     try:
-        bind(place).close()
+        bound_socket(place).close()
     except ClusterError as error:
-        return [Check(COORDINATOR, "", FAIL, *parted(str(error)))]
+        return [Check(COORDINATOR_CHECK, "", FAIL, *finding_and_fix(str(error)))]
     addresses = list(dict.fromkeys(str(address[4][0]) for address in known))
     shown = "" if addresses == [host] else f" ({', '.join(addresses)})"
     figures = {"host": host, "port": port, "addresses": addresses}
@@ -80,9 +80,9 @@ def _check_port(place: Place, host: str, port: int) -> list[Check]:
         here = socket.gethostname()
         found = f"{host}{shown} is not an address of this host, {here}, where process 0 listens"
         fix = "start process 0 there, or correct REPLICAX_COORDINATOR"
-        return [Check(COORDINATOR, "", NOTE, found, fix, figures)]
+        return [Check(COORDINATOR_CHECK, "", NOTE, found, fix, figures)]
     found = f"{host}{shown}, port {port} is free for process 0"
-    return [Check(COORDINATOR, "", PASS, found, figures=figures)]
+    return [Check(COORDINATOR_CHECK, "", PASS, found, figures=figures)]
 
 
 def _check_way(
@@ -96,10 +96,10 @@ def _check_way(
     except ClusterError as error:
         found = str(error).replace("; ", ": ", 1)
         fix = _fix_of_way(error.__context__, host, port)
-        return [Check(COORDINATOR, "", FAIL, found, fix, figures)]
+        return [Check(COORDINATOR_CHECK, "", FAIL, found, fix, figures)]
     figures["milliseconds"] = 1e3 * (time.monotonic() - started)
     found = f"process 0 is reachable at {place.coordinator}"
-    return [Check(COORDINATOR, "", PASS, found, figures=figures)]
+    return [Check(COORDINATOR_CHECK, "", PASS, found, figures=figures)]
 
 
 def _fix_of_way(error: BaseException | None, host: str, port: int) -> str:
@@ -143,9 +143,9 @@ def check_joining(
         if isinstance(error, ClusterError) and not isinstance(error, AgreementError):
             fix = "start all with the same address, job ID, secret and count; see their output"
             return [Check(JOINED, "", FAIL, str(error), fix)], None
-        return [failed(JOINED, error)], None
+        return [has_failed(JOINED, error)], None
     seconds = time.monotonic() - started
-    return guarded(JOINED, lambda: _who(job, seconds)), job
+    return checks_or_error(JOINED, lambda: _who(job, seconds)), job
 
 
 def _who(job: Job, seconds: float) -> list[Check]:

@@ -13,7 +13,7 @@ from functools import partial
 from replicax.cluster.differences import processes_text
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError
-from replicax.launch.cause import Ended, signal_name
+from replicax.launch.cause import Ended, posix_signal_name
 from replicax.launch.echo import Echo, Output
 from replicax.launch.guard import PASSED, STOPPING
 from replicax.launch.process import Process, ProcessStart
@@ -23,7 +23,7 @@ from replicax.launch.process import Process, ProcessStart
 TERM_SECONDS = 1.0
 KILL_SECONDS = 1.4
 DRAIN_SECONDS = 0.5
-POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 READ_BYTES = 1 << 16
 
 
@@ -49,7 +49,7 @@ def collected_signals() -> Iterator[int]:
         yield collected
 
 
-def taken(signals: int) -> list[int]:
+def signals_taken(signals: int) -> list[int]:
     """Return the signals that `collected_signals` has collected since the last call."""
     with contextlib.suppress(BlockingIOError):
         return [number for number in os.read(signals, 4096) if number in PASSED]
@@ -125,7 +125,7 @@ class Attempt:
             poll.register(shown_on, select.POLLOUT)
             actions[shown_on] = self._echo.write
         waits = [max(at - time.monotonic(), 0) for at in self._due.values()]
-        waits += [POLL_SECONDS] if self._echo.full else []
+        waits += [_POLL_SECONDS] if self._echo.full else []
         for descriptor, _ in poll.poll(math.ceil(1000 * min(waits)) if waits else None):
             actions[descriptor]()
         if self._echo.closed and self.stopped_by is None:
@@ -160,7 +160,7 @@ class Attempt:
 
     def _pass_on(self) -> None:
         """Forward the signals that this launcher received; a second Ctrl-C kills all at once."""
-        for number in taken(self._signals):
+        for number in signals_taken(self._signals):
             if number == signal.SIGINT and self.stopped_by in (signal.SIGINT, *STOPPING):
                 self._due[self._kill_left] = time.monotonic()
                 self._echo.hurry()
@@ -178,8 +178,8 @@ class Attempt:
         self._due.setdefault(self._kill_left, time.monotonic() + self._grace)
         if first and why != signal.SIGPIPE:
             self._echo.say(
-                f"replicax: {signal_name(why)} forwarded; all have {self._grace:g} s to exit, "
-                "Ctrl-C kills them now",
+                f"replicax: {posix_signal_name(why)} forwarded; all have {self._grace:g} s to "
+                "exit, Ctrl-C kills them now",
                 error=True,
             )
 
@@ -211,7 +211,7 @@ class Attempt:
 
     def _stop_reading(self) -> None:
         if self._echo.full:  # not all of the output has been read
-            self._due[self._stop_reading] = time.monotonic() + POLL_SECONDS
+            self._due[self._stop_reading] = time.monotonic() + _POLL_SECONDS
             return
         while self._reading:
             self._reading.popitem()[1].end()

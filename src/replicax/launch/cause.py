@@ -14,7 +14,7 @@ from replicax.wording import shortened
 MOST_CHARACTERS = 600
 SAME_IN_A_ROW = 3
 FIRST_SECONDS = 10.0
-USAGE = 2
+_USAGE = 2
 """The exit code of a wrong flag or configuration."""
 # Parts that differ between two runs of the same error: addresses, ids, ports, counts, times.
 _INCIDENTAL = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b|\d+")
@@ -70,7 +70,7 @@ class Ended:
             return said
         if self.status < 0:
             hint = " (out of memory?)" if self.status == -signal.SIGKILL else ""
-            return f"killed by {signal_name(-self.status)}{hint}"
+            return f"killed by {posix_signal_name(-self.status)}{hint}"
         last = next((line for line in reversed(self.errors) if line.strip()), "")
         return f"exit code {self.status}" + (f" ({last.strip()})" if last else "")
 
@@ -114,7 +114,7 @@ class Restarts:
             self._last.append((failure.process, words, failure.step, at_once))
         if self._total == 0:
             return ""
-        if failure and failure.exit_code == USAGE:
+        if failure and failure.exit_code == _USAGE:
             return "exit code 2 is a wrong flag or configuration: a restart will not help"
         if len(self._last) == SAME_IN_A_ROW and len({each[:2] for each in self._last}) == 1:
             steps = {step for _, _, step, _ in self._last}
@@ -211,7 +211,7 @@ def _said_of_failure(errors: Sequence[str]) -> str | None:
     return None
 
 
-def signal_name(number: int) -> str:
+def posix_signal_name(number: int) -> str:
     """Return `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name

@@ -23,7 +23,7 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED = (signal.SIGINT, *STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 # Processes left by the command may end by themselves (a resource tracker removes shared memory).
 LEFTOVER_SECONDS = 0.3
-POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -139,7 +139,7 @@ class ProcessGuard:
             _signal_each(left, self._passed)
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while left and (self._passed or time.monotonic() < deadline):
-            if select.select([self._channel], [], [], POLL_SECONDS)[0]:
+            if select.select([self._channel], [], [], _POLL_SECONDS)[0]:
                 wanted = self._received()
                 if signal.SIGKILL in wanted:
                     return False

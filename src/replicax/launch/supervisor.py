@@ -13,15 +13,15 @@ from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
-from replicax.launch.attempt import Attempt, collected_signals, taken
-from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
+from replicax.launch.attempt import Attempt, collected_signals, signals_taken
+from replicax.launch.cause import Ended, Failure, Restarts, first_failure, posix_signal_name
 from replicax.launch.echo import Echo
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, core_blocks, free_port
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
-MOST_PROCESSES = 4096
+_MOST_PROCESSES = 4096
 """Processes on one host, and devices that each may simulate: far above any use."""
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": "",
@@ -110,11 +110,11 @@ def launch(
                 echo.say(f"replicax: {failure or STOPPED_EARLY}; {restarts.progress}", error=True)
                 job_id = secrets.token_hex(8)
         finally:
-            echo.close(lambda: signal.SIGINT in taken(signals))
+            echo.close(lambda: signal.SIGINT in signals_taken(signals))
     return Outcome(
         exit_code=exit_code,
         failure=failure,
-        stopped_by=None if attempt.stopped_by is None else signal_name(attempt.stopped_by),
+        stopped_by=None if attempt.stopped_by is None else posix_signal_name(attempt.stopped_by),
         message=message,
         seconds=time.monotonic() - began,
         logs=folder,
@@ -139,9 +139,9 @@ def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
-    if job.processes > MOST_PROCESSES:
+    if job.processes > _MOST_PROCESSES:
         raise ConfigError(
-            f"--processes {job.processes}; on one host it must be at most {MOST_PROCESSES}: lower "
+            f"--processes {job.processes}; on one host it must be at most {_MOST_PROCESSES}: lower "
             "it"
         )
     program = job.command[0]
@@ -179,7 +179,7 @@ def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | Non
     stopped_by = attempt.stopped_by
     if stopped_by is None:
         return (failure.exit_code if failure else 1), failure, str(failure) if failure else None
-    why = f"stopped by {signal_name(stopped_by)}"
+    why = f"stopped by {posix_signal_name(stopped_by)}"
     if stopped_by == signal.SIGPIPE:
         why = "stopped: its output was closed by the reader"
     if failure is None or attempt.natural(ended[failure.process]):

@@ -22,7 +22,7 @@ from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
-from replicax.lint.parsed import ERROR, NOTE, WARNING, Finding, ParsedFile
+from replicax.lint.parsed import ERROR, NOTE_LEVEL, WARNING, Finding, ParsedFile
 from replicax.wording import counted
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
@@ -41,7 +41,7 @@ class FileFindings:
     @property
     def fails(self) -> bool:
         """Whether there are findings other than notes."""
-        return any(finding.severity != NOTE for finding in self.findings)
+        return any(finding.severity != NOTE_LEVEL for finding in self.findings)
 
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
@@ -65,7 +65,7 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def examine(path: Path) -> FileFindings:
+def examine_file(path: Path) -> FileFindings:
     """Run every rule on a Python file, without executing or importing it."""
     text = source_text(path)
     try:
@@ -80,28 +80,28 @@ def examine(path: Path) -> FileFindings:
 
 def annotations(examination: FileFindings) -> Iterator[str]:
     """Yield findings as GitHub workflow commands, which GitHub shows next to the lines."""
-    kinds = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
+    kinds = {ERROR: "error", WARNING: "warning", NOTE_LEVEL: "notice"}
     for one in examination.findings:
         place = f"file={examination.path},line={one.line},col={one.column}"
         message = f"{one.reason}; {one.fix}".replace("%", "%25").replace("\n", "%0A")
         yield f"::{kinds[one.severity]} {place},title={one.rule}::{message}"
 
 
-def summary(examinations: Sequence[FileFindings]) -> str:
+def lint_summary(examinations: Sequence[FileFindings]) -> str:
     """Return a one-line summary of all files."""
     counts = collections.Counter(one.severity for each in examinations for one in each.findings)
     files = counted(len(examinations), "file")
-    kinds = [counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
+    kinds = [counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE_LEVEL) if counts[kind]]
     said = f"{', '.join(kinds)} in {files}" if kinds else f"nothing found in {files}"
     absent = dict.fromkeys(name for each in examinations for name in each.not_installed)
     return f"{said}; not installed, so not checked: {', '.join(absent)}" if absent else said
 
 
-def to_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
+def lint_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
     """Return the findings as JSON values."""
     return {
         "fails": any(each.fails for each in examinations),
-        "summary": summary(examinations),
+        "summary": lint_summary(examinations),
         "files": [
             {
                 "path": str(each.path),

@@ -7,7 +7,7 @@ from replicax.lint.parsed import (
     COMPILES,
     WARNING,
     Function,
-    Loop,
+    LoopNode,
     ParsedFile,
     free_names,
     given,
@@ -25,7 +25,7 @@ def check_frozen(program: ParsedFile) -> None:
             continue
         nodes = list(_own(scope))
         assigned = [(name, statement) for statement in nodes for name in targets(statement)]
-        loops = [node for node in nodes if isinstance(node, Loop)]
+        loops = [node for node in nodes if isinstance(node, LoopNode)]
         for function in nodes:
             if not isinstance(function, ast.FunctionDef):
                 continue

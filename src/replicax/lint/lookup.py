@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from replicax.lint.parsed import NOTE, ParsedFile, keywords, line_of, names_in
+from replicax.lint.parsed import NOTE_LEVEL, ParsedFile, keywords, line_of, names_in
 
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
@@ -37,7 +37,7 @@ def check_names(program: ParsedFile) -> list[str]:
             gone.setdefault(found.lost, []).append(node)
         if found.deprecated:
             fix = " ".join(found.warning.split())
-            program.report("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE)
+            program.report("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE_LEVEL)
     for name, nodes in gone.items():
         first = min(nodes, key=line_of)
         times = f" ({len(nodes)} times in this file)" if len(nodes) > 1 else ""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from replicax.lint.parsed import (
     BATCH,
     COMPILES,
-    KEY,
+    KEY_NAMES,
     SHARD_MAP,
     WARNING,
     Function,
-    Loop,
+    LoopNode,
     ParsedFile,
     given,
     names_in,
@@ -42,7 +42,7 @@ def check_loops(program: ParsedFile) -> None:
             compiled.add(node)
     steps |= {getattr(each, "name", "") for each in compiled}
     for loop in program.nodes:
-        if isinstance(loop, Loop) and compiled.isdisjoint(program.around(loop)):
+        if isinstance(loop, LoopNode) and compiled.isdisjoint(program.around(loop)):
             _check_fetches(program, loop, steps)
             _check_compiled(program, loop)
 
@@ -57,7 +57,7 @@ def _compiled_names(program: ParsedFile, node: ast.AST) -> list[str]:
     return []
 
 
-def _own(loop: Loop) -> Iterator[tuple[ast.AST, bool]]:
+def _own(loop: LoopNode) -> Iterator[tuple[ast.AST, bool]]:
     """Yield the nodes of a loop's body, and whether they are reached only conditionally.
 
     Nested loops and functions are excluded.
@@ -65,7 +65,7 @@ def _own(loop: Loop) -> Iterator[tuple[ast.AST, bool]]:
 
     def below(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield node, guarded
-        if isinstance(node, Function | Loop | ast.ClassDef):
+        if isinstance(node, Function | LoopNode | ast.ClassDef):
             return
         inner = guarded or isinstance(node, ast.If | ast.IfExp | ast.Try | ast.ExceptHandler)
         for child in ast.iter_child_nodes(node):
@@ -86,7 +86,7 @@ def _counts(test: ast.expr) -> bool:
     )
 
 
-def _check_fetches(program: ParsedFile, loop: Loop, steps: set[str]) -> None:
+def _check_fetches(program: ParsedFile, loop: LoopNode, steps: set[str]) -> None:
     if _is_quiet(program, loop):
         return
     nodes = list(_own(loop))
@@ -131,7 +131,7 @@ def _arrays(*nodes: ast.AST) -> set[str]:
     return found
 
 
-def _is_quiet(program: ParsedFile, loop: Loop) -> bool:
+def _is_quiet(program: ParsedFile, loop: LoopNode) -> bool:
     """Whether a loop may fetch in every iteration: over few items, epochs or configurations."""
     if isinstance(loop, ast.While):
         return False
@@ -145,7 +145,7 @@ def _is_quiet(program: ParsedFile, loop: Loop) -> bool:
     return listed or any(_EPOCH.search(name) for name in names)
 
 
-def _check_compiled(program: ParsedFile, loop: Loop) -> None:
+def _check_compiled(program: ParsedFile, loop: LoopNode) -> None:
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List):
         return
     turns = set(targets(loop))
@@ -191,7 +191,7 @@ def check_reshapes(program: ParsedFile) -> None:
             shape = [shape[0].left]
         if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
             shape = list(shape[0].elts)
-        if len(shape) < 2 or KEY.search(ast.unparse(call.func.value)):
+        if len(shape) < 2 or KEY_NAMES.search(ast.unparse(call.func.value)):
             continue
         rest = ast.unparse(shape[1]) == "-1" or "//" in ast.unparse(call)
         if rest and _counts_devices(program, shape[0], counts):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from replicax.lint.parsed import (
     GRADS,
-    KEY,
+    KEY_NAMES,
     PMAP,
-    Mapped,
+    MappedCall,
     ParsedFile,
     given,
     keywords,
@@ -41,7 +41,7 @@ _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net
 class _Step:
     """A function that runs on each replica, with the functions of the file that it reaches."""
 
-    def __init__(self, program: ParsedFile, mapped: Mapped) -> None:
+    def __init__(self, program: ParsedFile, mapped: MappedCall) -> None:
         self.mapped = mapped
         reached = program.reached(mapped.function)
         self.nodes = [node for function in reached for node in ast.walk(function)]
@@ -219,7 +219,7 @@ def _check_keys(program: ParsedFile, step: _Step) -> None:
         and all(isinstance(each, ast.Constant) for each in node.value.args)
         for node in step.assigns
     )
-    keys = {each for each in step.arguments if KEY.search(each)}
+    keys = {each for each in step.arguments if KEY_NAMES.search(each)}
     if fixed or keys & _whole(program, step):
         wrong = drawing[:1]
     else:
@@ -267,7 +267,7 @@ def _handed_with_keys(program: ParsedFile, step: _Step) -> set[str]:
         for node in step.nodes
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
-        and KEY.search(node.attr)
+        and KEY_NAMES.search(node.attr)
     }
     places = [n for n, argument in enumerate(step.arguments) if argument in holders]
     names = {getattr(step.mapped.function, "name", "")}

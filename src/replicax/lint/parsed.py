@@ -15,17 +15,17 @@ ERROR: Final[Literal["error"]] = "error"
 """Wrong numbers, or a call that fails."""
 WARNING: Final[Literal["warning"]] = "warning"
 """Slow, wasteful, or wrong for some data."""
-NOTE: Final[Literal["note"]] = "note"
+NOTE_LEVEL: Final[Literal["note"]] = "note"
 """Works today, but there is a better way to write it."""
 _IGNORE = re.compile(r"#.*\breplicax:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 BATCH = re.compile(r"^(\w+_)?(batch|images?|labels?|inputs?|targets?|tokens|xs?|ys?|data)$")
 """Usual names of a batch and its parts."""
-KEY = re.compile(r"(^|_)(rngs?|keys?|prng|seed)($|_)")
+KEY_NAMES = re.compile(r"(^|_)(rngs?|keys?|prng|seed)($|_)")
 """Usual names of a PRNG key."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-Loop = ast.For | ast.AsyncFor | ast.While
+LoopNode = ast.For | ast.AsyncFor | ast.While
 
 _CUSTOMARY = {
     "jax": "jax",
@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mapped:
+class MappedCall:
     """A function that runs on each replica."""
 
     function: Function
@@ -205,12 +205,12 @@ class ParsedFile:
                     return True
         return False
 
-    def _mapped(self, node: ast.AST) -> Iterator[Mapped]:
+    def _mapped(self, node: ast.AST) -> Iterator[MappedCall]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for each in node.decorator_list:
                 name = self.called(each)
                 if name in PMAP | SHARD_MAP:
-                    yield Mapped(node, each, _options(each), name)
+                    yield MappedCall(node, each, _options(each), name)
         if not (isinstance(node, ast.Call) and node.args):
             return
         name, first = self.name(node.func), node.args[0]
@@ -219,7 +219,7 @@ class ParsedFile:
                 first = first.args[0]
             functions = [each for each in self._named(first) if not isinstance(each, ast.Lambda)]
             for function in [first] if isinstance(first, ast.Lambda) else functions:
-                yield Mapped(function, node, _options(node), name)
+                yield MappedCall(function, node, _options(node), name)
 
 
 def _options(call: ast.AST) -> dict[str, ast.expr]:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from replicax.errors import ConfigError
 from replicax.lint.numeric_rules import REDUCES, REPLICATES
-from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, free_names, names_in, targets
+from replicax.lint.parsed import (
+    BATCH,
+    KEY_NAMES,
+    PMAP,
+    MappedCall,
+    ParsedFile,
+    free_names,
+    names_in,
+    targets,
+)
 
 _FILE = '''\
 """The step of {path} on several replicas and on one.
@@ -98,7 +107,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
     )
 
 
-def _step(program: ParsedFile, path: Path) -> Mapped:
+def _step(program: ParsedFile, path: Path) -> MappedCall:
     for mapped in program.mapped:
         calls = program.calls(*program.reached(mapped.function))
         if any(program.last_called(call) in _DIFFERENTIATE for call in calls):
@@ -117,7 +126,7 @@ def _parts(names: list[str], path: Path) -> dict[str, list[str]]:
             f"the arguments {', '.join(names)} of the step in {path} do not show which is the "
             "batch: name it batch, images, labels, x or y"
         )
-    keys = [name for name in names[first:] if KEY.search(name)]
+    keys = [name for name in names[first:] if KEY_NAMES.search(name)]
     parts = {"state": names[:first], "batch": [each for each in names[first:] if each not in keys]}
     return {**parts, "key": keys} if keys else parts
 
@@ -158,7 +167,7 @@ def _copies(
     return copies
 
 
-def _mapping(mapped: Mapped, name: str) -> str:
+def _mapping(mapped: MappedCall, name: str) -> str:
     """Return the expression that maps and compiles the step, from decorators or a call."""
     decorators = getattr(mapped.function, "decorator_list", [])
     if mapped.call in decorators:
@@ -169,7 +178,7 @@ def _mapping(mapped: Mapped, name: str) -> str:
     return name if mapped.kind in PMAP else f"jax.jit({name})"
 
 
-def _axis(program: ParsedFile, mapped: Mapped) -> str:
+def _axis(program: ParsedFile, mapped: MappedCall) -> str:
     """Return the step's reduction axis as an argument of `vmap`; empty if there is none."""
     if mapped.kind in PMAP and "axis_name" in mapped.options:
         return f", axis_name={ast.unparse(mapped.options['axis_name'])}"

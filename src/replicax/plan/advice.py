@@ -28,10 +28,10 @@ from replicax.plan.steps import StepCache, TargetStep, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.wording import first_line, size_text, time_text
 
-REMAT = "remat (jax.checkpoint, products kept)"
+REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
-MICRO_BATCHES = 4
+_MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
 
@@ -55,7 +55,7 @@ def alternatives(
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
-            if change != REMAT:
+            if change != REMAT_CHANGE:
                 raise
             notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
     if not asked.fits and not any(each.need.fits for each in results):
@@ -125,7 +125,7 @@ def _changes(
     target = steps.target
     yield from _half(dp, target.chip)
     if more is None and dp.configuration.step is None:
-        yield REMAT, {"loss": _checkpointed(dp.loss)}
+        yield REMAT_CHANGE, {"loss": _checkpointed(dp.loss)}
     yield from (more or {}).items()
     yield from _layouts(dp)
     each = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
@@ -177,7 +177,7 @@ def _shared(
         changes, name = {"layout": own, "mesh": mesh}, f"{axis}={size}"
         if axis == STAGE:
             each = max(1, rows * replica_count(dp.mesh) // replica_count(mesh))
-            parts = max(dp.accumulate, min(MICRO_BATCHES * size, each))
+            parts = max(dp.accumulate, min(_MICRO_BATCHES * size, each))
             changes, name = {**changes, "accumulate": parts}, f"{name}, accumulate={parts}"
         yield name, changes
 

@@ -99,7 +99,7 @@ def memory_formula(
     state, split = program.shapes, program.split
     data = batch.data if isinstance(batch, Batch) else batch
     rows = split.padded(row_count(data)) // split.replicas
-    share = jax.tree.map(on_one_device, state, program.shardings)
+    share = jax.tree.map(shard_of_device, state, program.shardings)
     parameters, optimizer = tree_bytes(share.params), tree_bytes(share.opt_state)
     extras = tree_bytes(share) - parameters - optimizer
     own_rows = tree_bytes(described(data, rows))
@@ -252,10 +252,10 @@ def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStru
     apart = axes_of(by_rows(mesh).spec)
     spec = (axes_of(PartitionSpec(entry)) for entry in sharding.spec)
     kept = (tuple(axis for axis in axes if axis not in apart) or None for axes in spec)
-    return on_one_device(leaf, NamedSharding(mesh, PartitionSpec(*kept)))
+    return shard_of_device(leaf, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
-def on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def shard_of_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """Return the shape of a device's shard of an array."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 

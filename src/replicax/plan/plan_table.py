@@ -26,7 +26,7 @@ _COLUMN = 9
 """Width of a device count up to 131,072, and the gap before it."""
 
 
-def table(plan: Plan) -> list[str]:
+def plan_table(plan: Plan) -> list[str]:
     """Return the whole plan as lines of at most 80 columns."""
     parts = (
         [*_header(plan)],

@@ -25,7 +25,14 @@ from replicax.plan.memory_formula import Transformer, tree_bytes
 from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
-from replicax.plan.steps import Show, StepCache, TargetStep, holder, in_fit, rows_of_a_replica
+from replicax.plan.steps import (
+    ShowProgress,
+    StepCache,
+    TargetStep,
+    holder,
+    in_fit,
+    rows_of_a_replica,
+)
 from replicax.plan.target import Target, parse_target
 
 Changes = Mapping[str, DataParallel] | None
@@ -190,7 +197,7 @@ def plan(
     noise_scale: Positive | None = None,
     transformer: Transformer | None = None,
     by_formula: bool = False,
-    show: Show | None = None,
+    show: ShowProgress | None = None,
 ) -> Plan:
     """Plan whether a step fits a target, the largest batch that does, and how fast it can be.
 

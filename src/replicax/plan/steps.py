@@ -37,12 +37,12 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.memory_formula import MemoryFormula, memory_formula, on_one_device
+from replicax.plan.memory_formula import MemoryFormula, memory_formula, shard_of_device
 from replicax.plan.planned import Need
 from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded
 
-Show = Callable[[str], None]
+ShowProgress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepCache:
     """
 
     def __init__(
-        self, model: Any, batch: Any, target: Target, compiler: Compiler | None, show: Show
+        self, model: Any, batch: Any, target: Target, compiler: Compiler | None, show: ShowProgress
     ) -> None:
         self.target, self.compiler = target, compiler
         self._model, self._batch, self._show = model, batch, show
@@ -172,7 +172,7 @@ class StepCache:
         program = dp.program(self._model)
         layout = dataclasses.replace(dp.layout, splits_params=False)
         where = layout.shardings(program.shapes, dp.mesh).params
-        params = jax.tree.map(on_one_device, program.shapes.params, where)
+        params = jax.tree.map(shard_of_device, program.shapes.params, where)
         trained = jax.tree.leaves(only_read(params, program.objective.read))
         sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
         return sums_bytes(trained, metrics, sent)
@@ -208,7 +208,7 @@ def rows_of_a_replica(rows: int, dp: DataParallel) -> int:
 
 
 def compiled_for(
-    dp: DataParallel, model: Any, batch: Any, target: Target, show: Show
+    dp: DataParallel, model: Any, batch: Any, target: Target, show: ShowProgress
 ) -> TargetStep:
     """Return the step of `rx.fit` with its `program` and `compilation` for a target.
 

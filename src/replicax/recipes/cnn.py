@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.arguments import Count, Rows
+from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
@@ -42,7 +42,7 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
 class CNN(OnFashionMNIST):
     """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
-    batch_size: Rows = 256
+    batch_size: Int32Count = 256
     """Images per global batch."""
     epochs: Count = 3
     """Passes over the training images."""

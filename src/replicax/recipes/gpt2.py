@@ -14,7 +14,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.arguments import Count, Natural, NotNegative, Rows, check_ranges
+from replicax.arguments import Count, Int32Count, Natural, NotNegative, check_ranges
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
@@ -36,7 +36,7 @@ def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[st
 class GPT2:
     """GPT-2 on text: your own, or the source of Python's standard library."""
 
-    batch_size: Rows = 32
+    batch_size: Int32Count = 32
     """Rows per global batch, each of `context` tokens."""
     epochs: Count = 1
     """Passes over the training text."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from replicax.arguments import Count, Rows
+from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST
@@ -23,7 +23,7 @@ _he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
 class LeNet(OnFashionMNIST):
     """LeNet on Fashion-MNIST, as a plain pytree of arrays."""
 
-    batch_size: Rows = 256
+    batch_size: Int32Count = 256
     """Images per global batch."""
     epochs: Count = 10
     """Passes over the training images."""

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 import optax
 
-from replicax.arguments import Count, NotNegative, Rows
+from replicax.arguments import Count, Int32Count, NotNegative
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearRegression:
     """A line fitted to noisy points, by gradient descent on the squared error."""
 
-    batch_size: Rows = 64
+    batch_size: Int32Count = 64
     """Points per global batch."""
     epochs: Count = 10
     """Passes over the points."""
     learning_rate: float = 0.1
     """Learning rate of SGD."""
-    points: Rows = 1000
+    points: Int32Count = 1000
     """Number of training points; evaluation uses a fifth as many."""
     slope: float = 2.0
     """Slope of the true line."""

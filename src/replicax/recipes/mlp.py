@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from replicax.arguments import Count, Rows
+from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import require
@@ -76,7 +76,7 @@ class MLP:
         },
     }
 
-    batch_size: Rows = 64
+    batch_size: Int32Count = 64
     """Rows per global batch."""
     epochs: Count = 5
     """Passes over the training rows."""
@@ -86,9 +86,9 @@ class MLP:
     """Dense layers with relu before the linear layer; all but the first have the same shape."""
     hidden: Count = 128
     """Width of each dense layer."""
-    inputs: Rows = 16
+    inputs: Int32Count = 16
     """Input features per row."""
-    rows: Rows = 20_000
+    rows: Int32Count = 20_000
     """Number of training rows; evaluation uses a tenth as many."""
 
     def model(self, key: jax.Array) -> Any:

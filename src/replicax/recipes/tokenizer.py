@@ -29,7 +29,7 @@ TRAINED_VOCAB_SIZE = 4096
 # split into pieces, and only a few pieces of a few documents are encoded at a time.
 PIECE_CHARACTERS = 1 << 17
 PIECES_AT_ONCE = 4
-THREADS = 16
+_THREADS = 16
 # GPT-2's rules and later ones never form a token across the boundary of two non-blank lines.
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
@@ -119,7 +119,7 @@ class BPETokenizer:
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         """Encode one document after the other, using all cores."""
-        with ThreadPoolExecutor(THREADS) as threads:  # the library encodes without the GIL
+        with ThreadPoolExecutor(_THREADS) as threads:  # the library encodes without the GIL
             yield from threads.map(self.encode, documents)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

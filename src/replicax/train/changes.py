@@ -116,7 +116,7 @@ def read_config(path: Path, kind: type[Any] = _Sections, *, edited: bool = False
     return config
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Return the differences between two configurations, field by field; a list is one field.
 
     Both are compared as written to `config.json`, so a tuple equals a list, and 1 differs from 1.0.
@@ -169,7 +169,7 @@ def another_run(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Return one line per change, in 80 columns; raise `ConfigError` for unaccepted ones."""
-    found = _once(changes(old, new))
+    found = _once(config_changes(old, new))
     matter = [change for change in found if change.matters]
     if matter and not accept:
         more = f", and {len(matter) - _MOST_NAMED} more" if len(matter) > _MOST_NAMED else ""

@@ -16,7 +16,7 @@ from replicax.train.hook import Hook, Running
 from replicax.train.places import write_whole
 from replicax.train.records import Record
 
-FILE = "curves.png"
+_FILE = "curves.png"
 # Okabe and Ito's colors, distinguishable with any kind of color vision.
 TRAIN, *EVAL = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 COLUMNS = 4
@@ -51,16 +51,16 @@ class Curves(Hook):
             with contextlib.suppress(MissingDependencyError):  # reported at the end
                 self._drawing.result()  # raises the thread's exception
         self._begun_at = time.monotonic()
-        self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / FILE)
+        self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / _FILE)
 
     def end(self, run: Running) -> None:
         self._thread.shutdown()
         if run.folder is None or not run.records:
             return
         try:
-            draw_curves(run.records, run.folder / FILE)
+            draw_curves(run.records, run.folder / _FILE)
         except MissingDependencyError as error:
-            run.say(f"no {FILE}: {error}")
+            run.say(f"no {_FILE}: {error}")
 
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from replicax.arguments import Count, Rows, typed
+from replicax.arguments import Count, Int32Count, typed
 from replicax.core.data.batch import Batch, described
 from replicax.core.data.feed import Feed, GaveUpError
 from replicax.core.data.host_arrays import opened
@@ -60,7 +60,7 @@ class Evaluation:
     source: Any = None
     _: dataclasses.KW_ONLY
     sets: Mapping[str, Any] | None = None
-    batch_size: Rows | None = None
+    batch_size: Int32Count | None = None
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     at_start: bool = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import jax
 
-from replicax.arguments import Count, Rows, Seed, typed
+from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
@@ -33,7 +33,7 @@ from replicax.train.records import CONFIG, plain_config
 from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage
-from replicax.train.summary import Fit, derived, describe, summary
+from replicax.train.summary import Fit, derived, describe, run_summary
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
@@ -97,7 +97,7 @@ class Run(Loop):
         state: TrainState,
         source: Any,
         *,
-        batch_size: Rows | None = None,
+        batch_size: Int32Count | None = None,
         epochs: Count | None = None,
         steps: Count | None = None,
         eval_source: Any = None,
@@ -333,7 +333,7 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        lines = [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]
+        lines = [*run_summary(self.result, self.total), *self.hooks.summary(self.place.step)]
         if self.result.goodput is not None and self.result.saved:
             lines += self.result.goodput.lines()
         if self.dp.mode.bitwise:

@@ -29,7 +29,7 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.mapping import lift
 from replicax.core.modes import MODES
 from replicax.core.placement.mesh import batch_shardings, replicated, row_axis
-from replicax.core.step.accumulate import Sequential, cut, folded, zeros_like
+from replicax.core.step.accumulate import Sequential, folded, split_rows, zeros_like
 from replicax.core.step.loss_scale import unscaled
 from replicax.core.step.objective import Objective, only_read
 from replicax.core.step.update import step_key
@@ -124,7 +124,7 @@ def _sample(
 
     # Adjacent rows go to different parts: no row leaves its device, and the padding at the end,
     # which depends on the number of devices, does not change the parts of the real rows.
-    parts = jax.tree.map(partial(cut, parts=PARTS), _padded(batch, PARTS * micro_batches))
+    parts = jax.tree.map(partial(split_rows, parts=PARTS), _padded(batch, PARTS * micro_batches))
     parts = lax.with_sharding_constraint(
         parts, NamedSharding(mesh, PartitionSpec(None, row_axis(mesh)))
     )

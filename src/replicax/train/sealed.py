@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 CHECKSUM = "checksum"
 """The last entry of a sealed object: the SHA-256 of the others."""
 _ENDS_SEALED = re.compile(rb'"[0-9a-f]{64}"\s*\}\s*')
@@ -20,7 +20,7 @@ def sealed(content: Mapping[str, Any], **style: Any) -> bytes:
     return f"{text}\n".encode()
 
 
-def unsealed(data: bytes, kind: type[T], *, older: bool = False, edited: bool = False) -> T:
+def unsealed(data: bytes, kind: type[_T], *, older: bool = False, edited: bool = False) -> _T:
     """Return the JSON object that `sealed` formatted as `data`, without its checksum.
 
     Args:

@@ -157,7 +157,7 @@ def is_any_open() -> bool:
     return bool(_open)
 
 
-def signal_name(number: int) -> str:
+def shown_signal(number: int) -> str:
     """Return the usual name of a signal: `Ctrl-C`, `SIGTERM`."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 

@@ -12,7 +12,7 @@ from replicax.arguments import Count, Positive, typed
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
-from replicax.train.changes import another_run, changes, check_changes, read_config, run_id
+from replicax.train.changes import another_run, check_changes, config_changes, read_config, run_id
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
@@ -208,7 +208,7 @@ class Storage:
             "checkpoint": path.name,
             "position": dataclasses.asdict(position),
             "extra": manifest.extra,
-            "changed": any(each.matters for each in changes(manifest.config, self._config)),
+            "changed": any(each.matters for each in config_changes(manifest.config, self._config)),
         }
 
     def _check_belongs(

@@ -194,7 +194,7 @@ def skip_line(record: Record) -> str:
     return line + textwrap.shorten(examples, WIDTH - len(line), placeholder=" ...")
 
 
-def summary(result: Fit, total: int | None) -> list[str]:
+def run_summary(result: Fit, total: int | None) -> list[str]:
     """Return the closing lines of a run."""
     of = f" of {total:,}" if result.interrupted and total else ""
     word = "stopped after" if result.interrupted else "done:"

@@ -11,7 +11,7 @@ from replicax.errors import ConfigError
 _WEIGHT_NAMES = ("mask", "masks", "weight", "weights", "sample_weight", "loss_mask")
 
 
-def row_count(batch: PyTree) -> int:
+def rows_of_batch(batch: PyTree) -> int:
     """Return the leading dimension shared by all arrays of a batch; scalars are ignored.
 
     Raises:
@@ -39,7 +39,7 @@ def take(batch: PyTree, indices: np.ndarray) -> PyTree:
 def shuffled(batch: PyTree, count: int) -> list[PyTree]:
     """Return `count` copies of the batch, each with its rows in a different order."""
     order = np.random.default_rng(0)
-    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
+    return [take(batch, order.permutation(rows_of_batch(batch))) for _ in range(count)]
 
 
 def find_weights(batch: PyTree, name: str | None) -> str | None:

@@ -16,8 +16,8 @@ from replicax.verify.difference import (
     Difference,
     Leaves,
     constant_ratio,
-    differences,
     is_float,
+    leaf_differences,
 )
 from replicax.verify.evidence import EXPLAINED, MOST_REPLICAS, Evidence
 from replicax.verify.factors import factor_cause
@@ -36,7 +36,7 @@ def likely_cause(evidence: Evidence) -> str:
 
     Empty if nothing differs.
     """
-    differing = differences(evidence.found, evidence.expected, evidence.bounds)
+    differing = leaf_differences(evidence.found, evidence.expected, evidence.bounds)
     if not differing and evidence.of_replica is None:
         return ""
     if text := _of_odd_leaves(evidence, differing):
@@ -105,7 +105,8 @@ def _on_few(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) ->
         replica
         for replica, results in enumerate(held)
         if any(
-            each.path in paths for each in differences(results, evidence.expected, evidence.bounds)
+            each.path in paths
+            for each in leaf_differences(results, evidence.expected, evidence.bounds)
         )
     ]
     if not wrong or len(wrong) > evidence.replicas // 2:
@@ -281,7 +282,7 @@ def _nonlinear(evidence: Evidence) -> str:
     """Explain a mean over equally weighted replicas that is not the mean over all rows."""
     whole = "it is the mean of the reference's results on each replica's rows alone"
     losses = {path: evidence.expected[path] for path in evidence.losses}
-    if losses and not differences({**losses, **evidence.found}, losses, evidence.bounds):
+    if losses and not leaf_differences({**losses, **evidence.found}, losses, evidence.bounds):
         return (
             f"{whole}, while the loss agrees: an operation that is not linear in the gradient "
             "(clipping, normalization, an optimizer update) precedes the reduction; reduce the "

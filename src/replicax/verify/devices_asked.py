@@ -59,13 +59,13 @@ def check_devices_asked(asked: Sequence[str]) -> Iterator[Check]:
     others = [name for name in names if name not in counted]
     if counted:
         text = f"it calls {', '.join(f'{name}()' for name in counted)}"
-        yield Check("parity", CASE, FAIL, text, ON_DEVICES, {"asked": counted})
+        yield Check("parity", _CASE, FAIL, text, ON_DEVICES, {"asked": counted})
     elif others:
         text = f"it calls {', '.join(f'{name}()' for name in others)}: no result may depend on it"
-        yield Check("parity", CASE, NOTE, text, "", {"asked": others})
+        yield Check("parity", _CASE, NOTE, text, "", {"asked": others})
 
 
-CASE = "device queries"
+_CASE = "device queries"
 ON_DEVICES = (
     "the loss or step depends on the number of devices, so one device and several give different "
     "results: Replicax takes the mean over all rows on any number of devices; remove the factor, "

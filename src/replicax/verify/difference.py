@@ -92,7 +92,7 @@ def leaves(tree: PyTree) -> Leaves:
     return found
 
 
-def changes(before: PyTree, after: PyTree) -> Leaves:
+def step_changes(before: PyTree, after: PyTree) -> Leaves:
     """Return the change of each leaf of floats in a step, in float64; other leaves as they are now.
 
     Changes are compared rather than values because an update is small relative to its parameter:
@@ -188,7 +188,7 @@ def bounds(
     return result
 
 
-def differences(
+def leaf_differences(
     found: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
     bounds: Mapping[str, np.ndarray],

@@ -19,7 +19,7 @@ from replicax.train.guarded import NOT_FINITE
 from replicax.verify.facts import Facts
 from replicax.verify.subject import Case, Subject
 
-STEPS = 2
+_STEPS = 2
 _SHOWN = 12
 
 
@@ -52,14 +52,14 @@ class Bits:
 
 
 def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
-    """Return the bits of `STEPS` steps of `program` from `state`.
+    """Return the bits of `_STEPS` steps of `program` from `state`.
 
     Raises:
         LossError: a step is skipped because its results are not finite.
     """
     compiled = program.step.compiled(state, batch)
     steps = []
-    for _ in range(STEPS):
+    for _ in range(_STEPS):
         state, metrics = program.step(state, batch)
         metrics = dict(metrics)
         if NOT_FINITE in metrics and metrics.pop(NOT_FINITE):
@@ -97,7 +97,7 @@ def check_exactness(
     others = [count for count in counts if found[count] != first]
     if not others:
         text = (
-            f"the same bits after {STEPS} steps, SHA-256 {first.digest[:_SHOWN]}, from the same "
+            f"the same bits after {_STEPS} steps, SHA-256 {first.digest[:_SHOWN]}, from the same "
             f"{len(first.programs)} programs"
         )
         return Check("parity", name, PASS, text, "", figures)

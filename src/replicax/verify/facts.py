@@ -18,7 +18,7 @@ from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
-from replicax.verify.independence import UNKNOWN, Independence, examine_rows
+from replicax.verify.independence import UNDECIDED, Independence, examine_rows
 from replicax.verify.subject import Subject
 
 
@@ -43,7 +43,7 @@ class Facts:
     """Device queries that the loss calls."""
 
 
-def examine(subject: Subject) -> Facts:
+def examine_subject(subject: Subject) -> Facts:
     """Examine the loss and the model on one device."""
     first, second = (subject.measured(subject.single, subject.full) for _ in range(2))
     reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
@@ -73,7 +73,7 @@ def _rows(subject: Subject, examination: LossExamination) -> Independence:
     """Return how rows depend on one another, from as many as can be split into quarters."""
     whole = subject.rows // 4 * 4
     if not whole:
-        return Independence(UNKNOWN, f"{subject.rows} rows are too few to leave any out")
+        return Independence(UNDECIDED, f"{subject.rows} rows are too few to leave any out")
     batch = jax.tree.map(jnp.asarray, subject.some(np.arange(whole)).apart())
     if whole < subject.rows:
         examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)

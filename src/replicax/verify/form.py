@@ -12,14 +12,14 @@ from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
 from replicax.wording import shortened
 
-Step = Callable[..., Any]
+StepFile = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     """The calling convention of a step."""
 
-    step: Step
+    step: StepFile
     stacked: bool = False
     """Whether batches are passed as [replicas, rows / replicas, ...], as for `pmap`."""
     state_stacked: bool = False
@@ -85,7 +85,7 @@ class Form:
 
 
 def candidates(
-    step: Step, state: PyTree, batch: PyTree, replicas: int, stacked: bool | None
+    step: StepFile, state: PyTree, batch: PyTree, replicas: int, stacked: bool | None
 ) -> Iterator[Form]:
     """Yield the calling conventions that a step may have, the likeliest first."""
     plain = Form(step, replicas=replicas, state_like=state, batch_like=batch)
@@ -113,7 +113,7 @@ def is_pmap(step: Any, depth: int = 3) -> bool:
     return any(is_pmap(each, depth - 1) for each in named if callable(each))
 
 
-def parted(returned: Any, state: PyTree) -> dict[str, PyTree]:
+def parts_returned(returned: Any, state: PyTree) -> dict[str, PyTree]:
     """Split a step's return value into the state and the rest.
 
     A step returns `state`, `(state, metrics)`, `(state, a, b, ...)`, or, if the state is a tuple,

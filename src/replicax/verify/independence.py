@@ -18,18 +18,18 @@ from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.step.loss import LOSS
 
 INDEPENDENT = "independent"
-SUMMED = "summed"
+ADDED_UP = "summed"
 """Values depend on the number of rows: wrongly divided by it, or not divided."""
 WEIGHTED_SCALAR = "weighted scalar"
 """One number, the mean over rows with unequal weights."""
 DEPENDENT = "dependent"
-UNKNOWN = "unknown"
+UNDECIDED = "unknown"
 
 _UNITS = 512
 """Tolerance in units of eps for two values of one row."""
 _COARSEST = 0.1
 """Upper limit of that tolerance, for coarse dtypes."""
-CASE = "rows left out"
+_CASE = "rows left out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Independence:
         """Return the check. Rows that depend on one another are an error only if they are split."""
         if self.kind == INDEPENDENT and self.gathers:
             text = "rows depend on others only where the loss gathers them from all replicas"
-            return Check("parity", CASE, PASS, text)
-        fails |= self.positional or self.kind in (SUMMED, WEIGHTED_SCALAR)
+            return Check("parity", _CASE, PASS, text)
+        fails |= self.positional or self.kind in (ADDED_UP, WEIGHTED_SCALAR)
         verdict = PASS if self.kind == INDEPENDENT else FAIL if fails else NOTE
-        return Check("parity", CASE, verdict, self.text, self.cause)
+        return Check("parity", _CASE, verdict, self.text, self.cause)
 
 
 def examine_rows(
@@ -62,7 +62,7 @@ def examine_rows(
     try:
         tested = examination.tested(division, state, batch)
     except Undecided as reason:
-        return Independence(UNKNOWN, f"the loss cannot be computed on few rows: {reason}")
+        return Independence(UNDECIDED, f"the loss cannot be computed on few rows: {reason}")
     broken = [name for name, each in tested.items() if each.found.differs or not each.shown]
     name = LOSS if LOSS in broken or not broken else broken[0]
     rows = dataclasses.replace(_kind(name, tested[name], eps), gathers=examination.gathers)
@@ -80,9 +80,9 @@ def _kind(name: str, tested: Tested, eps: float) -> Independence:
         return bool(np.max(np.abs(left - right)) <= min(_UNITS * eps, _COARSEST) * scale)
 
     if not tested.found.differs and not tested.found.decided:
-        return Independence(UNKNOWN, "the loss is not finite, so numbers cannot be compared")
+        return Independence(UNDECIDED, "the loss is not finite, so numbers cannot be compared")
     if not tested.found.differs and not tested.shown:
-        return Independence(UNKNOWN, UNSHOWN)
+        return Independence(UNDECIDED, UNSHOWN)
     if alone.ndim == 1:
         return _kind_of_number(tested, alone, float(whole), near)
     if not tested.found.differs:
@@ -94,7 +94,7 @@ def _kind(name: str, tested: Tested, eps: float) -> Independence:
     ):
         if near(alone, factor * whole):
             text = f"the value of a row is {times} as large with 1/{parts} of the rows"
-            return Independence(SUMMED, text, BY_ROWS.format(*words))
+            return Independence(ADDED_UP, text, BY_ROWS.format(*words))
     share, first = np.max(np.abs(alone - whole)) / scale, len(whole) // parts
     if near(alone[:first], whole[:first]) and not near(alone, whole):
         text = f"the value of a row changes by {share:.1%} of the largest at another position"
@@ -110,7 +110,7 @@ def _kind_of_number(
         return Independence(INDEPENDENT, text)
     if near(whole, np.sum(alone)):
         text = "the loss of all rows is the sum of the losses of their quarters"
-        return Independence(SUMMED, text, SUM_FOR_MEAN)
+        return Independence(ADDED_UP, text, SUM_FOR_MEAN)
     mean = np.mean(alone)
     if tested.weighted:
         text = f"the mean of the losses of quarters is {mean:.4g}, and the loss of all {whole:.4g}"

@@ -15,7 +15,7 @@ from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts, dead_and_stopped
 from replicax.verify.form import host
-from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
+from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
 from replicax.verify.step_checks import (
     determinism,
@@ -28,7 +28,7 @@ from replicax.verify.subject import Case, SkippedStepError, Subject
 from replicax.wording import first_line, named
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
-STEPS = 3
+_STEPS = 3
 """Steps before every copy is compared."""
 NOT_REPEATABLE = "two runs on one device differ, so there is nothing to compare with"
 _SHOWN = 4
@@ -117,7 +117,7 @@ class ProgramCases:
         rows = self._facts.rows
         if rows.kind in (WEIGHTED_SCALAR, DEPENDENT):
             return rows.cause
-        if rows.kind == SUMMED and differing[0].ratio is not None:
+        if rows.kind == ADDED_UP and differing[0].ratio is not None:
             return rows.cause
         return CONSTANT_KEY if self._facts.constant_key else ""
 
@@ -148,7 +148,7 @@ class ProgramCases:
 
     def replicas(self, case: Case) -> Check:
         """Compare every device's own copy after several steps."""
-        trial, batches = self.trial(case), [self._subject.full] * STEPS
+        trial, batches = self.trial(case), [self._subject.full] * _STEPS
         return same_on_all_replicas(trial, batches, trial.run(batches), str(case))
 
     def traces(self, trial: ProgramTrial) -> Check:

@@ -23,11 +23,11 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-gather")
 
 Judgement = tuple[Verdict, str, str]
 """A verdict, what to add to the finding, and the cause."""
-Sent = tuple[int, float]
+_Sent = tuple[int, float]
 """A number of collectives, and the bytes that a device sends in them."""
 
 
-def listed(collectives: Iterable[Collectives]) -> str:
+def counts_by_kind(collectives: Iterable[Collectives]) -> str:
     """Return `2 all-gather, 1 all-reduce`, or `nothing`."""
     counts: Counter[str] = Counter()
     for each in collectives:
@@ -36,13 +36,13 @@ def listed(collectives: Iterable[Collectives]) -> str:
 
 
 def judge_traffic(
-    subject: Subject, facts: Facts, case: Case, between: Sent, of_one: Sent, most: float
+    subject: Subject, facts: Facts, case: Case, between: _Sent, of_one: _Sent, most: float
 ) -> Judgement:
     """Judge the collectives between replicas, compared with one micro-batch and with the layout."""
     (count, sent), layout = between, subject.parallel(case).layout
     share, statistics = sent / most, facts.writes or facts.rows.gathers
     statistics |= facts.rows.kind == DEPENDENT
-    once = ONCE if MODES["shard_map"].holds(layout) else ""
+    once = _ONCE if MODES["shard_map"].holds(layout) else ""
     if not sent:
         return FAIL, ": nothing is reduced over the replicas", ""
     grows = count > of_one[0] or sent > SLIGHTLY * of_one[1]
@@ -73,7 +73,7 @@ def judge_step_traffic(
         text = f"nothing is reduced over {replicas} replicas"
         return (NOTE, text, "see redundant work") if repeats else (FAIL, text, NEVER)
     share = moved / max(gradient_bytes, 1)
-    text = f"{listed(collectives)}: {moved:,} bytes, {share:.2f} times one gradient"
+    text = f"{counts_by_kind(collectives)}: {moved:,} bytes, {share:.2f} times one gradient"
     if moved <= REDUNDANT * gradient_bytes + _SLACK_BYTES:
         return PASS, text, ""
     return NOTE, text, SEVERAL
@@ -105,7 +105,7 @@ TWICE = (
     "more than the gradient sums crosses the network: an operation that mixes rows (a sort or a "
     "reshape over the row dimension), or a leaf that is reduced several times"
 )
-ONCE = "; use mode='shard_map', which sends each sum once"
+_ONCE = "; use mode='shard_map', which sends each sum once"
 NEVER = "the replicas never exchange anything: apply lax.pmean to the gradient"
 SEVERAL = (
     "more than one gradient is reduced: also statistics or activations, the same value twice, "

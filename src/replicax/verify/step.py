@@ -14,9 +14,9 @@ from replicax.arguments import Count, typed
 from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
-from replicax.verify.batch_rows import find_weights, row_count, shuffled, with_weights
-from replicax.verify.difference import changes, coarsest_eps, is_float
-from replicax.verify.form import Form, Step, candidates, host
+from replicax.verify.batch_rows import find_weights, rows_of_batch, shuffled, with_weights
+from replicax.verify.difference import coarsest_eps, is_float, step_changes
+from replicax.verify.form import Form, StepFile, candidates, host
 from replicax.verify.step_checks import (
     determinism,
     one_device,
@@ -36,15 +36,15 @@ from replicax.verify.trial import (
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
-Show = Callable[[str], None]
+_Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""
 
 
 @typed
 def verify_step(
-    step: Step,
-    reference: Step,
+    step: StepFile,
+    reference: StepFile,
     state: PyTree,
     batch: PyTree,
     *,
@@ -54,7 +54,7 @@ def verify_step(
     micro_batches: Count = 1,
     weights: str | None = None,
     steps: Count = 2,
-    show: Show | None = None,
+    show: _Show | None = None,
 ) -> Verification:
     """Compare a `pmap`, `jit` or `shard_map` step with its single-device form.
 
@@ -111,7 +111,7 @@ def verify_step(
         batch = (batch,)  # one argument
     begun = time.monotonic()
     show = show or (lambda _text: None)
-    rows, path = row_count(batch), find_weights(batch, weights)
+    rows, path = rows_of_batch(batch), find_weights(batch, weights)
     forms = candidates(step, state, batch, replicas or jax.device_count(), stacked)
     ones = host(batch) if path is None else with_weights(host(batch), path, np.ones(rows))
     # TF32 or bfloat16 products would hide errors of a few percent.
@@ -125,7 +125,7 @@ def verify_step(
         "reference": _name(reference),
         "devices": trial.replicas,
         "mode": "stacked by replica" if trial.form.stacked else "global arrays",
-        "rows": row_count(ones),
+        "rows": rows_of_batch(ones),
         "weights": path,
         "micro_batches": micro_batches,
         "platform": jax.default_backend(),
@@ -135,7 +135,7 @@ def verify_step(
     return Verification(checks, about)
 
 
-def _takes(function: Step, *arguments: Any, key: Any) -> bool:
+def _takes(function: StepFile, *arguments: Any, key: Any) -> bool:
     """Whether a function's signature, if known, accepts these arguments."""
     try:
         inspect.signature(function).bind(*arguments, *(() if key is None else (key,)))
@@ -161,7 +161,7 @@ def _check_counts(**given: int | None) -> None:
 
 def _trial(
     forms: Iterable[Form],
-    reference: Step,
+    reference: StepFile,
     state: PyTree,
     batch: PyTree,
     key: Any,
@@ -173,7 +173,7 @@ def _trial(
     results = run_reference(compiled, state, batch, key)
     form = find_form(forms, state, batch, key, results["state"])
     form = dataclasses.replace(form, replicas=replicas or form.replicas)
-    rows = row_count(batch)
+    rows = rows_of_batch(batch)
     if rows % form.replicas:
         raise ConfigError(
             f"{rows} rows do not divide over {form.replicas} replicas; the checks need a batch "
@@ -187,7 +187,7 @@ def _trial(
     return Trial(form, compiled, state, key, eps, shapes)
 
 
-def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
+def _moving(reference: StepFile, state: PyTree, batch: PyTree, key: Any) -> PyTree:
     """Return the state, advanced until the next step changes a float.
 
     The first learning rate of a warm-up is 0. Otherwise the given state is better: with a fresh
@@ -195,14 +195,14 @@ def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
     """
     for _ in range(MOST_WARM_STEPS):
         later = host(run_reference(reference, state, batch, key)["state"])
-        if any(is_float(value) and np.any(value) for value in changes(state, later).values()):
+        if any(is_float(value) and np.any(value) for value in step_changes(state, later).values()):
             break
         state = later
     return state
 
 
 def _checks(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
 ) -> Iterator[Check]:
     if trial.replicas == 1:
         yield one_device()
@@ -227,7 +227,7 @@ def _checks(
 
 
 def _further(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
 ) -> Iterator[Check]:
     """Yield the parity checks beyond one step on a full batch."""
     if steps > 1:

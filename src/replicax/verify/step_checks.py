@@ -9,11 +9,11 @@ import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.ground.leaves import PyTree
-from replicax.verify.batch_rows import row_count
+from replicax.verify.batch_rows import rows_of_batch
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import Leaves, differences, equations, is_float
-from replicax.verify.form import parted
+from replicax.verify.difference import Leaves, equations, is_float, leaf_differences
+from replicax.verify.form import parts_returned
 from replicax.verify.trial import Trial
 from replicax.wording import named
 
@@ -48,7 +48,7 @@ def same_on_all_replicas(
         return Check("replicas", case, PASS, found, "", figures)
     expected = trial.expected(batches)
     held = [trial.changes(copies.of(replica)) for replica in range(trial.replicas)]
-    bounds = trial.bounds(expected, batches, row_count(batches[0]))
+    bounds = trial.bounds(expected, batches, rows_of_batch(batches[0]))
     if note := _averaged_on_the_host(unequal, copies, held, expected, bounds):
         return note
     cause = likely_cause(
@@ -78,7 +78,7 @@ def _averaged_on_the_host(
         return None
     means = {path: np.mean([each[path] for each in held], axis=0) for path in unequal}
     wanted = {path: expected[path] for path in unequal if path in expected}
-    if differences(means, wanted, bounds):
+    if leaf_differences(means, wanted, bounds):
         return None
     case, path = f"{len(held)} replicas", unequal[0]
     found = f"{path} differs between replicas; the mean of the {len(held)} is correct"
@@ -158,7 +158,7 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
         fed = first if fed is None else trial.form.again(results["state"])
         forms.append(_aval_of(fed))
         with counted_compilations() as compilations:
-            results = parted(trial.form.step(fed, *rest), fed)
+            results = parts_returned(trial.form.step(fed, *rest), fed)
             jax.block_until_ready(results)
         compiled.append(len(compilations))
     figures = {"compiled": compiled}

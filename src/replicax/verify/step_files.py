@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file
-from replicax.verify.form import Step
+from replicax.verify.form import StepFile
 from replicax.verify.step import verify_step
 from replicax.verify.verification import Verification
 
@@ -36,7 +36,7 @@ def verify_files(
     return verify_step(stepper, single, _made(state, modules), _made(batch, modules), **options)
 
 
-def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
+def _function(spec: str, modules: dict[Path, ModuleType]) -> StepFile:
     """Return the function that `FILE.py:name` refers to, loading its file into `modules` once.
 
     A step and its reference in one file thus share module state.
@@ -53,7 +53,7 @@ def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
         raise ConfigError(
             f"{where} has no {name!r}{did_you_mean(name, own)}; use a function that it defines"
         )
-    function: Step = getattr(module, name)
+    function: StepFile = getattr(module, name)
     if not callable(function):
         raise ConfigError(
             f"{spec} is a {type(function).__name__}; a step must be a function: name the function"

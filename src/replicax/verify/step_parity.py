@@ -10,14 +10,14 @@ import numpy as np
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
-from replicax.verify.batch_rows import row_count, take, weights_of, with_weights
+from replicax.verify.batch_rows import rows_of_batch, take, weights_of, with_weights
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
 from replicax.verify.difference import (
     Difference,
     Leaves,
-    differences,
     is_float,
+    leaf_differences,
     leaves,
 )
 from replicax.verify.evidence import Hypothesis
@@ -52,13 +52,13 @@ def parity(
         others: additional hypotheses on a difference, tried before the built-in ones.
         known: returns a cause that is already known, tried first.
     """
-    rows = row_count(batches[0])
+    rows = rows_of_batch(batches[0])
     copies = trial.run(batches)
     expected = trial.expected(batches)
     expected, found = _common(expected, _found(trial, copies), trial)
     expected = trial.given(found, expected)
     bounds = trial.bounds(expected, batches, rows)
-    apart = differences(found, expected, bounds)
+    apart = leaf_differences(found, expected, bounds)
     figures: dict[str, Any] = {"rows": rows, "steps": len(batches), "leaves": len(expected)}
     figures |= {"against": trial.against, "differing": len(apart)}
     if not apart:
@@ -86,7 +86,7 @@ def parity(
 
 def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
     """Check rows of unequal weight, and padded rows of weight 0 at the end."""
-    rows = row_count(batch)
+    rows = rows_of_batch(batch)
     checks = []
     # Every other replica has only half of its rows; the first row of each replica always counts.
     place = np.arange(rows) % max(rows // trial.replicas, 1)
@@ -111,7 +111,7 @@ def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
 def indivisible(trial: Trial, batch: PyTree) -> Check:
     """Check a batch whose rows do not divide over the replicas: refused or correct, never cut."""
     case = INDIVISIBLE
-    rows = row_count(batch)
+    rows = rows_of_batch(batch)
     fewer = rows - trial.replicas // 2 - 1
     if fewer < 1 or fewer % trial.replicas == 0:
         return Check("parity", case, SKIP, f"{rows} rows are too few to remove any")
@@ -160,7 +160,7 @@ def _random(
         return None
     one, other = (each.expected(batches) for each in (trial, reseeded))
     floats = {path: value for path, value in one.items() if is_float(value)}  # not keys
-    if not differences(other, floats, bounds):
+    if not leaf_differences(other, floats, bounds):
         return None
     N = trial.replicas
     if N > 1 and rows % N == 0:
@@ -168,7 +168,7 @@ def _random(
         tiled = [take(batch, np.tile(np.arange(rows // N), N)) for batch in batches]
         alone = trial.expected(block)
         alone, together = _common(alone, _found(trial, trial.run(tiled)), trial)
-        if not differences(together, alone, trial.bounds(alone, block, rows)):
+        if not leaf_differences(together, alone, trial.bounds(alone, block, rows)):
             found = "differs, and all replicas use the same random numbers"
             return Check("parity", case, FAIL, found, _SHARED_DRAWS, {"rows": rows})
     return Check(

@@ -8,7 +8,7 @@ import numpy as np
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.checks import FAIL, SKIP, Check
 from replicax.core.ground.leaves import PyTree
-from replicax.verify.batch_rows import row_count, take
+from replicax.verify.batch_rows import rows_of_batch, take
 from replicax.verify.program_judge import (
     NO_PRODUCTS,
     REDUNDANT,
@@ -55,7 +55,7 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
     all others) and one device's FLOPs on an N-th of the rows (for an optimizer that multiplies
     matrices, as every replica does).
     """
-    N, rows = trial.replicas, row_count(batch)
+    N, rows = trial.replicas, rows_of_batch(batch)
 
     def of_one(batch: PyTree) -> int:
         return _compiled(trial.reference, arguments_of(trial.state, batch, trial.key)).flops

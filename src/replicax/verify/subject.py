@@ -26,7 +26,7 @@ from replicax.core.step.loss_scale import SMALLEST, overflows, settled
 from replicax.core.step.objective import Objective
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.verify.difference import Leaves, changes, coarsest_eps
+from replicax.verify.difference import Leaves, coarsest_eps, step_changes
 from replicax.verify.emulation import MAGNITUDES, emulated
 
 WARM_STEPS = 2
@@ -99,20 +99,20 @@ class Subject:
     def _parallel(self, case: Case) -> DataParallel:
         """Return the step in one case, recording the gradient that its optimizer receives."""
         base = self._base
-        changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
+        settings: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
         if case.magnitudes or not case.mode.holds(base.layout):
-            changes["layout"] = "replicated"
+            settings["layout"] = "replicated"
         if case.devices != base.mesh.devices.size:
             devices = list(base.mesh.devices.flat)[: case.devices]
-            changes["mesh"] = make_mesh(devices=devices)
+            settings["mesh"] = make_mesh(devices=devices)
         if case.magnitudes:
-            changes["reduction"] = MAGNITUDES
+            settings["reduction"] = MAGNITUDES
         elif not case.mode.per_replica:
-            changes["reduction"] = "float32"
+            settings["reduction"] = "float32"
         if not case.mode.bitwise and self.quick:
-            changes["compiler_options"] = self.quick
+            settings["compiler_options"] = self.quick
         recorded = optax.chain(record_gradient(self.trained), self._optimizer)
-        made = base.replace(optimizer=recorded, **changes)
+        made = base.replace(optimizer=recorded, **settings)
         return guarded(made, made.abstract_state(self._model))
 
     def run(
@@ -135,7 +135,7 @@ class Subject:
         """Return the results of one step by path: loss, metrics, gradient and changes."""
         before = self.state if state is None else state
         after, metrics = self.run(case, batch, before)
-        found = named_results(changes({"state": before}, {"state": after, "metrics": metrics}))
+        found = named_results(step_changes({"state": before}, {"state": after, "metrics": metrics}))
         return {path: value for path, value in found.items() if not path.startswith("state")}
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
@@ -257,7 +257,7 @@ class Subject:
         )
         _, inner = state.opt_state
         after = self._apply(state.params, inner, gradient, np.float32(results[LOSS]))
-        return {f"params{path}": value for path, value in changes(state.params, after).items()}
+        return {f"params{path}": value for path, value in step_changes(state.params, after).items()}
 
     # Helpers.
 

@@ -68,10 +68,10 @@ def check_sums(
             yield Check("sums", case, SKIP, str(error) if refused else first_line(error))
         return
     if elsewhere is not None or has_16_bits(read.text):
-        yield from judged(case, read, dp)
+        yield from judged_sums(case, read, dp)
 
 
-def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
+def judged_sums(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
     """Yield the rows for the program of `dp` on some devices."""
     found = [each for each in sums_in_16_bits(read.text) if _between_replicas(each, read.sizes)]
     notes = "".join(f"; {note}" for note in read.notes)

@@ -36,9 +36,9 @@ from replicax.verify.facts import Facts
 from replicax.verify.program_judge import (
     EVERYTHING,
     NO_PRODUCTS,
+    counts_by_kind,
     judge_traffic,
     judge_work,
-    listed,
 )
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
@@ -134,7 +134,11 @@ def check_traffic(
             "most_bytes": most,
             "collectives": [dataclasses.asdict(each) for each in program.sent],
         }
-        within = f"; inside a replica {listed(inside)}, {size_text(inside_bytes)}" if inside else ""
+        within = (
+            f"; inside a replica {counts_by_kind(inside)}, {size_text(inside_bytes)}"
+            if inside
+            else ""
+        )
         verdict: Verdict = PASS
         cause = ""
         if case.devices == 1:
@@ -142,7 +146,7 @@ def check_traffic(
         elif not least:
             text = f"nothing, since there is only one replica{within}"
         else:
-            text = f"{listed(each for each in program.sent if each.between)}; "
+            text = f"{counts_by_kind(each for each in program.sent if each.between)}; "
             text += f"{size_text(sent)} per device, {sent / least:.2f} times the minimum"
             if most > least:
                 text += f", {sent / most:.2f} times that of gathering each layer as it is used"

@@ -11,18 +11,18 @@ import numpy as np
 
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
-from replicax.verify.batch_rows import last_name, row_count, take
+from replicax.verify.batch_rows import last_name, rows_of_batch, take
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
     Leaves,
     bounds,
-    changes,
     is_float,
     leaves,
     rounding_noise,
+    step_changes,
 )
 from replicax.verify.evidence import Evidence
-from replicax.verify.form import Form, Step, host, is_pmap, parted
+from replicax.verify.form import Form, StepFile, host, is_pmap, parts_returned
 from replicax.wording import first_line
 
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
@@ -35,7 +35,7 @@ class Trial:
     """A step and its reference, and how to run both."""
 
     form: Form
-    reference: Step
+    reference: StepFile
     state: PyTree
     """The user's state, on the host."""
     key: Any
@@ -69,7 +69,7 @@ class Trial:
         for batch in batches:
             results = run_reference(self.reference, after, batch, self.key)
             after = results["state"]
-        return self.named(changes({"state": before}, results))
+        return self.named(step_changes({"state": before}, results))
 
     def once(self, what: str, batches: Sequence[PyTree], make: Callable[[], Leaves]) -> Leaves:
         """Return the result of `make`, called once for the same batches."""
@@ -114,10 +114,10 @@ class Trial:
         first, *others = batches
         arguments = self.form.arguments(self.state, first, self.key)
         fed = arguments[0]
-        results = parted(self.form.step(*arguments), fed)
+        results = parts_returned(self.form.step(*arguments), fed)
         for batch in others:
             _, *rest = self.form.arguments(self.state, batch, self.key)
-            results = parted(self.form.step(self.form.again(results["state"]), *rest), fed)
+            results = parts_returned(self.form.step(self.form.again(results["state"]), *rest), fed)
         return self.read(results)
 
     def trace(self, batch: PyTree) -> Any:
@@ -148,7 +148,7 @@ class Trial:
             found,
             expected,
             limits,
-            rows=row_count(batches[0]),
+            rows=rows_of_batch(batches[0]),
             replicas=self.replicas,
             micro_batches=self.micro_batches,
             on_rows=None
@@ -185,9 +185,9 @@ def _with_other_key(path: Any, leaf: Any) -> Any:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
-def run_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
+def run_reference(reference: StepFile, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
     """Run one step on one device from fresh arrays, since the reference may donate its state."""
-    return parted(reference(*arguments_of(host(state), batch, key)), state)
+    return parts_returned(reference(*arguments_of(host(state), batch, key)), state)
 
 
 def arguments_of(state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
@@ -196,7 +196,7 @@ def arguments_of(state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
     return (state, *arguments, *(() if key is None else (key,)))
 
 
-def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> Step:
+def compiled_reference(reference: StepFile, state: PyTree, batch: PyTree, key: Any) -> StepFile:
     """Return the reference under `jit` if possible, since it runs often.
 
     Raises:
@@ -235,7 +235,7 @@ def find_form(
             break
         try:
             fed, *rest = form.arguments(state, batch, key)
-            results = parted(form.step(fed, *rest), fed)
+            results = parts_returned(form.step(fed, *rest), fed)
             jax.block_until_ready(results)
         except Exception as error:
             errors.append((form, error))

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replicax.checks import FAIL, NOTE, SKIP, Check, print_table, summary, table_text
+from replicax.checks import FAIL, NOTE, SKIP, Check, checks_summary, print_table, table_text
 from replicax.errors import ReplicaxError
 from replicax.wording import first_line
 
@@ -25,14 +25,14 @@ class Verification:
     """The subject and the devices it was verified on, as JSON values."""
 
     def __repr__(self) -> str:
-        return f"Verification(ok={self.ok}, {summary(self.checks)})"
+        return f"Verification(ok={self.ok}, {checks_summary(self.checks)})"
 
     def __str__(self) -> str:
-        return table_text(merged(self.checks), summary(self.checks))
+        return table_text(merged_checks(self.checks), checks_summary(self.checks))
 
     def print(self) -> None:
         """Print the table, in color on a terminal."""
-        print_table(merged(self.checks), summary(self.checks))
+        print_table(merged_checks(self.checks), checks_summary(self.checks))
 
     @property
     def ok(self) -> bool:
@@ -60,7 +60,7 @@ def failed_on_one_device(error: Exception) -> Check:
     return Check("parity", "one device", FAIL, found)
 
 
-def merged(checks: Sequence[Check]) -> list[Check]:
+def merged_checks(checks: Sequence[Check]) -> list[Check]:
     """Merge adjacent checks that pass, or are skipped, for the same reason."""
     shown: list[Check] = []
     for _, group in itertools.groupby(enumerate(checks), key=lambda each: _alike(*each)):

@@ -17,13 +17,13 @@ from replicax.errors import ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.devices_asked import check_devices_asked, devices_asked
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
-from replicax.verify.form import Step
+from replicax.verify.form import StepFile
 from replicax.verify.step import verify_step
 from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
 from replicax.verify.verification import failed_on_one_device
 
 
-def check_custom_step(
+def verify_custom_step(
     dp: DataParallel,
     model: Any,
     data: Any,
@@ -90,7 +90,7 @@ def check_custom_step(
             yield check_exactness(mode, replica_counts(dp), bits, mode == dp.mode, show)
 
 
-def _if_random(reference: Step, state: TrainState, batch: Batch) -> dict[str, Any]:
+def _if_random(reference: StepFile, state: TrainState, batch: Batch) -> dict[str, Any]:
     """Return changes to a failed check if the step draws random numbers."""
     reseeded = dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1))
     one, other = (reference(each, batch) for each in (state, reseeded))

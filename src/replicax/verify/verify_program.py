@@ -1,4 +1,4 @@
-"""Implement `verify`: compare a step on many devices with the same step on one."""
+"""Implement `verify_program`: compare a step on many devices with the same step on one."""
 
 import math
 import time
@@ -17,28 +17,28 @@ from replicax.core.placement.mesh import replica_count
 from replicax.errors import ConfigError
 from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
-from replicax.verify.facts import examine
+from replicax.verify.facts import examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification, failed_on_one_device
-from replicax.verify.verify_custom_step import check_custom_step
+from replicax.verify.verify_custom_step import verify_custom_step
 
-MICRO_BATCHES = 4
+MICRO_BATCHES_TRIED = 4
 ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
 Show = Callable[[str], None]
 
 
-def verify(
+def verify_program(
     dp: DataParallel,
     model: Any,
     batch: Any,
     *,
     modes: Sequence[str | Mode] | None = None,
-    micro_batches: int = MICRO_BATCHES,
+    micro_batches: int = MICRO_BATCHES_TRIED,
     batch_size: int | None = None,
     elsewhere: Elsewhere | None = None,
     seed: int = 0,
@@ -64,7 +64,7 @@ def verify(
         "rows": rows,
     }
     show = show or (lambda text: None)
-    look = check_custom_step
+    look = verify_custom_step
     if dp.configuration.step is None:
         look = partial(_checks, chosen=modes is not None)
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
@@ -80,7 +80,7 @@ def verify(
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
 
-def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
+def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES_TRIED) -> int:
     """Return the rows of the smallest batch that exercises every check."""
     shards = max(replica_count(dp.mesh) * max(micro_batches, dp.accumulate), dp.micro_shards)
     return shards * ROWS_OF_ONE
@@ -100,7 +100,7 @@ def _checks(
     show("one device")
     try:
         subject = Subject(dp, model, batch, micro_batches, seed)
-        facts = examine(subject)
+        facts = examine_subject(subject)
     except Exception as error:  # the user's loss
         yield failed_on_one_device(error)
         return

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from replicax.core.exact.micro_shard_primitives import gather_p
 from replicax.core.exact.sharded_update import LooksAtWhole, MicroShard, by_pieces
-from replicax.core.exact.split_trace import Exchange, Segment, cut
+from replicax.core.exact.split_trace import Exchange, Segment, split_trace
 from replicax.core.placement.mesh import ShardDim
 
 COUNT = 4
@@ -37,7 +37,7 @@ def update(w: jax.Array, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def test_a_norm_is_gathered_once_and_the_rest_computed_on_a_piece() -> None:
-    found = cut(traced(update, [None, 0]), [0, *INTO], [None, 0])
+    found = split_trace(traced(update, [None, 0]), [0, *INTO], [None, 0])
     norm, squares, rest, weights = found.items
     assert isinstance(norm, Segment)
     assert isinstance(rest, Segment)
@@ -59,7 +59,7 @@ def test_whole_results_of_a_cond_do_not_depend_on_the_piece() -> None:
         nothing = jnp.zeros_like(m), total * 0
         return lax.cond(jnp.isfinite(total), lambda: (m + g, total), lambda: nothing)
 
-    found = cut(traced(skipping, [0, None]), [0, *INTO], [0, None])
+    found = split_trace(traced(skipping, [0, None]), [0, *INTO], [0, None])
     owned = [item.own for item in found.items if isinstance(item, Segment)]
     assert owned == [True, False, True]
     pieces, total = found.jaxpr.outvars

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.exact.micro_shard_primitives import sum_all
-from replicax.core.exact.split_trace import Cut, Segment, cut
+from replicax.core.exact.split_trace import Cut, Segment, split_trace
 from replicax.core.placement.mesh import ShardDim
 from replicax.core.step.reduction import REDUCTIONS
 
@@ -21,7 +21,7 @@ def total(value: jax.Array) -> jax.Array:
 
 
 def cut_step(step: Any, into: list[ShardDim], results: int, *shapes: jax.ShapeDtypeStruct) -> Cut:
-    return cut(jax.make_jaxpr(step)(*shapes), into, [None] * results)
+    return split_trace(jax.make_jaxpr(step)(*shapes), into, [None] * results)
 
 
 def segments(found: Cut) -> list[tuple[bool, list[str], int, int]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from replicax.core.jaxprs.row_counts import Place, Total
+from replicax.core.jaxprs.row_counts import Location, Total
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 
@@ -15,7 +15,7 @@ COUNTS = (8, 4)
 Function = Callable[[jax.Array], jax.Array]
 
 
-def place(function: Function) -> Place:
+def place(function: Function) -> Location:
     """Return the place of `function` of rows, traced with 8 of them and with 4."""
     shapes = (jax.ShapeDtypeStruct((count, 2), np.float32) for count in COUNTS)
     one, two = (jax.make_jaxpr(function)(shape) for shape in shapes)
@@ -37,7 +37,7 @@ def place(function: Function) -> Place:
         (lambda h: h @ h.T, MIXED),
     ],
 )
-def test_rows_in_a_result(function: Function, expected: Place) -> None:
+def test_rows_in_a_result(function: Function, expected: Location) -> None:
     assert place(function) == expected
 
 
@@ -53,5 +53,5 @@ def test_rows_in_a_result(function: Function, expected: Place) -> None:
         (jnp.max, MIXED),
     ],
 )
-def test_two_traces_tell_a_mean_from_a_sum(function: Function, expected: Place) -> None:
+def test_two_traces_tell_a_mean_from_a_sum(function: Function, expected: Location) -> None:
     assert place(function) == expected

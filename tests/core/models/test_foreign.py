@@ -1,4 +1,4 @@
-"""What holds more than a model is refused by name, before anything of it trains."""
+"""Objects that are more than a model are refused by name, before anything trains."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ VARIABLES = NORM.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
 class FlaxState(train_state.TrainState):
-    """As Flax's ImageNet example has it."""
+    """As in Flax's ImageNet example."""
 
     batch_stats: Any
 
@@ -61,11 +61,7 @@ FOREIGN = {
         "module.bind(variables)",
     ),
     "bound linen in a dict": (lambda: {"a": NORM.bind(VARIABLES)}, "model['a']", "submodules"),
-    "nnx in a dict": (
-        lambda: {"a": nnx.BatchNorm(3, rngs=nnx.Rngs(0))},
-        "model['a']",
-        "nnx.Dict",
-    ),
+    "nnx in a dict": (lambda: {"a": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "model['a']", "nnx.Dict"),
     "nnx state": (
         lambda: nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))),
         "nnx.BatchStat",
@@ -78,11 +74,7 @@ FOREIGN = {
         "model[1]",
         "MultiStepsState",
     ),
-    "optimizer": (
-        lambda: {**PARAMS, "tx": ADAM},
-        "model['tx']",
-        "optax.GradientTransformation",
-    ),
+    "optimizer": (lambda: {**PARAMS, "tx": ADAM}, "model['tx']", "optax.GradientTransformation"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Haiku's `transform_with_state`, as a model whose loss hands its state back."""
+"""Haiku's `transform_with_state`, as a model whose loss returns its state."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models of every kind: what trains, what is carried along, and what comes back."""
+"""Models of every kind: trained parameters, other state, and the model returned."""
 
 import copy
 from typing import Any, NamedTuple
@@ -61,13 +61,7 @@ def test_training_leaves_the_callers_model_alone(kind: str) -> None:
 
 
 def test_only_floating_arrays_of_a_pytree_train() -> None:
-    model = {
-        "w": np.ones(3, np.float32),
-        "table": np.arange(3),
-        "name": "a",
-        "rate": 5,
-        "n": None,
-    }
+    model = {"w": np.ones(3, np.float32), "table": np.arange(3), "name": "a", "rate": 5, "n": None}
     definition, params, extras = split_model(model)
     assert jax.tree.leaves(params)[0].shape == (3,)
     assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
@@ -105,7 +99,7 @@ def test_numbers_of_modules_and_of_numpy_are_no_mistake() -> None:
 
 
 class Picky:
-    """A class whose constructor looks at its arguments."""
+    """A class whose constructor checks its arguments."""
 
     def __init__(self, w: Any, b: Any) -> None:
         assert w.ndim == 1
@@ -113,7 +107,7 @@ class Picky:
 
 
 class Filling(Picky):
-    """One that replaces what is missing."""
+    """A class that replaces missing arguments."""
 
     def __init__(self, w: Any, b: Any) -> None:
         self.w, self.b = w, jnp.zeros(()) if b is None else b
@@ -189,7 +183,7 @@ def _statistics(extras: Any) -> Any:
 
 
 class Counter(nnx.Module):
-    """Writes a mean of its rows, as no BatchNorm does."""
+    """Writes a mean of its rows."""
 
     def __init__(self) -> None:
         self.weight = nnx.Param(jnp.ones(()))
@@ -201,7 +195,7 @@ class Counter(nnx.Module):
 
 
 class LinenCounter(nn.Module):
-    """The same in Linen."""
+    """Counter in Linen."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -252,7 +246,7 @@ def test_dropout_masks_depend_on_seed_and_step_alone(mode: str) -> None:
 
 
 def test_replicas_draw_different_masks() -> None:
-    """All rows are the same, so that only the masks can tell replicas apart."""
+    """All rows are equal, so that only the masks differ between replicas."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return model["w"] * batch["x"] * jax.random.normal(key, batch["x"].shape), {}
@@ -282,12 +276,7 @@ def equinox_model(dropout: float) -> Any:
 @pytest.mark.parametrize(
     ("dropped", "whole", "loss", "source"),
     [
-        (
-            DROPOUT_CASES["nnx"].model,
-            CASES["nnx"].model,
-            CASES["nnx"].loss,
-            CASES["nnx"].source,
-        ),
+        (DROPOUT_CASES["nnx"].model, CASES["nnx"].model, CASES["nnx"].loss, CASES["nnx"].source),
         (lambda: equinox_model(0.5), lambda: equinox_model(0.0), equinox_loss, {"x": X}),
     ],
     ids=["nnx", "equinox"],
@@ -304,7 +293,7 @@ def test_evaluation_is_that_of_a_model_without_dropout(
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_evaluation_uses_the_statistics_it_has(kind: str) -> None:
-    """One row at a time gives what all rows give: nothing is taken from the batch."""
+    """Single rows give what all rows give: nothing comes from the batch."""
     case = CASES[kind]
     dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode="single")
     state = dp.init(case.model())
@@ -347,7 +336,7 @@ LARGE_MODELS = {
 
 @pytest.mark.parametrize("kind", LARGE_MODELS)
 def test_an_abstract_model_takes_no_memory(kind: str) -> None:
-    """Of 4 TiB that no host has."""
+    """The model has 4 TiB, more than any host."""
     params = split_model(abstract_model(LARGE_MODELS[kind]))[1]
     assert max(leaf.size for leaf in jax.tree.leaves(params)) == LARGE**2
 

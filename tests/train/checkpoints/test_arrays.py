@@ -1,4 +1,4 @@
-"""What is written is read again, bit for bit, on any devices and in any layout."""
+"""Written arrays are restored bit for bit, on any devices and in any layout."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ from replicax.train.checkpoints.arrays import (
     params_not_finite,
     read,
 )
-from replicax.train.checkpoints.store import verify
+from replicax.train.checkpoints.store import verify_checkpoint
 
 RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
 OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]
@@ -54,14 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def write(state: TrainState, folder: Path) -> TrainState:
-    """Write `state` into `folder`, and hold it against what it is said to be."""
+    """Write `state` into `folder`, and compare it with its description."""
     begin_writing(state, folder / "state")()
-    verify(folder, sealed(folder, arrays=array_entries(state)))
+    verify_checkpoint(folder, sealed(folder, arrays=array_entries(state)))
     return state
 
 
 def state_of(tree: Any, mesh: Mesh | None = None) -> TrainState:
-    """A state with `tree` for parameters, as a step holds it."""
+    """Return a state with `tree` for parameters, as a step holds it."""
     mesh = mesh or rx.make_mesh(devices=jax.devices()[:2])
     whole = NamedSharding(mesh, PartitionSpec())
     state = TrainState(jnp.int32(5), tree, (), {}, jnp.uint32(3))
@@ -70,7 +70,7 @@ def state_of(tree: Any, mesh: Mesh | None = None) -> TrainState:
 
 @pytest.fixture(scope="module")
 def trained() -> TrainState:
-    """What is to be found again."""
+    """A trained state to save."""
     return fit(data_parallel(8, layout="fsdp"), steps=3).state
 
 
@@ -156,7 +156,7 @@ NAMES = {
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 def test_names(tmp_path: Path, names: Any) -> None:
-    """Each array has a folder of its own, right under `state`, whatever it is called."""
+    """Each array has its own folder directly under `state`, whatever its name."""
     tree = jax.tree.map(lambda number: jnp.full(3, number, jnp.int32), names)
     state = write(state_of(tree), tmp_path)
     entries = array_entries(state)
@@ -179,7 +179,7 @@ def test_names_stay_as_they_are_where_they_can(trained: TrainState) -> None:
 
 
 def pointers(state: TrainState) -> list[int]:
-    """Where each part of each array lies."""
+    """Return the address of each part of each array."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.size]
     parts = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
     return [part.unsafe_buffer_pointer() for part in parts]
@@ -211,7 +211,7 @@ def test_steps_may_have_the_memory_of_what_was_read(
 
 
 def test_what_is_written_is_what_was_when_it_was_called(tmp_path: Path) -> None:
-    """Steps that follow at once write into the same memory."""
+    """Later steps write into the same memory."""
     dp = rx.DataParallel(lambda model, batch, key: (model["w"] * batch["x"]) ** 2, optax.sgd(0.1))
     state = dp.init({"w": jnp.arange(1.0, 200_001.0)})
     batch = next(iter(dp.feed({"x": np.ones((8, 200_000), np.float32)}, 8)))
@@ -313,4 +313,4 @@ def test_a_small_array_that_is_cut_is_found_by_its_size(tmp_path: Path) -> None:
     entries = array_entries(state)
     entries["params.p9"] = dataclasses.replace(entries["params.p9"], shape=(2,))
     with pytest.raises(CheckpointError, match=r"^params.p9 has 4 bytes"):
-        verify(tmp_path, sealed(tmp_path, arrays=entries))
+        verify_checkpoint(tmp_path, sealed(tmp_path, arrays=entries))

@@ -12,12 +12,7 @@ from support.figures import assert_mentions
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints import manifest
-from replicax.train.checkpoints.manifest import (
-    PIECE_BYTES,
-    FileEntry,
-    check_files,
-    file_entries,
-)
+from replicax.train.checkpoints.manifest import PIECE_BYTES, FileEntry, check_files, file_entries
 
 TEXTS = {"a/b/0.0": b"chunk", "a/b/.zarray": b"{}", "empty": b"", "a/c/0": b"x" * 4096}
 
@@ -122,23 +117,11 @@ def test_the_manifest_is_no_part_of_what_it_describes(folder: Path) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped": (
-        lambda folder: flip(folder / "a/c/0", 4095),
-        r"^a/c/0 .*\bbytes 0 to 4096$",
-    ),
+    "flipped": (lambda folder: flip(folder / "a/c/0", 4095), r"^a/c/0 .*\bbytes 0 to 4096$"),
     "deleted": (lambda folder: (folder / "a/c/0").unlink(), "a/c/0 is missing"),
-    "truncated": (
-        lambda folder: os.truncate(folder / "a/c/0", 12),
-        r"^a/c/0 .*\b12\b.*\b4096\b",
-    ),
-    "grown": (
-        lambda folder: os.truncate(folder / "empty", 1),
-        r"^empty .*\b1\b.*\b0\b",
-    ),
-    "extra": (
-        lambda folder: (folder / "a/x").write_bytes(b""),
-        "a/x is not in the manifest",
-    ),
+    "truncated": (lambda folder: os.truncate(folder / "a/c/0", 12), r"^a/c/0 .*\b12\b.*\b4096\b"),
+    "grown": (lambda folder: os.truncate(folder / "empty", 1), r"^empty .*\b1\b.*\b0\b"),
+    "extra": (lambda folder: (folder / "a/x").write_bytes(b""), "a/x is not in the manifest"),
     "folder for a file": (
         lambda folder: ((folder / "empty").unlink(), (folder / "empty").mkdir()),
         "empty is missing",
@@ -189,7 +172,7 @@ def test_sizes_are_looked_at_before_a_file_is_opened(
 def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = file_entries(folder)
     (folder / "a/b/.zarray").unlink()
-    # What no process has at address 0 is read as from a bad sector.
+    # An address that no process has reads like a bad sector.
     monkeypatch.setattr(manifest, "_sizes", lambda folder: {"a/b/.zarray": 2})
     (folder / "a/b/.zarray").symlink_to("/proc/self/mem")
     line = "a/b/.zarray cannot be read (Input/output error)"

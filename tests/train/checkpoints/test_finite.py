@@ -1,4 +1,4 @@
-"""A state that is no longer finite does not become a checkpoint."""
+"""A state that is not finite does not become a checkpoint."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The manifest: read back as it was written, and refused where one byte is another."""
+"""The manifest is read as it was written, and refused if a byte has changed."""
 
 import dataclasses
 import errno
@@ -45,7 +45,7 @@ def whole(tmp_path: Path) -> bytes:
 
 
 def refusal(folder: Path, data: str | bytes) -> str:
-    """Why a manifest of `data` is not read; one line that fits a message."""
+    """Return why a manifest of `data` is refused; one line that fits a message."""
     (folder / MANIFEST).write_bytes(data.encode() if isinstance(data, str) else data)
     with pytest.raises(CheckpointError) as refused:
         read_manifest(folder)

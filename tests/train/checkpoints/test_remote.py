@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: whole once the manifest is there, read from a copy."""
+"""Checkpoints in an object store: complete once the manifest is there, read from a copy."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ from replicax.train.places import place
 
 @pytest.fixture
 def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
-    """A store; and temporary files have a folder of their own."""
+    """A store, and a separate folder for temporary files."""
     for name in ("objects", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -57,7 +57,7 @@ def save(saver: Saver, step: int) -> bool:
 
 
 def found(store: Store, said: list[str] | None = None) -> TrainState | None:
-    """The state restored from the newest good one."""
+    """Restore the state of the newest good checkpoint."""
     good = store.newest_good(array_entries(state(0)), (said if said is not None else []).append)
     return good and read(abstract(state(0)), store.local(good[0]) / STATE)
 
@@ -148,7 +148,7 @@ def flip(file: Path) -> None:
         (flip, MANIFEST, "damaged"),
     ],
 )
-def test_what_was_harmed_is_set_aside(
+def test_a_damaged_checkpoint_is_set_aside(
     store: Store, objects: Objects, harm: Any, name: str, reason: str
 ) -> None:
     several = saver(store)

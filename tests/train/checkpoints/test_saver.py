@@ -1,4 +1,4 @@
-"""Saves beside the training: what fails is told, and ends the run only the third time."""
+"""Saves beside the training: failures are reported, and only the third ends the run."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ def save(saver: Saver, step: int) -> None:
 
 
 def finished(saver: Saver) -> None:
-    """Wait for the thread, and look at nothing."""
+    """Wait for the thread."""
     assert saver._thread is not None
     saver._thread.join(20)
 
@@ -62,7 +62,7 @@ def saved(store: Store) -> list[int]:
 
 
 def failing(error: Exception, times: int, whole: Callable[..., Any]) -> Callable[..., Any]:
-    """`whole`, which raises `error` the first `times`."""
+    """Return `whole`, raising `error` the first `times`."""
     left = [times]
 
     def call(*arguments: Any, **settings: Any) -> Any:
@@ -75,7 +75,7 @@ def failing(error: Exception, times: int, whole: Callable[..., Any]) -> Callable
 
 
 def in_waiting(error: Exception, times: int) -> Callable[..., Any]:
-    """`begin_writing`, of which what waits for it fails."""
+    """Return `begin_writing` whose wait fails."""
     whole, left = module.begin_writing, [times]
 
     def begin(*arguments: Any) -> Callable[[], None]:

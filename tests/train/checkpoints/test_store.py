@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is good, which stay: also after a kill between two steps."""
+"""Listing, checking and removing checkpoints, also after a kill between two operations."""
 
 import errno
 import os
@@ -14,13 +14,13 @@ from support.tiers import only
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest
-from replicax.train.checkpoints.store import Store, verify
+from replicax.train.checkpoints.store import Store, verify_checkpoint
 
 WANTED = {"step": ArrayEntry("int32", ())}
 
 
 class Killed(BaseException):
-    """Ends what is done with a store where a kill would."""
+    """Ends an operation on a store as a kill would."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def put(original: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Writes a checkpoint of a step into a store, and puts it in its place."""
+    """Writes the checkpoint of a step and puts it into a store."""
 
     def write(store: Store, step: int, *, commit: bool = True, holds: int | None = None) -> Path:
         written = store.temporary(step, 1, step)
@@ -58,7 +58,7 @@ def names(store: Store) -> list[str]:
 
 
 def good(store: Store, said: list[str] | None = None) -> str | None:
-    """The name of the newest good one."""
+    """Return the name of the newest good checkpoint."""
     found = store.newest_good(WANTED, (said if said is not None else []).append)
     return None if found is None else found[0].name
 
@@ -98,7 +98,7 @@ def test_where_there_is_nothing_nothing_is_found(store: Store) -> None:
     assert not store.folder.exists()
 
 
-# What stays.
+# Checkpoints that are kept.
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_link_among_the_leftovers_is_not_followed(store: Store, tmp_path: Path
     assert (outside / "file").read_text() == "mine"
 
 
-# What is good.
+# Checkpoints that are good.
 
 
 def flip(path: Path) -> None:
@@ -194,10 +194,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     "no chunk": (lambda path: (path / "state/step/0").unlink(), "state/step/0 is missing"),
     "no state": (lambda path: shutil.rmtree(path / "state"), "is missing"),
-    "another step": (
-        lambda path: sealed(path, arrays=WANTED, position=POSITION),
-        "step 120",
-    ),
+    "another step": (lambda path: sealed(path, arrays=WANTED, position=POSITION), "step 120"),
     "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), ""),
     "empty": (lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json is missing"),
 }
@@ -270,7 +267,7 @@ def test_one_that_cannot_be_set_aside_is_not_used(
 
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Ends the process, as it were, before its n-th operation on files."""
+    """Kills the process, in effect, before its n-th operation on files."""
 
     def arm(count: int) -> None:
         left = [count]
@@ -318,7 +315,7 @@ def test_a_kill_at_any_time_leaves_a_good_one_no_older_than_before(
         monkeypatch.undo()
         next_one = Store(store.folder, keep, None)
         for _, path in next_one.paths():  # none is in its place half deleted
-            verify(path, read_manifest(path))
+            verify_checkpoint(path, read_manifest(path))
         next_one.clean()
         said: list[str] = []
         newest = good(next_one, said)

@@ -1,4 +1,4 @@
-"""A checkpoint that was harmed is refused, however it was."""
+"""A damaged checkpoint is refused, whatever the damage."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest
-from replicax.train.checkpoints.store import check_arrays, verify
+from replicax.train.checkpoints.store import check_arrays, verify_checkpoint
 
 CORRUPTIONS, MANY_CORRUPTIONS = 300, 10_000
 KINDS = ("flip", "truncate", "delete", "swap", "extra")
@@ -38,14 +38,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(original: Path, tmp_path: Path) -> Path:
-    """A checkpoint to harm."""
+    """A checkpoint to damage."""
     return Path(shutil.copytree(original, tmp_path / original.name))
 
 
 def refusal(folder: Path) -> str:
-    """Why it is refused, in one line."""
+    """Return the refusal, in one line."""
     with pytest.raises(CheckpointError) as refused:
-        verify(folder, read_manifest(folder))
+        verify_checkpoint(folder, read_manifest(folder))
     reason = str(refused.value)
     assert reason.isprintable()
     return reason
@@ -55,7 +55,7 @@ def test_what_was_saved_is_verified(original: Path) -> None:
     manifest = read_manifest(original)
     assert 40_000 < sum(file.bytes for file in manifest.files.values()) < 80_000
     assert len(manifest.files) > 30
-    verify(original, manifest)
+    verify_checkpoint(original, manifest)
     check_arrays(manifest.arrays, entries(tree()))
 
 
@@ -64,7 +64,7 @@ def test_on_any_number_of_devices(tmp_path: Path, devices: int) -> None:
     kept = ("step", "params.dense.kernel", "opt_state.0.mu.dense.kernel", "params.odd")
     arrays = {name: array for name, array in tree(devices).items() if name in kept}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -80,7 +80,7 @@ def test_split_in_two_dims_and_odd_names(tmp_path: Path) -> None:
     }
     manifest = save(tmp_path, arrays)
     assert sum(path.startswith("state/params.w/") for path in manifest.files) == 9
-    verify(tmp_path, manifest)
+    verify_checkpoint(tmp_path, manifest)
     check_arrays(manifest.arrays, entries(arrays))
 
 
@@ -94,7 +94,7 @@ ZARR_DTYPES = (
 def test_dtypes(tmp_path: Path) -> None:
     arrays = {name: jax.device_put(np.ones((6, 2), jnp.dtype(name))) for name in ZARR_DTYPES}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -103,7 +103,7 @@ def test_dtypes_of_eight_bytes(tmp_path: Path) -> None:
         arrays = {name: jnp.ones((6, 2), name) for name in ("int64", "uint64", "float64")}
         arrays["complex128"] = jnp.ones(3, "complex128")
         save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path))
+    verify_checkpoint(tmp_path, read_manifest(tmp_path))
     check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
@@ -111,7 +111,7 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     arrays = {**manifest.arrays, "params.none": ArrayEntry("float32", (0, 4))}
     sealed(checkpoint, arrays=arrays)
-    verify(checkpoint, read_manifest(checkpoint))
+    verify_checkpoint(checkpoint, read_manifest(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
 def test_a_checkpoint_that_was_never_whole_is_refused(
     checkpoint: Path, harm: Callable[[Path], object], reason: list[str]
 ) -> None:
-    """Its manifest describes it as it is, and Orbax would read zeros."""
+    """The manifest matches the damage, and Orbax would read zeros."""
     harm(checkpoint / KERNEL)
     sealed(checkpoint, arrays=read_manifest(checkpoint).arrays)
     assert_mentions(refusal(checkpoint), *reason)
@@ -151,12 +151,12 @@ def test_a_path_out_of_the_folder_is_refused(checkpoint: Path, path: str) -> Non
     assert refusal(checkpoint) == f"{path} is missing"
 
 
-# Harm at random: of bits, of whole files, of several at once.
+# Random damage: to bits, whole files, and several at once.
 
 
 @contextlib.contextmanager
 def corrupted(folder: Path, whole: dict[str, bytes], seed: int) -> Iterator[str]:
-    """One corruption of `folder`, and what it is; taken back where nothing is raised meanwhile."""
+    """Corrupt `folder` and yield how; undone unless an error is raised meanwhile."""
     choose = random.Random(seed)
     kind, path = choose.choice(KINDS), choose.choice(list(whole))
     file, text, what = folder / path, whole[path], f"seed {seed}: {kind} of {path}"
@@ -199,19 +199,19 @@ def swap(one: Path, other: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of each file, by its path in `folder`."""
+    """Return the bytes of each file, by its path in `folder`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def accepted(folder: Path, seeds: range) -> list[str]:
-    """The corruptions that were not refused."""
+    """Return the corruptions that were not refused."""
     whole, found = contents(folder), []
     for seed in seeds:
         with corrupted(folder, whole, seed) as what, contextlib.suppress(CheckpointError):
-            verify(folder, read_manifest(folder))
+            verify_checkpoint(folder, read_manifest(folder))
             found.append(what)
-    verify(folder, read_manifest(folder))
+    verify_checkpoint(folder, read_manifest(folder))
     return found
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of other arrays than the run has is told from one that is harmed."""
+"""A checkpoint with other arrays than the run is told apart from a damaged one."""
 
 import re
 
@@ -14,7 +14,7 @@ SAVED = entries(tree())
 
 
 def refusal(wanted: dict[str, ArrayEntry]) -> str:
-    """Why a run that wants these is refused, in one line."""
+    """Return why a run that needs these arrays is refused, in one line."""
     with pytest.raises(CheckpointError) as refused:
         check_arrays(SAVED, wanted)
     reason = str(refused.value)

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: when it stops, and what it knows in the next start."""
+"""`EarlyStopping`: when it stops, and what it remembers in the next start."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from replicax.errors import ConfigError
 
 
 def stops_at(hook: rx.EarlyStopping, values: Sequence[float], metric: str = "loss") -> int | None:
-    """The number of the evaluation, from 1, after which the run is asked to stop."""
+    """Return the number of the evaluation, from 1, that stops the run."""
     run = WatchedRun(hook)
     hook.start(run)
     for number, value in enumerate(values, 1):

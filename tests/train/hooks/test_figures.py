@@ -30,7 +30,7 @@ def rows(bad_from: int | None = None) -> dict[str, np.ndarray]:
 
 
 def fit(optimizer: Any, hook: rx.Hook, source: Any = None, **settings: Any) -> list[Record]:
-    """The train records of 8 steps, of which every second has one, and the first."""
+    """Return the train records of 8 steps: the first and every second have one."""
     dp = rx.DataParallel(loss, optimizer, **settings)
     result = rx.fit(
         dp,
@@ -73,8 +73,7 @@ def test_a_skipped_update_does_not_count_as_the_optimizer_counts() -> None:
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_it_is_found_beside_what_replicax_wraps_around_the_optimizer(ema: float | None) -> None:
     injected = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.inject_hyperparams(optax.adam)(learning_rate=0.25),
+        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.25)
     )
     found = figures(fit(injected, rx.LearningRate(), ema=ema, trainable="w"), "learning_rate")
     assert found[8] == 0.25
@@ -100,7 +99,7 @@ def test_memory_is_the_peak_of_the_fullest_device() -> None:
 
 def test_tokens_follow_from_the_rate_of_rows() -> None:
     records = fit(optax.sgd(0.1), rx.Throughput(tokens_per_row=3))
-    assert records[0].figures is None  # of the first step no time is known
+    assert records[0].figures is None  # the time of the first step is unknown
     for record in records[1:]:
         assert record.figures == {"tokens_per_second": 3 * record.rows_per_second}
 
@@ -110,7 +109,7 @@ def test_the_peak_is_that_of_all_devices_and_flops_are_those_of_the_step(
 ) -> None:
     chip = types.SimpleNamespace(flops_per_second={"float32": 1e6})
     monkeypatch.setattr(module, "chip_of_kind", lambda kind: chip)
-    flops = {"counted": 2 * (2 * 4 * 4), "given": 10.0}  # forward, and by the weights: no input's
+    flops = {"counted": 2 * (2 * 4 * 4), "given": 10.0}  # forward, and weights; no input
     for hook, of_row in (
         (rx.Throughput(), flops["counted"]),
         (rx.Throughput(flops_per_row=10.0), flops["given"]),

@@ -103,7 +103,7 @@ def test_a_loss_that_has_such_a_metric_is_refused() -> None:
         )
 
 
-def test_a_step_of_ones_own_returns_it_itself() -> None:
+def test_a_custom_step_returns_it_itself() -> None:
     def step(state: Any, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(state, batch, key)
         return jax.tree.map(lambda leaf, of: leaf - 0.1 * of, state, gradient), means

@@ -1,4 +1,4 @@
-"""Ready hooks in runs: what stops, what stays, and what the next start knows."""
+"""Built-in hooks in runs: what stops, what stays, and what the next start knows."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ class Crash(rx.Hook):
 
 
 class Scores(rx.Hook):
-    """Makes evaluations say what a test wants: the values of `score` in their order."""
+    """Replaces the results of evaluations by the values of `score`, in order."""
 
     def __init__(self, *values: float) -> None:
         self._values = values
@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_stops_at_once_when_it_is_started_again(
 
 
 def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Path) -> None:
-    """The run is that of one without a crash: when it stops, what is best, and its table."""
+    """The run equals one without a crash: its stop, its best checkpoint, and its table."""
     scores = Scores(2.0, 3.0, 1.0, 1.0, 1.0, 9.0)
 
     def hooks() -> list[rx.Hook]:

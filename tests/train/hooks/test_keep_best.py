@@ -1,4 +1,4 @@
-"""`KeepBest`: what `best.json` names is there, and is the best that is."""
+"""`KeepBest`: the checkpoint that `best.json` names exists, and is the best."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`Logger`: what a place that is slow, gone or not there costs the run."""
+"""`Logger`: what a slow or missing destination costs the run."""
 
 import sys
 import threading
@@ -17,7 +17,7 @@ from replicax.train.records import Record
 
 
 class Kept(rx.Logger):
-    """Keeps what it is called with; `failing` says which calls raise, `free` lets them go on."""
+    """Keeps its calls; `failing` names calls that raise, `free` lets them go on."""
 
     def __init__(self, failing: Any = lambda point, count: False) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A logger whose server is gone: the run is as it was without one, and it is said once."""
+"""A logger whose server is gone: the run is unchanged, and one warning appears."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Gone(rx.Logger):
-    """Talks to nobody."""
+    """A logger without a server."""
 
     def __init__(self, at: str) -> None:
         self._at = at
@@ -45,8 +45,8 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def weights(*hooks: rx.Hook) -> bytes:
-    """The bits after all steps; what is said is printed."""
-    mesh = rx.make_mesh(devices=jax.devices()[:1])  # a process of its own has no more
+    """Return the bits after all steps; prints its messages."""
+    mesh = rx.make_mesh(devices=jax.devices()[:1])  # another process has only one
     dp = rx.DataParallel(loss, optax.sgd(0.01), mesh=mesh)
     state = dp.init({"w": jnp.float32(0)})
     result = rx.fit(
@@ -71,7 +71,7 @@ def test_it_costs_no_step_no_bit_and_one_line(at: str, capsys: pytest.CaptureFix
 
 @contextlib.contextmanager
 def server(*, listens: bool) -> Iterator[str]:
-    """The address of one that refuses, or that takes what comes and never answers."""
+    """Yield the address of a server that refuses, or accepts and never answers."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if listens:
@@ -83,7 +83,7 @@ def server(*, listens: bool) -> Iterator[str]:
 @pytest.mark.parametrize("listens", [False, True], ids=["refuses", "is silent"])
 @pytest.mark.parametrize("package", ["mlflow", "wandb"])
 def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path) -> None:
-    """In a process of its own: these clients leave threads, and one a process, behind."""
+    """Run in another process: these clients leave threads and processes behind."""
     pytest.importorskip(package, reason="no client to test: `make loggers` installs it")
     expected = weights().hex()
     tests = Path(__file__).parents[2]

@@ -63,13 +63,7 @@ def test_a_start_in_the_middle_of_them_records_the_rest(steps: Steps) -> None:
 
 def test_a_run_that_ends_among_them_or_before_says_so(steps: Steps) -> None:
     run = WatchedRun(hook := rx.Profile(2, 5, "elsewhere"))
-    assert steps.do(hook, run, range(1, 4)) == [
-        1,
-        ("on", there()),
-        2,
-        3,
-        "off",
-    ]
+    assert steps.do(hook, run, range(1, 4)) == [1, ("on", there()), 2, 3, "off"]
     assert "2 to 3" in run.lines[0]
     assert steps.do(hook, run, range(1, 2)) == [1]
     assert len(run.lines) == 2
@@ -88,7 +82,7 @@ def test_the_command_lines_form(text: str, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "5:", ":5", "1:2:3", "-1:2", "0:3", "5:4", "1.5"])
-def test_what_are_no_steps(text: str) -> None:
+def test_text_that_names_no_steps_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         rx.Profile.parse(text)
     assert "\n" not in str(raised.value)

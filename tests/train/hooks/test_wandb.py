@@ -1,4 +1,4 @@
-"""`WandB`: what an offline run has for Weights & Biases."""
+"""`WandB`: the contents of an offline run for Weights & Biases."""
 
 import json
 import struct
@@ -26,7 +26,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Those of an offline run's file, which is a log of LevelDB's."""
+    """Yield the records of an offline run's file, a log in LevelDB's format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = path.read_bytes(), HEADER, b""
@@ -38,13 +38,13 @@ def records(path: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         whole += data[at + HEADER : at + HEADER + length]
         at += HEADER + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole block, or its last part
             yield Record.FromString(whole)
             whole = b""
 
 
 def logged(folder: Path) -> tuple[set[str], dict[str, Any], list[dict[str, Any]]]:
-    """Ids, configuration and rows of all starts in `folder`."""
+    """Return ids, configuration and rows of all starts in `folder`."""
     ids, config, rows = set(), {}, []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for record in records(path):

@@ -19,7 +19,7 @@ from replicax.errors import ConfigError, DataError
 
 _OF_LOADER = ("sampler", "batch_sampler", "dataset")
 """Attributes of a PyTorch loader that may have `set_epoch`."""
-Rows = tuple[PyTree, np.ndarray]
+_Rows = tuple[PyTree, np.ndarray]
 """New host arrays of at most `batch_size` rows, and the index of each row in the source."""
 
 
@@ -67,7 +67,7 @@ class Source(abc.ABC):
             self.last_rows = sum(max(rows - before, 0) for rows in parts)
 
     @abc.abstractmethod
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
         """Return the batches of epoch `number`, counted from 0.
 
         If `rows` is known, start from batch `first` and return the rows at the positions `held` of
@@ -158,7 +158,7 @@ class _Ordered(Source):
 class ArraySource(_Ordered):
     """Arrays in memory (or memory-mapped)."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
         order = np.arange(self.rows)
         if self._shuffle:
             order = np.random.default_rng([self._seed, number]).permutation(self.rows)
@@ -177,7 +177,7 @@ class ArraySource(_Ordered):
 class GrainSource(_Ordered):
     """A Grain MapDataset whose elements are rows; Grain shuffles, prefetches and batches them."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
         rows, size = self._data.map_with_index(lambda index, row: (row, index)), self.batch_size
         if self._shuffle:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
@@ -209,7 +209,7 @@ class IterableSource(Source):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
         start = 0
         for batch in self._batches:
             data = host_rows(batch, copy=True)
@@ -239,7 +239,7 @@ class PerProcessSource(Source):
     def set_epoch(self, number: int) -> None:
         self.own.set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
         return self.own.epoch(number, first=first)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def fixed_tree(
     return tree
 
 
-def build(parts: StepParts) -> CompiledFunction[Any]:
+def _build(parts: StepParts) -> CompiledFunction[Any]:
     """Return the program of `parts`, as the micro-shards of attached devices compute it."""
     whole, function = jitted(parts, mapped(parts)), on_micro_shard(parts)
     if not isinstance(parts.mesh, Mesh):
@@ -57,7 +57,7 @@ EXACT = Mode(
     splits_optimizer=True,
     accumulator=fixed_tree,
     reduce=reduce_in_order,
-    build=build,
+    build=_build,
     bitwise=True,
     analysed="as one program, which does not run: micro-shards have programs of their own",
 )

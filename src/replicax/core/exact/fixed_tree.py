@@ -31,7 +31,7 @@ MICRO_SHARDS = 8
 
 _MICRO_SHARDS = "micro_shards"
 """Name of the axis over a replica's micro-shards."""
-Gather = Callable[[jax.Array], jax.Array]
+_Gather = Callable[[jax.Array], jax.Array]
 
 THREADS_VARIABLE = "NPROC"
 """The environment variable from which XLA reads the number of cores at startup."""
@@ -84,7 +84,7 @@ class FixedTree:
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
 
-        def micro_shard(gather: Gather, number: Any) -> tuple[PyTree, PyTree]:
+        def micro_shard(gather: _Gather, number: Any) -> tuple[PyTree, PyTree]:
             held = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows), batch
             )
@@ -171,7 +171,7 @@ class MicroShardAccumulator:
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return `rows` of all micro-shards, in order."""
-        return micro_shard_primitives.gather(rows, dim=0, count=self.piece.count)
+        return micro_shard_primitives.gather_micro_shards(rows, dim=0, count=self.piece.count)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         return key
@@ -197,7 +197,7 @@ def _local(
     batch: Batch,
     key: jax.Array | None,
     number: Any,
-    gather: Gather,
+    gather: _Gather,
 ) -> tuple[StepSums, list[jax.Array], PyTree]:
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)

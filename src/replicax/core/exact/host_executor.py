@@ -36,14 +36,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from replicax.core.exact.combining_programs import CollectivePrograms, MicroShardValues, TreeSum
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
 from replicax.core.exact.replica_program import ReplicaProgram
-from replicax.core.exact.split_trace import Item, Segment, cut
+from replicax.core.exact.split_trace import Item, Segment, split_trace
 from replicax.core.ground.leaves import from_host
 from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
 from replicax.core.placement.mesh import ShardDim, sharding_of
 
 Known = dict[Var, Any]
 """Values by variable: an array that is equal on all devices, or `MicroShardValues`."""
-Operation = Callable[[list[Any]], list[Any]]
+_Operation = Callable[[list[Any]], list[Any]]
 """A function from the operands of an equation to its results."""
 
 
@@ -66,7 +66,7 @@ class HostExecutor:
         self.name, self.collectives = name, collectives
         self.programs: list[ReplicaProgram] = []
         """The parts that perform arithmetic, in execution order."""
-        self._cut = cut(closed, into, out)
+        self._cut = split_trace(closed, into, out)
         self._consts = [self.placed(const) for const in self._cut.consts]
         given = self._cut.jaxpr.invars[len(self._consts) :]
         self._free = {var for var, free in zip(given, donated, strict=False) if free}
@@ -209,7 +209,7 @@ def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[i
 
 def _scan(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = shapes_of(eqn.invars)
@@ -260,7 +260,7 @@ def _scan(
 
 def _while_loop(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, shapes_of(eqn.invars)
     owned = turned(eqn, [shard_dims is not None for shard_dims in into])
@@ -290,7 +290,7 @@ def _while_loop(
 
 def _cond(
     parted: HostExecutor, eqn: JaxprEqn, into: list[ShardDim], out: list[ShardDim]
-) -> Operation:
+) -> _Operation:
     owned = own_of(eqn, [shard_dims is not None for shard_dims in into])
     avals = shapes_of(eqn.invars[1:])
 
@@ -308,7 +308,7 @@ def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
 
 
 _HOST_LOOPS: dict[
-    str, Callable[[HostExecutor, JaxprEqn, list[ShardDim], list[ShardDim]], Operation]
+    str, Callable[[HostExecutor, JaxprEqn, list[ShardDim], list[ShardDim]], _Operation]
 ] = {
     "scan": _scan,
     "while": _while_loop,

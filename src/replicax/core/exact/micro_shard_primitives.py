@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_p
 from jax.interpreters import ad, batching, mlir
 
 from replicax.core.ground.precision import to_sum
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, evaluate, fixed_point, of_scan
+from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, evaluate_jaxpr, fixed_point, of_scan
 from replicax.core.step.reduction import REDUCTIONS, Wire
 from replicax.errors import LossError
 
@@ -55,7 +55,7 @@ def sum_all(
     return found
 
 
-def gather(value: jax.Array, *, dim: int, count: int) -> jax.Array:
+def gather_micro_shards(value: jax.Array, *, dim: int, count: int) -> jax.Array:
     """Return `value` of `count` micro-shards, concatenated along `dim`."""
     found: jax.Array = gather_p.bind(own(value), dim=dim, count=count)
     return found
@@ -87,7 +87,10 @@ def _sum_transposed(
 ) -> list[Any]:
     """Gather the cotangents of the pieces of a sum: the transpose of a reduce-scatter."""
     pieces = zip(map(ad.instantiate_zeros, cotangents), shard_dims, strict=True)
-    return [gather(cotangent, dim=cast("int", dim), count=count) for cotangent, dim in pieces]
+    return [
+        gather_micro_shards(cotangent, dim=cast("int", dim), count=count)
+        for cotangent, dim in pieces
+    ]
 
 
 def _gather_batched(values: Any, at: Any, *, dim: int, count: int) -> Any:
@@ -180,7 +183,7 @@ def turned(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
 
 
 def _results(jaxpr: ClosedJaxpr | Jaxpr, own: list[bool]) -> list[bool]:
-    return evaluate(jaxpr, own, own_of, lambda _: False)
+    return evaluate_jaxpr(jaxpr, own, own_of, lambda _: False)
 
 
 def _refuse(own: bool, what: str) -> None:

@@ -12,7 +12,7 @@ from jax import lax
 from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.base import Reduce, StepSums
-from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, Total, Wire
+from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, SumRows, Wire
 
 
 def reduce_in_order(reduction: Reduction, shards: GradientShards | None = None) -> Reduce:
@@ -46,7 +46,7 @@ def scatter_in_order(wire: Wire, leaf: jax.Array, axis: Axis, dim: int) -> jax.A
     return wire.scatter_in_parts(leaf, axis, dim, _by_tree(wire))
 
 
-def _by_tree(wire: Wire) -> Total:
+def _by_tree(wire: Wire) -> SumRows:
     def total(parts: jax.Array) -> jax.Array:
         while len(parts) > 1:
             parts = wire.round(parts[0::2] + parts[1::2])

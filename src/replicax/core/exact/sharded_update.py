@@ -37,8 +37,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from replicax.core.exact.micro_shard_primitives import gather
-from replicax.core.jaxprs.jaxpr import CALLS, bind, called, evaluate
+from replicax.core.exact.micro_shard_primitives import gather_micro_shards
+from replicax.core.jaxprs.jaxpr import CALLS, bind_eqn, called, evaluate_jaxpr
 from replicax.core.jaxprs.row_rules import BY_ENTRY
 from replicax.core.placement.mesh import ShardDim
 from replicax.core.step.base import Apply
@@ -124,7 +124,7 @@ class _Value:
             return self.part(dim, piece)
         if self.dim is None:
             return self.array
-        return gather(self.array, dim=self.dim, count=piece.count)
+        return gather_micro_shards(self.array, dim=self.dim, count=piece.count)
 
 
 def _whole_shape(value: _Value, piece: MicroShard) -> jax.ShapeDtypeStruct:
@@ -135,7 +135,7 @@ def _whole_shape(value: _Value, piece: MicroShard) -> jax.ShapeDtypeStruct:
 
 
 def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: MicroShard) -> list[_Value]:
-    return evaluate(closed, inputs, partial(_apply, piece=piece), _Value)
+    return evaluate_jaxpr(closed, inputs, partial(_apply, piece=piece), _Value)
 
 
 def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
@@ -143,7 +143,7 @@ def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Valu
     if not dims:
         # Nothing is split yet, but the result may meet a piece later. It is computed whole, for
         # reductions and results, and `again` computes a part of it, if asked.
-        found = bind(eqn, [value.array for value in values])
+        found = bind_eqn(eqn, [value.array for value in values])
         again = _in_parts(eqn, values, found, piece)
         return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
     if eqn.primitive.name in CALLS:
@@ -158,17 +158,17 @@ def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Valu
         return [_reduced(eqn, values[0].array, dim, piece)]
     if not _is_elementwise(eqn):
         raise LooksAtWhole(eqn.primitive.name)
-    return [_Value(x, dim) for x in bind(eqn, [value.part(dim, piece) for value in values])]
+    return [_Value(x, dim) for x in bind_eqn(eqn, [value.part(dim, piece) for value in values])]
 
 
 def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: MicroShard) -> _Value:
     """Return a reduction of an array split along `dim`, combining all pieces over that dim."""
     axes = eqn.params["axes"]
-    [found] = bind(eqn, [array])
+    [found] = bind_eqn(eqn, [array])
     # Each entry of a result that keeps the split dim is reduced from entries of one piece.
     if dim not in axes:
         return _Value(found, dim - sum(axis < dim for axis in axes))
-    each = gather(found[None], dim=0, count=piece.count)
+    each = gather_micro_shards(found[None], dim=0, count=piece.count)
     return _Value(_REDUCTIONS[eqn.primitive.name](each, axis=0).astype(found.dtype))
 
 
@@ -184,7 +184,7 @@ def _in_parts(
         return lambda _, dim: jnp.broadcast_to(values[0].array, piece.shape(shape, dim))
     if not _is_elementwise(eqn):
         return None
-    return cache(lambda n, dim: bind(eqn, [value.part(dim, piece) for value in values])[n])
+    return cache(lambda n, dim: bind_eqn(eqn, [value.part(dim, piece) for value in values])[n])
 
 
 def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroShard) -> list[_Value]:

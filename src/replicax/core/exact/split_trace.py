@@ -48,7 +48,7 @@ from replicax.core.exact.micro_shard_primitives import (
     own_of,
     sum_p,
 )
-from replicax.core.jaxprs.jaxpr import evaluate, inlined, variables
+from replicax.core.jaxprs.jaxpr import evaluate_jaxpr, inlined, variables
 from replicax.core.placement.mesh import ShardDim
 
 _FEW = 64
@@ -92,7 +92,7 @@ class Cut:
     """For each item, the values not read after it."""
 
 
-def cut(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) -> Cut:
+def split_trace(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) -> Cut:
     """Cut the jaxpr of one micro-shard where micro-shards meet.
 
     `into` gives the placement of its arguments, `out` that of its own results.
@@ -114,7 +114,7 @@ def cut(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) 
             shard_dims.update({var: dim for var, dim in dims if dim is not None})
         return found
 
-    evaluate(jaxpr, [var in owned for var in jaxpr.invars], own_results, lambda _: False)
+    evaluate_jaxpr(jaxpr, [var in owned for var in jaxpr.invars], own_results, lambda _: False)
     for atom, how in zip(jaxpr.outvars, out, strict=True):
         if isinstance(atom, Var) and atom in owned and how is not None:
             shard_dims.setdefault(atom, how)

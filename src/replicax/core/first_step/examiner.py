@@ -27,7 +27,7 @@ from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, only_read, restored
 from replicax.errors import LossError
 
-Run = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
+LossRun = Callable[[TrainState, Batch, "RowExaminer"], tuple[PyTree, jax.Array | None]]
 """Computes a loss or a step, calling the examiner: what must not depend on rows, and the loss."""
 
 GATHER = "rx.gather"
@@ -90,7 +90,7 @@ class RowExaminer:
             return jnp.sum(values_by_name(returned)[LOSS].weights)
 
         traced = jax.make_jaxpr(total, axis_env=[(AXIS, 1)])(only_read(params, objective.read))
-        if moves(traced, len(traced.in_avals)):
+        if has_gradient(traced, len(traced.in_avals)):
             raise LossError(
                 "the weights of the loss depend on the parameters, and rx.Weighted takes weights "
                 "as constants, with no gradient: pass jax.lax.stop_gradient(weights), or return "
@@ -147,7 +147,7 @@ def _with_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     return array, jnp.sum(array, axis=0)
 
 
-def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | None]) -> Run:
+def of_loss(objective: Objective, key_of: Callable[[TrainState], jax.Array | None]) -> LossRun:
     """Return a loss, in training or in evaluation, to be examined."""
 
     def run(state: TrainState, batch: Batch, examiner: RowExaminer) -> tuple[PyTree, jax.Array]:
@@ -171,7 +171,7 @@ class Trace:
     """Paths of those that are one number."""
 
 
-def trace(run: Run, state: TrainState, batch: Batch, rows: int, examiner: RowExaminer) -> Trace:
+def trace(run: LossRun, state: TrainState, batch: Batch, rows: int, examiner: RowExaminer) -> Trace:
     """Trace `run` as for one device with a batch of so many `rows`."""
     state, batch = jax.eval_shape(lambda *given: given, state, batch)
     sized = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype))
@@ -194,7 +194,7 @@ def _is_number(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def moves(traced: ClosedJaxpr, count: int) -> bool:
+def has_gradient(traced: ClosedJaxpr, count: int) -> bool:
     """Whether the last output has a nonzero derivative by any of the first `count` inputs."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
     moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]

@@ -11,16 +11,23 @@ import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
-from replicax.core.first_step.examiner import GATHER, RowExaminer, Run, Trace, moves, trace
+from replicax.core.first_step.examiner import (
+    GATHER,
+    LossRun,
+    RowExaminer,
+    Trace,
+    has_gradient,
+    trace,
+)
 from replicax.core.first_step.row_errors import Broken
 from replicax.core.first_step.row_trials import Division, Found, Pair, compared
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_counts import GIVEN, KEY, NUMBER, Place, Ratio, Total
+from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
 from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, SUMMED, Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.jaxprs.row_inner import Unlike
 from replicax.core.jaxprs.row_rules import MIXED, Rows
-from replicax.core.jaxprs.row_symbols import MOVING, shown
+from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
 
 UNSHOWN = "no difference was found, but the trace does not exclude one"
 
@@ -44,7 +51,7 @@ class LossExamination:
     `StateError` if a loss, or the step, violates its contract.
     """
 
-    def __init__(self, run: Run, state: TrainState, batch: Batch, learns: bool = False) -> None:
+    def __init__(self, run: LossRun, state: TrainState, batch: Batch, learns: bool = False) -> None:
         self._run, self._rows = run, batch.size
         self._given = jax.eval_shape(lambda *given: given, state, batch)
         self._one = self._traced(self._rows, RowExaminer(self._rows, learns=learns))
@@ -57,14 +64,14 @@ class LossExamination:
         self.draws, self.draws_alone = followed.draws, followed.draws_alone
         """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
-        self._seen: dict[str, list[Place]] = {}
+        self._seen: dict[str, list[Location]] = {}
         self._declares = False
 
     @cached_property
     def moves(self) -> bool:
         """Whether the loss has a gradient that is not identically 0."""
         before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
-        return moves(self._one.jaxpr, before)
+        return has_gradient(self._one.jaxpr, before)
 
     @cached_property
     def takes_padding(self) -> bool:
@@ -179,17 +186,17 @@ class LossExamination:
 
     def _doubted(
         self, division: Division, shows: bool = True
-    ) -> tuple[dict[str, Place], list[str]]:
+    ) -> tuple[dict[str, Location], list[str]]:
         """Return outputs, and labels of values, that the traces do not show to be the same.
 
         `shows`: whether rows that were moved are looked for, by `replicax.core.jaxprs.row_symbols`.
         """
         one = self._one
-        known: dict[str, Place] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
+        known: dict[str, Location] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
             known[ENTERED] = Rows(0)
         inputs, names = self._places(division), one.examiner.names
-        outputs: dict[str, Place] = {}
+        outputs: dict[str, Location] = {}
         labels: set[str] = set()
         # With one row, dims of size 1 may make another program: such a trace cannot decide alone.
         sizes = [division.size] if 1 < division.size < self._rows else [2 * self._rows]
@@ -201,7 +208,9 @@ class LossExamination:
                 if rows == 1:
                     continue
                 # Only what is declared independent is known to be.
-                mixed: dict[str, Place] = {name: place and MIXED for name, place in known.items()}
+                mixed: dict[str, Location] = {
+                    name: place and MIXED for name, place in known.items()
+                }
                 follow = Follow((1, 1), {**mixed, GATHERED: MIXED})
                 places = follow(one.jaxpr, one.jaxpr, [each and MIXED for each in inputs])
                 labels.update(() if division.within else (*one.numbers, *one.outputs))
@@ -218,10 +227,10 @@ class LossExamination:
         self,
         division: Division,
         rows: int,
-        known: dict[str, Place],
-        inputs: list[Place],
+        known: dict[str, Location],
+        inputs: list[Location],
         shows: bool,
-    ) -> tuple[Follow, list[Place]]:
+    ) -> tuple[Follow, list[Location]]:
         """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
         one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
         follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
@@ -232,7 +241,7 @@ class LossExamination:
             return follow, places
         back(twin, one, inputs)
         try:
-            apart = shown(division.parts, self._rows, (one, twin), (follow, back))
+            apart = shown_apart(division.parts, self._rows, (one, twin), (follow, back))
         except Exception:  # a primitive that does not move symbols, or too little memory
             return follow, places
         follow = Follow((self._rows, rows), known, shown=apart)
@@ -245,13 +254,13 @@ class LossExamination:
         mean = None if division.padded else Total(-1)
         return any(place and place != mean for place in follow.seen[label])
 
-    def _places(self, division: Division) -> list[Place]:
+    def _places(self, division: Division) -> list[Location]:
         state, batch = self._given
         shared = len(jax.tree.leaves(batch.shared))
-        rows: Place = GIVEN if division.within else Rows(0)
+        rows: Location = GIVEN if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
-        origins = {id(state.seed): KEY, id(state.step): NUMBER}
-        of_state: list[Place] = [origins.get(id(leaf), GIVEN) for leaf in jax.tree.leaves(state)]
+        origins = {id(state.seed): FROM_STEP_KEY, id(state.step): NUMBER}
+        of_state: list[Location] = [origins.get(id(leaf), GIVEN) for leaf in jax.tree.leaves(state)]
         return of_state + by_row + [GIVEN] * shared
 
     def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
@@ -278,7 +287,7 @@ class LossExamination:
 
     def _pair(self, part: Trace, division: Division) -> Pair:
         one, counts, inputs = self._one, (self._rows, division.size), self._places(division)
-        known: dict[str, Place] = {SUMMED: GIVEN}
+        known: dict[str, Location] = {SUMMED: GIVEN}
         if division.within:
             known[ENTERED] = Rows(0)
         of_whole, of_part = Follow(counts, known), Follow(counts[::-1], known)

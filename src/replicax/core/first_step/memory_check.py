@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from replicax.errors import ConfigError
 
-GIB = 2**30
+GIBIBYTE = 2**30
 
 
 def check_state_fits(state: Any, mesh: Mesh) -> None:
@@ -47,8 +47,8 @@ def _check(each: int, mesh: Mesh, what: str, beside: str, fix: str) -> None:
     if free is not None and sharing * each > free:
         where = f" on {sharing} host devices in total" if sharing > 1 else " per device"
         raise ConfigError(
-            f"{what} needs {sharing * each / GIB:.1f} GiB{where}{beside}, but only "
-            f"{free / GIB:.1f} GiB are free: {fix}"
+            f"{what} needs {sharing * each / GIBIBYTE:.1f} GiB{where}{beside}, but only "
+            f"{free / GIBIBYTE:.1f} GiB are free: {fix}"
         )
 
 

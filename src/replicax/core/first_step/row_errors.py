@@ -29,7 +29,7 @@ class Broken:
     """Its shape, if that has the rows twice; else empty."""
 
 
-def divided(broken: Broken, sees: str, fix: str) -> LossError:
+def mixes_rows(broken: Broken, sees: str, fix: str) -> LossError:
     """Return the error for a value that needs all rows where each of `sees` has only some."""
     name = broken.name
     if broken.output and broken.why == "key":

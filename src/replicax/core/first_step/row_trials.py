@@ -15,7 +15,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import Trace
-from replicax.core.first_step.trial_inputs import on_one_device, other_inputs
+from replicax.core.first_step.trial_inputs import moved_to_one_device, other_inputs
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import RowEvaluation, Undecided, uniform
@@ -96,7 +96,7 @@ def compared(
     other = compiled(partial(other_inputs, division.parts))
     whole = compiled(partial(_whole, pair, division, wanted))
     verdict = compiled(partial(_verdict, pair, division, wanted))
-    state, batch = on_one_device(state, batch)
+    state, batch = moved_to_one_device(state, batch)
     verdicts, none = [], np.int32(-1)
     for number, step in enumerate(_STEPS):
         first = np.int32(number % len(division.parts))

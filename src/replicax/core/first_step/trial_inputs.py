@@ -15,7 +15,7 @@ from replicax.core.jaxprs.row_evaluation import uniform
 _ALMOST = 1 - 2.0**-20
 
 
-def on_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+def moved_to_one_device(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
     """Return `state` and `batch` on one CPU device, for which programs compile faster."""
     if jax.default_backend() != "cpu":  # one device may lack the memory for all rows
         return state, batch

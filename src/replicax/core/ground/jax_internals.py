@@ -1,6 +1,6 @@
 """The names that JAX does not publish; no other file imports `jax._src`.
 
-`tests/core/test_jax_internals.py` says what changed when a new JAX has others.
+`tests/core/ground/test_jax_internals.py` says what changed when a new JAX has others.
 """
 
 from typing import Any

@@ -95,7 +95,7 @@ def shapes_by_path(tree: Any) -> dict[str, str]:
     return {path: kind(leaf) for path, leaf in by_path(tree).items()}
 
 
-def changes(
+def kind_changes(
     before: Any, after: Any, kind: Callable[[Any], str] = kind
 ) -> Iterator[tuple[str, str, str]]:
     """Yield path and both kinds of each leaf whose kind differs between two trees."""

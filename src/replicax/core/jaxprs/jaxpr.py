@@ -30,7 +30,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def described(params: Any) -> dict[str, Any]:
+def simple_params(params: Any) -> dict[str, Any]:
     """Return the parameters of an equation, without shapes and without what it calls."""
     return {
         name: value for name, value in params.items() if name not in _SHAPES and _is_simple(value)
@@ -65,7 +65,7 @@ def of_scan(params: Mapping[str, Any], values: Sequence[Any]) -> tuple[list[Any]
     return list(values[:consts]), list(values[consts:][:carried]), list(values[consts + carried :])
 
 
-def evaluate(
+def evaluate_jaxpr(
     jaxpr: ClosedJaxpr | Jaxpr,
     inputs: Sequence[Any],
     apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
@@ -103,7 +103,7 @@ def fixed_point(
         carry = after
 
 
-def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def bind_eqn(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation on `values`, in the name scopes it was traced in."""
     pairs = zip(eqn.invars, values, strict=True)
     known = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}

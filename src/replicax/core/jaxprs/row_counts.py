@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.core.jaxprs.row_rules import MIXED, RULES, Rows, Shape
+from replicax.core.jaxprs.row_rules import MIXED, ROW_RULES, Dims, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ratio:
 
 
 @dataclasses.dataclass(frozen=True)
-class Count:
+class RowCount:
     """A constant times the number of rows to the `power`."""
 
     power: float
@@ -64,16 +64,16 @@ class Origin:
 
 GIVEN = Origin("given")
 """Values derived from the state, or from values without rows in the batch; None for constants."""
-KEY = Origin("key")
+FROM_STEP_KEY = Origin("key")
 """Keys derived from the step's: random numbers of each row are drawn from them."""
 NUMBER = Origin("number")
 """Values derived from the step number, such as schedules."""
 
-Place = Rows | Total | Ratio | Count | Index | Columns | Origin | None
+Location = Rows | Total | Ratio | RowCount | Index | Columns | Origin | None
 """Falsy for a value that depends on neither rows nor their number: an origin, or None."""
 
 
-def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
+def constant(one: Any, two: Any, rows: tuple[int, int]) -> Location:
     """Return the place of a number that is `one` and `two` in traces of different `rows`."""
     if one == two:
         return None
@@ -81,11 +81,11 @@ def constant(one: Any, two: Any, rows: tuple[int, int]) -> Place:
         grown = rows[1] / rows[0]
         power = round(2 * math.log(two / one) / math.log(grown)) / 2
         if abs(two / one / grown**power - 1) < 1e-6:
-            return Count(power)
+            return RowCount(power)
     return MIXED
 
 
-def either(places: Sequence[Place]) -> Place:
+def either(places: Sequence[Location]) -> Location:
     """Return the place of a sum of values, or of a choice between them."""
     found = {each for each in places if each}
     if len(found) > 1 or (not all(places) and not all(map(_may_shift, found))):
@@ -93,30 +93,30 @@ def either(places: Sequence[Place]) -> Place:
     return next(iter(found), next((each for each in places if each is not None), None))
 
 
-def _may_shift(place: Place) -> bool:
+def _may_shift(place: Location) -> bool:
     """Whether adding a constant to a value leaves it in its place."""
     return place in (Total(-1), Ratio()) or (isinstance(place, Rows) and not place.power)
 
 
-def cotangent(place: Place) -> Place:
+def cotangent(place: Location) -> Location:
     """Return the place of the derivative of the sum of all losses by a value in `place`."""
     if not place:
         return Total()
     if isinstance(place, Rows):
         return dataclasses.replace(place, power=-place.power)
     if isinstance(place, Total):
-        return Count(-place.power) if place.power else None
+        return RowCount(-place.power) if place.power else None
     return MIXED
 
 
-def is_plain(place: Place) -> bool:
+def is_plain(place: Location) -> bool:
     """Whether `place` is that of rows, or none."""
     return not place or (isinstance(place, Rows) and not place.power)
 
 
 def quantity(
-    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, zero: bool
-) -> Place:
+    name: str, params: Any, places: list[Location], shapes: list[Dims], out: Dims, zero: bool
+) -> Location:
     """Return the place of the result of primitive `name`, given those of its inputs.
 
     `zero`: whether its second input is the literal 0.
@@ -147,10 +147,10 @@ def quantity(
 
 
 def _along(
-    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, power: float
-) -> Place:
+    name: str, params: Any, places: list[Location], shapes: list[Dims], out: Dims, power: float
+) -> Location:
     """Return where the rule of `name` puts rows, now with this `power`."""
-    rule = RULES.get(name)
+    rule = ROW_RULES.get(name)
     if rule is None or MIXED in places or not any(places):
         return MIXED
     plain = [dataclasses.replace(p, power=0) if isinstance(p, Rows) else None for p in places]
@@ -159,8 +159,8 @@ def _along(
 
 
 def _of_product(
-    left: Place, right: Place, sign: int, params: Any, shapes: list[Shape], out: Shape
-) -> Place:
+    left: Location, right: Location, sign: int, params: Any, shapes: list[Dims], out: Dims
+) -> Location:
     power = getattr(left, "power", 0) + sign * getattr(right, "power", 0)
     kinds = {type(left), type(right)}
     if Ratio in kinds:
@@ -173,16 +173,16 @@ def _of_product(
         return Total(power) if alone else MIXED
     if Rows in kinds:
         return _along("mul", params, [left, right], shapes, out, power)
-    return Count(power) if power else None
+    return RowCount(power) if power else None
 
 
-def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _of_dot(params: Any, places: list[Location], shapes: list[Dims], out: Dims) -> Location:
     left, right = places
     power = sum(getattr(each, "power", 0) for each in places)
     if Ratio() in places:
         return MIXED
     if Total in map(type, places):
-        return Total(power) if not all(places) or Count in map(type, places) else MIXED
+        return Total(power) if not all(places) or RowCount in map(type, places) else MIXED
     if isinstance(left, Rows) and isinstance(right, Rows) and MIXED not in places:
         of_left, of_right = (list(dims) for dims in params["dimension_numbers"][0])
         if left.dim in of_left and right.dim in of_right and left.each == right.each:
@@ -191,7 +191,7 @@ def _of_dot(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
     return _along("dot_general", params, places, shapes, out, power)
 
 
-def _of_convolution(params: Any, places: list[Place]) -> Place:
+def _of_convolution(params: Any, places: list[Location]) -> Location:
     """Return the place of a convolution that sums over rows as features: a gradient of weights."""
     numbers = params["dimension_numbers"]
     features = [numbers.lhs_spec[1], numbers.rhs_spec[1]]
@@ -202,14 +202,14 @@ def _of_convolution(params: Any, places: list[Place]) -> Place:
 
 
 def _of_index(
-    name: str, params: Any, places: list[Place], shapes: list[Shape], out: Shape, zero: bool
-) -> Place:
+    name: str, params: Any, places: list[Location], shapes: list[Dims], out: Dims, zero: bool
+) -> Location:
     """Return the place of a result computed from row numbers, as in `x[jnp.arange(n), labels]`."""
     first = places[0]
     if name == "lt" and isinstance(first, Index) and not places[1] and zero:
         return Index(first.dim, negative=True)
     if name in ("convert_element_type", "broadcast_in_dim") and isinstance(first, Index):
-        found = RULES[name](params, [Rows(first.dim)], shapes, out)
+        found = ROW_RULES[name](params, [Rows(first.dim)], shapes, out)
         return found if found in (None, MIXED) else Index(found.dim, first.negative)
     if name == "concatenate" and params["dimension"] == len(out) - 1:
         dims = {place.dim for place in places if isinstance(place, Rows | Index)}
@@ -233,7 +233,7 @@ def _of_index(
     return MIXED
 
 
-def _of_scatter(params: Any, places: list[Place], shapes: list[Shape]) -> Place:
+def _of_scatter(params: Any, places: list[Location], shapes: list[Dims]) -> Location:
     """Return the place of `x.at[jnp.arange(n), labels].add(y)`."""
     rows, picked, new = places
     assert isinstance(rows, Rows)

@@ -30,15 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, closed, described
+from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, closed, simple_params
 from replicax.core.jaxprs.row_counts import (
+    FROM_STEP_KEY,
     GIVEN,
-    KEY,
     NUMBER,
     Columns,
-    Count,
     Index,
-    Place,
+    Location,
+    RowCount,
     Total,
     constant,
     cotangent,
@@ -75,17 +75,17 @@ class Follow:
     def __init__(
         self,
         rows: tuple[int, int],
-        known: Mapping[str, Place] = MappingProxyType({}),
-        drawn_for_all: Place = GIVEN,
+        known: Mapping[str, Location] = MappingProxyType({}),
+        drawn_for_all: Location = GIVEN,
         shown: Mapping[Any, Rows] = MappingProxyType({}),
         ruled: bool = True,
     ) -> None:
         self._rows, self._drawn_for_all = rows, drawn_for_all
         self.known = known
         self._shown, self._ruled = shown, ruled
-        self.seen: dict[str, list[Place]] = {}
+        self.seen: dict[str, list[Location]] = {}
         """Places of the arguments of each function in `SEEN`, by name."""
-        self.places: dict[Any, Place] = {}
+        self.places: dict[Any, Location] = {}
         """Places of the variables of the first trace."""
         self.declares = False
         """Whether rows are declared independent."""
@@ -99,20 +99,20 @@ class Follow:
         """Dims along which random numbers of the first trace are drawn by row."""
 
     def __call__(
-        self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]
-    ) -> list[Place]:
+        self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, inputs: Sequence[Location]
+    ) -> list[Location]:
         """Return the places of the results, given those of the `inputs`; may raise `Unlike`."""
         first, second = closed(one), closed(two)
-        known: dict[Any, Place] = {}
+        known: dict[Any, Location] = {}
 
-        def set_all(variables: Sequence[Any], places: Sequence[Place]) -> None:
+        def set_all(variables: Sequence[Any], places: Sequence[Location]) -> None:
             for variable, place in zip(variables, places, strict=True):
                 place = self._shown.get(variable, place) if place == MIXED else place
                 known[variable] = place
                 before = self.places.get(variable, place)
                 self.places[variable] = place if before == place else MIXED
 
-        def place_of(atom: Any, twin: Any) -> Place:
+        def place_of(atom: Any, twin: Any) -> Location:
             if isinstance(atom, Literal) and isinstance(twin, Literal):
                 return self._constant(atom.val, twin.val)
             if isinstance(atom, Literal) or isinstance(twin, Literal):
@@ -138,7 +138,7 @@ class Follow:
                     self.mixed[out] = grown[0]
         return list(map(place_of, first.jaxpr.outvars, second.jaxpr.outvars))
 
-    def _constant(self, one: Any, two: Any) -> Place:
+    def _constant(self, one: Any, two: Any) -> Location:
         if one is two:
             return None
         if _is_key(jnp.result_type(one)):
@@ -158,7 +158,7 @@ class Follow:
                 return Rows(dim)
         return MIXED
 
-    def _outputs(self, eqn: Any, twin: Any, places: list[Place]) -> list[Place]:
+    def _outputs(self, eqn: Any, twin: Any, places: list[Location]) -> list[Location]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         label = label_of(eqn)
         if label in self.known or name in SUMS_OF_REPLICAS:
@@ -185,15 +185,15 @@ class Follow:
                 self.seen.setdefault(label, []).append(found[-1])
             return found
         if name in DRAWING:
-            by_key = KEY in places or any(place and place != MIXED for place in places)
+            by_key = FROM_STEP_KEY in places or any(place and place != MIXED for place in places)
             self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
         if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
             return [places[1]]
-        if MIXED in places or described(eqn.params) != described(twin.params):
+        if MIXED in places or simple_params(eqn.params) != simple_params(twin.params):
             return [MIXED] * count
         return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
 
-    def _keeps(self, eqn: Any, twin: Any, places: list[Place], found: list[Place]) -> bool:
+    def _keeps(self, eqn: Any, twin: Any, places: list[Location], found: list[Location]) -> bool:
         """Whether a derivative that the user's code defines leaves rows where the values have them.
 
         That of a parameter is a sum over rows.
@@ -215,16 +215,16 @@ class Follow:
             for n, (place, want) in enumerate(matched)
         )
 
-    def _output(self, eqn: Any, places: list[Place], out: Any, twin: Any) -> Place:
+    def _output(self, eqn: Any, places: list[Location], out: Any, twin: Any) -> Location:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
         grown = _grown(out, twin)
-        keyed = KEY in places
+        keyed = FROM_STEP_KEY in places
         if not grown and not any(places):
             holds_key = out.aval.dtype == np.uint32 or _is_key(out.aval.dtype)
             if keyed and name in DRAWING:
                 return self._drawn_for_all
             if keyed and holds_key:
-                return KEY
+                return FROM_STEP_KEY
             if NUMBER in places:
                 return NUMBER
             return GIVEN if any(place is not None for place in places) else None
@@ -234,7 +234,7 @@ class Follow:
                 self.drawn[out] = grown[0]
             each, left = divmod(shape[grown[0]], rows)
             return Rows(grown[0], each) if by_row and not left else MIXED
-        if grown and not any(place and not isinstance(place, Count) for place in places):
+        if grown and not any(place and not isinstance(place, RowCount) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
                 return MIXED
@@ -272,12 +272,12 @@ def row_dim(jaxpr: ClosedJaxpr) -> int:
     return int(next(sums).params["axes"][0])
 
 
-def _dims(place: Place) -> list[int]:
+def _dims(place: Location) -> list[int]:
     """Return the dims that grow with the number of rows."""
     return [place.dim] if isinstance(place, Rows | Index | Columns) else []
 
 
-def _of(eqn: Any, places: list[Place], out: Any) -> Place:
+def _of(eqn: Any, places: list[Location], out: Any) -> Location:
     name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
     rounds = name in ("div", "convert_element_type") and not _is_float_dtype(out.dtype)
     if rounds and not all(map(is_plain, places)):
@@ -308,7 +308,7 @@ RANDOM = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
 DRAWING = {"random_bits", "random_gamma"}
 
 
-def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Location]) -> list[Location]:
     """Return the places of the results of `jaxpr`, given those of its inputs, whatever depends on
     the number of rows.
     """

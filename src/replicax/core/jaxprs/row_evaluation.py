@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import bind, called, evaluate, of_scan
+from replicax.core.jaxprs.jaxpr import bind_eqn, called, evaluate_jaxpr, of_scan
 from replicax.core.jaxprs.row_counts import NUMBER, Origin
 from replicax.core.jaxprs.row_dependence import (
     DECLARED,
@@ -32,7 +32,7 @@ from replicax.core.jaxprs.row_dependence import (
     row_dim,
 )
 
-Values = dict[str, list[tuple[jax.Array, int | None]]]
+_Values = dict[str, list[tuple[jax.Array, int | None]]]
 """Values that were seen, by label, and the dim of their rows."""
 
 
@@ -61,13 +61,13 @@ class RowEvaluation:
     """Whether `rx.gather` returns the rows of other parts, too."""
     inner: bool = False
     """Whether in a loop or a branch."""
-    seen: Values = dataclasses.field(default_factory=dict)
+    seen: _Values = dataclasses.field(default_factory=dict)
     gathered: list[jax.Array] = dataclasses.field(default_factory=list)
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
     _sums: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        return evaluate(jaxpr, values, self._apply, lambda value: value)
+        return evaluate_jaxpr(jaxpr, values, self._apply, lambda value: value)
 
     def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
         name, label = eqn.primitive.name, label_of(eqn)
@@ -93,7 +93,7 @@ class RowEvaluation:
             return found
         if eqn.effects and not eqn.outvars:  # such as jax.debug.print
             return []
-        found = bind(eqn, values)
+        found = bind_eqn(eqn, values)
         if name in RANDOM | DRAWING and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
             found = [jnp.where(self.pinned, self._drawn(eqn, found[0], dim), found[0])]
@@ -110,7 +110,7 @@ class RowEvaluation:
         others = jnp.arange(found.size // size).reshape(*found.shape[:dim], *found.shape[dim + 1 :])
         along = [size if n == dim else 1 for n in range(found.ndim)]
         index = jnp.expand_dims(others, dim) * 0x1F123BB5 + places.reshape(along)
-        bits = hashed(self.trial, self._number(eqn), index)
+        bits = _hashed(self.trial, self._number(eqn), index)
         if found.dtype.itemsize > 4:
             return bits.astype(found.dtype) << 32 | bits
         return bits.astype(found.dtype)
@@ -214,12 +214,12 @@ def _is_float(aval: Any) -> bool:
 
 def uniform(trial: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
     """Return float32 numbers in [0, 1) for each pair of `trial` and `number`."""
-    bits = hashed(trial, number, jnp.arange(math.prod(shape)))
+    bits = _hashed(trial, number, jnp.arange(math.prod(shape)))
     found: jax.Array = (bits >> 8).astype(jnp.float32) * (2.0**-24)
     return found.reshape(shape)
 
 
-def hashed(trial: jax.Array, number: int, index: jax.Array) -> jax.Array:
+def _hashed(trial: jax.Array, number: int, index: jax.Array) -> jax.Array:
     """Return a uint32 for each entry of `index`; unlike `jax.random`, compiled in milliseconds."""
     bits = index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     bits += trial.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)

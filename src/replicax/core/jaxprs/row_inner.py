@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.jaxprs.jaxpr import bind, closed, fixed_point, of_scan, shapes_of
-from replicax.core.jaxprs.row_counts import Place, either, is_plain
+from replicax.core.jaxprs.jaxpr import bind_eqn, closed, fixed_point, of_scan, shapes_of
+from replicax.core.jaxprs.row_counts import Location, either, is_plain
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.errors import LossError
 
@@ -23,7 +23,7 @@ class Unlike(Exception):  # noqa: N818
 
 RULED = {"custom_jvp_call", "custom_vjp_call"}
 """Primitives with a derivative of their own."""
-Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Place]], list[Place]]
+Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Location]], list[Location]]
 """Follows rows through two traces, given the places of their inputs."""
 
 
@@ -41,7 +41,7 @@ def derivative(eqn: Any) -> ClosedJaxpr:
     def run(values: list[Any], derivatives: list[Any]) -> Any:
         def of(*own: Any) -> Any:
             known = dict(enumerate(values)) | dict(zip(floats, own, strict=True))
-            return bind(eqn, list(known.values()))
+            return bind_eqn(eqn, list(known.values()))
 
         own = tuple(values[n] for n in floats)
         if forward:
@@ -84,9 +84,9 @@ def moves(atom: Any) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
-def _scan(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+def _scan(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
     fixed, carry, over = of_scan(params, places)
-    steps: list[Place] = []
+    steps: list[Location] = []
     for each in over:
         rows = isinstance(each, Rows) and each.dim > 0
         steps.append(Rows(each.dim - 1, each.each, each.power) if rows else each and MIXED)
@@ -97,13 +97,13 @@ def _scan(follow: Following, params: Any, twin: Any, places: list[Place]) -> lis
     return [MIXED] * len(found) if params["length"] != twin["length"] else found
 
 
-def _stacked(place: Place) -> Place:
+def _stacked(place: Location) -> Location:
     if isinstance(place, Rows) and place != MIXED:
         return Rows(place.dim + 1, place.each, place.power)
     return place if is_plain(place) else MIXED
 
 
-def _while(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+def _while(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
     run = lambda carry: follow(params["body_jaxpr"], twin["body_jaxpr"], [*body, *carry])  # noqa: E731
@@ -115,7 +115,7 @@ def _while(follow: Following, params: Any, twin: Any, places: list[Place]) -> li
     return [MIXED] * len(carry) if goes_on else carry
 
 
-def _cond(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+def _cond(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
     which, *operands = places
     if len(params["branches"]) != len(twin["branches"]):
         raise Unlike
@@ -124,7 +124,7 @@ def _cond(follow: Following, params: Any, twin: Any, places: list[Place]) -> lis
     return [MIXED if which else either(each) for each in zip(*branches, strict=True)]
 
 
-def _solve(follow: Following, params: Any, twin: Any, places: list[Place]) -> list[Place]:
+def _solve(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
     """Follow rows through a solver, and through products and solvers that its derivative needs."""
     lengths, found, right = params["const_lengths"], [], places[sum(params["const_lengths"]) :]
     for name, count in lengths._asdict().items():

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Shape = tuple[int, ...]
+Dims = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Rows:
     """The entries are multiplied by the number of rows to this power."""
 
 
-Place = Rows | None
+_Place = Rows | None
 """None if an array does not depend on the rows."""
 MIXED = Rows(-1)
 """Rows may have been mixed. True, unlike None: a value that depends on rows, wherever they are."""
-Rule = Callable[[Any, list[Place], list[Shape], Shape], Place]
+_Rule = Callable[[Any, list[_Place], list[Dims], Dims], _Place]
 
 
-def joined(places: Sequence[Place]) -> Place:
+def joined(places: Sequence[_Place]) -> _Place:
     """Return the placement of rows in an elementwise combination of arrays."""
     found = {each for each in places if each}
     return MIXED if len(found) > 1 else next(iter(found), None)
@@ -52,17 +52,17 @@ def joined(places: Sequence[Place]) -> Place:
 # Arguments: a primitive's parameters, row placements in its inputs, their shapes, output shape.
 
 
-def _by_entry(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _by_entry(_params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = joined(places)
     same = [shape for place, shape in zip(places, shapes, strict=True) if place]
     return rows if rows and all(_size(shape, rows) == _size(out, rows) for shape in same) else MIXED
 
 
-def _size(shape: Shape, rows: Rows) -> tuple[int, int]:
+def _size(shape: Dims, rows: Rows) -> tuple[int, int]:
     return len(shape), shape[rows.dim]
 
 
-def _broadcast(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _broadcast(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = places[0]
     if rows is None:
         return MIXED
@@ -70,7 +70,7 @@ def _broadcast(params: Any, places: list[Place], shapes: list[Shape], out: Shape
     return Rows(dim, rows.each) if out[dim] == shapes[0][rows.dim] else MIXED
 
 
-def _reshape(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _reshape(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     # Rows stay together if the dims before that of the rows have the same product as before, and
     # that dim a whole number of entries per row.
     rows, shape = places[0], shapes[0]
@@ -83,15 +83,15 @@ def _reshape(params: Any, places: list[Place], shapes: list[Shape], out: Shape) 
     return MIXED
 
 
-def _transpose(params: Any, places: list[Place], *_: Any) -> Place:
+def _transpose(params: Any, places: list[_Place], *_: Any) -> _Place:
     rows = places[0]
     return rows and Rows(list(params["permutation"]).index(rows.dim), rows.each)
 
 
-def _without(dims: str) -> Rule:
+def _without(dims: str) -> _Rule:
     """Return the rule of a primitive that removes the dims in its parameter `dims`."""
 
-    def rule(params: Any, places: list[Place], *_: Any) -> Place:
+    def rule(params: Any, places: list[_Place], *_: Any) -> _Place:
         rows, gone = joined(places), params[dims]
         if rows is None or rows.dim in gone:
             return MIXED
@@ -100,10 +100,10 @@ def _without(dims: str) -> Rule:
     return rule
 
 
-def _across(dims: str) -> Rule:
+def _across(dims: str) -> _Rule:
     """Return the rule of a primitive that mixes along, but keeps, the dims in parameter `dims`."""
 
-    def rule(params: Any, places: list[Place], *_: Any) -> Place:
+    def rule(params: Any, places: list[_Place], *_: Any) -> _Place:
         rows, along = joined(places), params[dims]
         met = rows is None or rows.dim in (along if isinstance(along, tuple) else (along,))
         return MIXED if met else rows
@@ -111,20 +111,20 @@ def _across(dims: str) -> Rule:
     return rule
 
 
-def _whole_dim(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _whole_dim(_params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of a primitive that slices or updates other dims."""
     rows = joined(places)
     sizes = {shape[rows.dim] for shape in shapes if rows and len(shape) == len(out)}
     return rows if rows and sizes == {out[rows.dim]} else MIXED
 
 
-def _attention(_params: Any, places: list[Place], *_: Any) -> Place:
+def _attention(_params: Any, places: list[_Place], *_: Any) -> _Place:
     """Rule of attention from cuDNN: rows of the batch dim."""
     rows = joined(places)
     return rows if rows and rows.dim == 0 else MIXED
 
 
-def _windows(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _windows(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     rows = places[0]
     if (
         rows is None
@@ -135,17 +135,17 @@ def _windows(params: Any, places: list[Place], shapes: list[Shape], out: Shape) 
     return _whole_dim(params, places, shapes, out)
 
 
-def _pad(params: Any, places: list[Place], *_: Any) -> Place:
+def _pad(params: Any, places: list[_Place], *_: Any) -> _Place:
     rows = places[0]
     return MIXED if rows is None or any(params["padding_config"][rows.dim]) else rows
 
 
-def _top_k(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+def _top_k(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows, dims = places[0], len(shapes[0])
     return MIXED if rows is None or rows.dim == params.get("axis", -1) % dims else rows
 
 
-def _dot(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+def _dot(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     # Dims of the result: the batch dims, the free ones of the left operand, those of the right one.
     # `free` is where those of the current operand begin.
     contracted, batched = params["dimension_numbers"]
@@ -161,13 +161,13 @@ def _dot(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> 
     return joined(found)
 
 
-def _matrices(_params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+def _matrices(_params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     """Rule of linear algebra on the last two dims."""
     rows = joined(places)
     return rows if rows and all(rows.dim < len(shape) - 2 for shape in shapes) else MIXED
 
 
-def _convolution(params: Any, places: list[Place], *_: Any) -> Place:
+def _convolution(params: Any, places: list[_Place], *_: Any) -> _Place:
     numbers, rows = params["dimension_numbers"], places[0]
     apart = places[1] is None and params["batch_group_count"] == 1
     if rows is None or not apart or rows.dim != numbers.lhs_spec[0]:
@@ -175,7 +175,7 @@ def _convolution(params: Any, places: list[Place], *_: Any) -> Place:
     return Rows(numbers.out_spec[0], rows.each)
 
 
-def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _gather(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of `x[i]`: table entries per row, some entries of each row, or indices per row."""
     numbers, (table, picked) = params["dimension_numbers"], places
     by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
@@ -195,7 +195,7 @@ def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -
     return Rows(numbers.offset_dims[left.index(table.dim)], table.each)
 
 
-def _scatter(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+def _scatter(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
     """Rule of `x.at[i].set(y)`: all rows of a window, or each row by itself."""
     numbers, (rows, picked, new) = params["dimension_numbers"], places
     inside = [dim for dim in range(len(shapes[2])) if dim in numbers.update_window_dims]
@@ -218,24 +218,24 @@ def _scatter(params: Any, places: list[Place], shapes: list[Shape], out: Shape) 
     return rows if whole else MIXED
 
 
-def _stack(params: Any, places: list[Place], *_: Any) -> Place:
+def _stack(params: Any, places: list[_Place], *_: Any) -> _Place:
     rows = joined(places)
     return rows and dataclasses.replace(rows, dim=rows.dim + (rows.dim >= params["axis"]))
 
 
-def _unstack(params: Any, places: list[Place], *_: Any) -> Place:
+def _unstack(params: Any, places: list[_Place], *_: Any) -> _Place:
     rows, gone = places[0], params["axis"]
     if rows is None or rows.dim == gone:
         return MIXED
     return Rows(rows.dim - (gone < rows.dim), rows.each)
 
 
-def _fourier(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+def _fourier(params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows, kept = places[0], len(shapes[0]) - len(params["fft_lengths"])
     return rows if rows and 0 <= rows.dim < kept else MIXED
 
 
-def _last_dim(_params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+def _last_dim(_params: Any, places: list[_Place], shapes: list[Dims], _out: Dims) -> _Place:
     rows = joined(places)
     return rows if rows and all(rows.dim < len(shape) - 1 for shape in shapes) else MIXED
 
@@ -256,7 +256,7 @@ _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
 _OF_MATRICES = "cholesky eig eigh lu qr svd triangular_solve"
-RULES: dict[str, Rule] = {
+ROW_RULES: dict[str, _Rule] = {
     **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _across("axis")),

@@ -16,14 +16,21 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from replicax.core.jaxprs.jaxpr import bind, called, described, evaluate, of_scan, variables
-from replicax.core.jaxprs.row_counts import KEY, is_plain
+from replicax.core.jaxprs.jaxpr import (
+    bind_eqn,
+    called,
+    evaluate_jaxpr,
+    of_scan,
+    simple_params,
+    variables,
+)
+from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, is_plain
 from replicax.core.jaxprs.row_dependence import STEPPED, Follow, label_of
 from replicax.core.jaxprs.row_inner import RULED, called_by, derivative, moves
 from replicax.core.jaxprs.row_rules import BY_ENTRY, MIXED, Rows
 from replicax.core.jaxprs.symbol_rules import (
     ONCE,
-    RULES,
+    SYMBOL_RULES,
     Free,
     Given,
     Rule,
@@ -51,7 +58,7 @@ _KNOWN = BY_ENTRY | {"iota", *_MOVING} - {"gather"}
 """Primitives evaluated on values that are known."""
 
 
-def shown(
+def shown_apart(
     parts: np.ndarray,
     rows: int,
     traces: tuple[ClosedJaxpr, ClosedJaxpr],
@@ -117,7 +124,7 @@ class _Evaluation:
     def _inside(self, jaxpr: ClosedJaxpr, values: Sequence[Symbols]) -> list[Symbols]:
         """Evaluate a jaxpr that may be called more than once."""
         run = dataclasses.replace(self, visit=next(self._visits))
-        return evaluate(jaxpr, values, run._apply, self._constant)
+        return evaluate_jaxpr(jaxpr, values, run._apply, self._constant)
 
     def _constant(self, value: Any) -> Symbols:
         if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
@@ -143,7 +150,7 @@ class _Evaluation:
         return dataclasses.replace(found, rows=rows, dim=place.dim, each=place.each, drawn=drawn)
 
     def _apply(self, eqn: Any, values: list[Symbols]) -> list[Symbols]:
-        keys = any(self.follow.places.get(atom) == KEY for atom in variables(eqn.invars))
+        keys = any(self.follow.places.get(atom) == FROM_STEP_KEY for atom in variables(eqn.invars))
         given = [self._given(var, keys and var in self.follow.drawn) for var in eqn.outvars]
         # Constants and random numbers are as good for any other row: they get no symbols of theirs.
         free = label_of(eqn) not in self.follow.known and all(map(is_free, values))
@@ -175,7 +182,7 @@ class _Evaluation:
             return values
         if name in _KNOWN and all(isinstance(each, np.ndarray) for each in values):
             with jax.ensure_compile_time_eval():
-                return [np.asarray(each) for each in bind(eqn, values)]
+                return [np.asarray(each) for each in bind_eqn(eqn, values)]
         indices = values[_MOVING.get(name, 0) :]
         if name in _MOVING and all(isinstance(each, np.ndarray) for each in indices):
             params = {**params, **({"fill_value": _FILL} if name == "gather" else {})}
@@ -190,14 +197,14 @@ class _Evaluation:
         if name == "scan":
             return self._scan(eqn, values)
         shapes = [var.aval.shape for var in eqn.outvars]
-        tag = f"{name} {described(params)}"
+        tag = f"{name} {simple_params(params)}"
         if name == "cond":
             branches = (self._inside(branch, values[1:]) for branch in params["branches"])
             pairs = zip(shapes, zip(*branches, strict=True), strict=True)
             return [by_entry(tag, [values[0], *map(symbols_of, each)], to) for to, each in pairs]
         if name in BY_ENTRY:
             return [by_entry(tag, values, shapes[0])]
-        rule: Rule = RULES.get(name, of_all)
+        rule: Rule = SYMBOL_RULES.get(name, of_all)
         return rule(params, tag, values, shapes)
 
     def _hide(self, eqn: Any, ruled: bool = True) -> None:

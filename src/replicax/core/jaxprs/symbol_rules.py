@@ -171,7 +171,7 @@ def _convolution(params: Any, tag: str, values: list[Symbols], shapes: list[Any]
 
 
 _REDUCING = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
-RULES: dict[str, Rule] = {
+SYMBOL_RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCING.split(), partial(_along, "axes")),
     **dict.fromkeys(
         ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k"), partial(_along, "axis")

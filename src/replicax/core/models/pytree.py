@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.ground.leaves import PyTree, changes, is_random_key, kind, takes
+from replicax.core.ground.leaves import PyTree, is_random_key, kind, kind_changes, takes
 from replicax.core.models.definition import CallContext, SplitModel, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
@@ -103,7 +103,7 @@ class CustomState(PytreeDefinition):
         """Return the arrays of the state returned by a step, in their previous dtypes."""
         definition, params, _ = split_pytree(after, CustomState)
         states = self.merge(before, {}), definition.merge(params, {})
-        for path, was, now in changes(*states, lambda x: kind(x) if is_array(x) else repr(x)):
+        for path, was, now in kind_changes(*states, lambda x: kind(x) if is_array(x) else repr(x)):
             raise StateError(
                 f"state{path} is {was} before the step and {now} after it; both must match, and "
                 "changing values must be arrays: keep its kind, or create it with jnp.asarray"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.ground.leaves import PyTree, changes
+from replicax.core.ground.leaves import PyTree, kind_changes
 from replicax.core.models.definition import CallContext, is_array
 from replicax.errors import LossError
 
@@ -71,7 +71,7 @@ def take_state(returned: Any, extras: PyTree, view: CallContext) -> PyTree:
             "it: return rx.Written(values, state)"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
-    for path, was, now in changes(extras.state, after):
+    for path, was, now in kind_changes(extras.state, after):
         raise LossError(
             f"state{path} was {was} and is {now}; a loss must return state with the same arrays as "
             "before: return all of it, cast to the same dtypes"

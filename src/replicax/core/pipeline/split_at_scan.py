@@ -18,7 +18,7 @@ from replicax.errors import LossError
 _CASTS = ("convert_element_type", "copy", "copy_p")
 """Primitives that keep each layer of a stack in place, for any number of layers."""
 
-Values = Sequence[Any]
+_Values = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,14 @@ class StageParts:
         """Shapes of the loss's outputs."""
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.traced.out_avals]
 
-    def first(self, inputs: Values) -> list[jax.Array]:
+    def first(self, inputs: _Values) -> list[jax.Array]:
         """Return the carry that is input to the first layer."""
         found = self._run(self._operands[1], inputs)
         pairs = zip(found, self.carried, strict=True)
         return [jnp.asarray(each, like.dtype) for each, like in pairs]
 
     def through(
-        self, inputs: Values, carry: list[jax.Array], stage: jax.Array, stages: int
+        self, inputs: _Values, carry: list[jax.Array], stage: jax.Array, stages: int
     ) -> list[jax.Array]:
         """Return `carry` after the layers of stage `stage` of `stages`."""
         count = self.scan.params["length"] // stages
@@ -68,7 +68,7 @@ class StageParts:
         carry, _ = lax.scan(step, carry, stacks, length=count, unroll=unroll)
         return carry
 
-    def rest(self, inputs: Values, carry: list[jax.Array]) -> list[Any]:
+    def rest(self, inputs: _Values, carry: list[jax.Array]) -> list[Any]:
         """Return the loss's outputs from the carry after the last layer."""
         jaxpr = self.traced.jaxpr
         return self._run(jaxpr.outvars, [*inputs, *carry], self.scan.outvars[: len(carry)])
@@ -77,7 +77,7 @@ class StageParts:
     def _operands(self) -> tuple[list[Any], ...]:
         return of_scan(self.scan.params, self.scan.invars)
 
-    def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
+    def _run(self, wanted: Sequence[Any], values: _Values, more: Sequence[Any] = ()) -> list[Any]:
         """Compute the variables `wanted` from `values` of the inputs and of `more` variables."""
         whole = self.traced.jaxpr
         jaxpr = whole.replace(

@@ -21,7 +21,7 @@ from replicax.core.pipeline.split_at_scan import stage_parts
 from replicax.core.pipeline.stage_ticks import Stage
 from replicax.core.placement.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.placement.sharding_rules import axes_of
-from replicax.core.step.accumulate import cut, folded
+from replicax.core.step.accumulate import folded, split_rows
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import Objective, only_read
@@ -107,7 +107,7 @@ class Staged(Objective):
             params, extras, batch, key, step, scale = given
             stage = Stage(
                 *(parts, structure, stages, self.micro_batches, index[0], params, extras),
-                rows=batch.map_rows(partial(cut, parts=self.micro_batches)),
+                rows=batch.map_rows(partial(split_rows, parts=self.micro_batches)),
                 view=CallContext(folded(key, replica[0]), step=step, scale=scale),
             )
             return function(stage)

@@ -20,9 +20,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, bind, called, evaluate, of_scan, variables
+from replicax.core.jaxprs.jaxpr import (
+    CALLS,
+    REMATS,
+    bind_eqn,
+    called,
+    evaluate_jaxpr,
+    of_scan,
+    variables,
+)
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
@@ -70,8 +78,8 @@ class Gathering:
     """Whether the code sees one replica's shards."""
 
     def __call__(
-        self, function: Callable[[PyTree], Result], params: PyTree, precision: Precision
-    ) -> Result:
+        self, function: Callable[[PyTree], _Result], params: PyTree, precision: Precision
+    ) -> _Result:
         """Return `function` of the whole parameters in the compute dtype of `precision`.
 
         Parameters are cast before the all-gather, gradients after the reduce-scatter.
@@ -84,7 +92,7 @@ class Gathering:
             jax.tree.unflatten(structure, whole)
         )
         found = _evaluate(closed, inputs, in_loop=False)
-        result: Result = jax.tree.unflatten(jax.tree.structure(shapes), found)
+        result: _Result = jax.tree.unflatten(jax.tree.structure(shapes), found)
         return result
 
     def _input(self, leaf: jax.Array, sharding: NamedSharding, precision: Precision) -> Any:
@@ -113,7 +121,7 @@ class _Split:
     def whole(self) -> jax.Array:
         value = _gathered(self.part, self.place)
         for move in self.moves:
-            [value] = bind(move, [value])
+            [value] = bind_eqn(move, [value])
         return value
 
 
@@ -159,14 +167,14 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list
         some = [v.whole if isinstance(v, _Split) and uses[atom] > 1 else v for atom, v in pairs]
         return _apply(eqn, some, in_loop)
 
-    return _all_whole(evaluate(closed, inputs, apply, lambda value: value))
+    return _all_whole(evaluate_jaxpr(closed, inputs, apply, lambda value: value))
 
 
 def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
     """Apply an equation; a parameter that it only moves stays sharded."""
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
-        return bind(eqn, values)
+        return bind_eqn(eqn, values)
     if name in _MOVES and len(values) == 1:
         return [dataclasses.replace(split[0], moves=(*split[0].moves, eqn))]
     if name in CALLS:
@@ -177,9 +185,9 @@ def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
     if name == "scan":
         return _scan(eqn, values)
     if name in _LOOPS:
-        return bind(eqn, _all_whole(values))
+        return bind_eqn(eqn, _all_whole(values))
     settings = {"policy": None, "prevent_cse": not in_loop}
-    return _with_parts(lambda values: bind(eqn, _all_whole(values)), values, settings)
+    return _with_parts(lambda values: bind_eqn(eqn, _all_whole(values)), values, settings)
 
 
 def _with_parts(

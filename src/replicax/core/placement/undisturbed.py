@@ -69,18 +69,18 @@ class _Configured(Protocol):
 
 
 Self = TypeVar("Self", bound=_Configured)
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 def of_one_thread(
-    method: Callable[Concatenate[Self, Given], Result],
-) -> Callable[Concatenate[Self, Given], Result]:
+    method: Callable[Concatenate[Self, _Given], _Result],
+) -> Callable[Concatenate[Self, _Given], _Result]:
     """Return a method of an object with a configuration that runs undisturbed."""
 
     @functools.wraps(method)
-    def run(self: Self, *given: Given.args, **options: Given.kwargs) -> Result:
+    def run(self: Self, *given: _Given.args, **options: _Given.kwargs) -> _Result:
         with self.configuration.undisturbed():
             return method(self, *given, **options)
 
-    return cast(Callable[Concatenate[Self, Given], Result], run)
+    return cast(Callable[Concatenate[Self, _Given], _Result], run)

@@ -62,7 +62,7 @@ class Sequential:
 
         if not some:
             return one(state.extras, 0, batch)
-        parts = jax.tree.map(partial(cut, parts=self.parts), batch)
+        parts = jax.tree.map(partial(split_rows, parts=self.parts), batch)
         return add_in_turn(one, state.extras, parts, self.parts)
 
 
@@ -103,7 +103,7 @@ def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def cut(array: jax.Array, parts: int) -> jax.Array:
+def split_rows(array: jax.Array, parts: int) -> jax.Array:
     """Reshape `[rows, ...]` to `[parts, rows / parts, ...]`; part k gets rows k, k + parts, ...
 
     Adjacent rows go to different parts, so a dim sharded over devices stays sharded without moving

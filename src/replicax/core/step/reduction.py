@@ -17,7 +17,7 @@ from replicax.errors import choose
 
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: this replica's part, along `dim`, of the sum over `axis`."""
-Total = Callable[[jax.Array], jax.Array]
+SumRows = Callable[[jax.Array], jax.Array]
 """Adds an array over its first dim."""
 
 
@@ -154,7 +154,7 @@ class Wire:
             return sums
         return dataclasses.replace(sums, gradient=jax.tree.map(self.round, sums.gradient))
 
-    def add_in_parts(self, sums: PyTree, axis: Axis, total: Total | None = None) -> PyTree:
+    def add_in_parts(self, sums: PyTree, axis: Axis, total: SumRows | None = None) -> PyTree:
         """Return the sums over all replicas. Each replica adds one part of a vector by `total`,
         received from all, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as in a
         ring all-reduce.
@@ -168,14 +168,14 @@ class Wire:
         return _as_vectors(sums, add, replicas)
 
     def scatter_in_parts(
-        self, leaf: jax.Array, axis: Axis, dim: int, total: Total | None = None
+        self, leaf: jax.Array, axis: Axis, dim: int, total: SumRows | None = None
     ) -> jax.Array:
         """Return this replica's part, along `dim`, of the sum that `add_in_parts` computes."""
         front = jnp.moveaxis(leaf, dim, 0)
         part = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, total)
         return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
 
-    def _own_part(self, parts: jax.Array, axis: Axis, total: Total | None) -> jax.Array:
+    def _own_part(self, parts: jax.Array, axis: Axis, total: SumRows | None) -> jax.Array:
         """Sum `parts[own index]` over all replicas."""
         parts = self._send(parts, lambda array: lax.all_to_all(array, axis, 0, 0))
         if len(parts) == 1:

@@ -32,7 +32,7 @@ _LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     """Return leaf name -> dtype and shape of each array in `state`, which may be abstract."""
-    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in named(state).items()}
+    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in _named(state).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
@@ -43,7 +43,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     consume `state`: a function that waits until the shards are written and raises any error.
     """
     epath = require("etils.epath", "checkpoints")
-    leaves = _with_elements(named(state))
+    leaves = _with_elements(_named(state))
     tiny = {name: leaves.pop(name) for name in small(leaves)}
     values = {name: value.tobytes() for name, value in jax.device_get(tiny).items()}
     args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(leaves)
@@ -78,7 +78,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
 def read(like: TrainState, folder: Path) -> TrainState:
     """Return the state in `folder`, sharded like `like`; each process reads its own shards."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
-    leaves = named(like)
+    leaves = _named(like)
     wanted, values = _with_elements(leaves), read_small(folder)
     tiny = {name: wanted.pop(name) for name in values.keys() & wanted.keys()}
     arguments = {
@@ -141,7 +141,7 @@ def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def named(tree: Any) -> dict[str, Any]:
+def _named(tree: Any) -> dict[str, Any]:
     """Return leaf name -> leaf. Names are valid folder names such as `params.dense.kernel`."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -193,7 +193,7 @@ def params_not_finite(state: TrainState) -> set[str]:
     check_unused(state)
     found = {
         name: leaf
-        for name, leaf in named(state.params).items()
+        for name, leaf in _named(state.params).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     # A program of hundreds of scalars would take seconds to compile.

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-FILE = "small.bin"
+_FILE = "small.bin"
 _MOST_BYTES = 1024
 _FEWEST = 256
 """Usual models have fewer, and remain readable by Orbax alone."""
@@ -33,7 +33,7 @@ def small(leaves: Mapping[str, Any]) -> list[str]:
 def write_small(folder: Path, values: Mapping[str, bytes]) -> None:
     """Write the file; it is on disk when this returns."""
     sizes = {name: len(value) for name, value in values.items()}
-    with (folder / FILE).open("wb") as file:
+    with (folder / _FILE).open("wb") as file:
         file.write(msgspec.json.encode(sizes) + b"\n" + b"".join(values.values()))
         file.flush()
         os.fsync(file.fileno())
@@ -42,7 +42,7 @@ def write_small(folder: Path, values: Mapping[str, bytes]) -> None:
 def read_small(folder: Path) -> dict[str, bytes]:
     """Return the contents of each array in the file; none without a file."""
     try:
-        header, _, data = (folder / FILE).read_bytes().partition(b"\n")
+        header, _, data = (folder / _FILE).read_bytes().partition(b"\n")
     except FileNotFoundError:
         return {}
     found, start = {}, 0

@@ -55,7 +55,7 @@ LOSSES = "losses"
 """The window of recent losses for spike detection."""
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
+def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
     """Check the checkpoint in `folder`: names and sizes first, then every byte."""
     check_files(folder, manifest.files)
     chunks = dict.fromkeys(manifest.arrays, 0)
@@ -156,7 +156,7 @@ class Store:
         return manifest
 
     def verify(self, path: Path, manifest: Manifest) -> None:
-        verify(self._copy(path), manifest)
+        verify_checkpoint(self._copy(path), manifest)
         self._verified = path
 
     def local(self, path: Path) -> Path:

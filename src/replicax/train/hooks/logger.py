@@ -21,7 +21,7 @@ END_SECONDS = 10.0
 """Timeout for sending queued records when the run ends."""
 SLOW_SECONDS = 30.0
 """Time without a response after which an alarm is printed."""
-FILE = "records.csv"
+_FILE = "records.csv"
 _FIRST = ("kind", "step", "epoch", "rows", "seconds")
 
 
@@ -181,7 +181,7 @@ class CSV(Logger):
 
     def start(self, run: Running) -> None:
         if run.is_main:
-            self._path = on_disk(run.folder, self._wanted, FILE, "CSV()")
+            self._path = on_disk(run.folder, self._wanted, _FILE, "CSV()")
             check_replaceable(self._path)
         super().start(run)
 

@@ -13,7 +13,7 @@ from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.places import on_disk
 
-FOLDER = "profile"
+_FOLDER = "profile"
 
 
 class Profile(Hook):
@@ -66,7 +66,7 @@ class Profile(Hook):
         if not run.is_main:
             return
         name = f"Profile({self._first}, {self._last})"
-        folder = on_disk(run.folder, self._folder, FOLDER, name)
+        folder = on_disk(run.folder, self._folder, _FOLDER, name)
         folder.mkdir(parents=True, exist_ok=True)  # JAX would fail only at the end of the profile
         self._into, self._done = str(folder), False
 

@@ -1,0 +1,299 @@
+"""A batch: one row dim, dtypes that a device holds, and padding that counts for nothing."""
+
+import sys
+import types
+from collections import ChainMap, OrderedDict, UserDict
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+
+from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
+from replicax.core.placement.mesh import by_rows, make_mesh
+from replicax.errors import DataError
+
+
+def test_padding_repeats_rows_from_the_first_on_with_mask_zero() -> None:
+    batch = pad({"x": np.array([10, 11, 12])}, 8, np.array([5, 6, 7]))
+    assert batch.data["x"].tolist() == [10, 11, 12, 10, 11, 12, 10, 11]
+    assert batch.mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert batch.index.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert (batch.rows, batch.size) == (3, 8)
+    assert (batch.mask.dtype, batch.index.dtype) == (np.float32, np.int32)
+
+
+def test_a_full_batch_is_not_copied() -> None:
+    x = np.arange(4)
+    batch = pad(x, 4, np.arange(4))
+    assert batch.data is x
+    assert batch.mask.tolist() == [1, 1, 1, 1]
+
+
+def test_row_count_is_the_shared_leading_dim() -> None:
+    assert row_count({"x": np.zeros((5, 2)), "y": [np.zeros(5), np.zeros((5, 1, 3))]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"x": np.zeros((4, 2)), "y": np.zeros(3)}, ["['x']", "4", "['y']", "3"]),
+        ({"x": {"a": np.zeros(4)}, "y": (np.zeros(7),)}, ["['x']['a']", "4", "['y'][0]", "7"]),
+        ({"x": np.zeros(4), "rate": 0.5}, ["['rate']", "scalar"]),
+        ({"x": np.zeros(4), "rate": np.float32(1)}, ["['rate']", "scalar"]),
+        ({}, ["no array"]),
+        (None, ["no array"]),
+    ],
+)
+def test_leaves_without_one_row_dim_are_refused_by_name(data: Any, words: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        row_count(data)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ("float64", "float32"),
+        ("int64", "int32"),
+        ("uint64", "uint32"),
+        ("complex128", "complex64"),
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("uint8", "uint8"),
+        ("bool", "bool"),
+    ],
+)
+def test_host_rows_have_the_dtype_that_a_device_holds(given: str, held: str) -> None:
+    assert host_rows({"x": np.ones(3, given)}, copy=False)["x"].dtype == held
+
+
+def test_arrays_of_a_device_dtype_are_not_copied() -> None:
+    x = np.ones(3, np.float32)
+    assert host_rows([x], copy=False)[0] is x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
+def test_a_copy_is_not_written_to_by_others(dtype: str) -> None:
+    buffer = np.ones(3, dtype)
+    copied = host_rows({"x": buffer}, copy=True)
+    buffer[:] = 7
+    assert copied["x"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.array([0, 2**31]), ["['x']", "int64", "2147483648", "int32", "2147483647"]),
+        (np.array([-(2**31) - 1, 0]), ["['x']", "-2147483649", "-2147483648"]),
+        (np.array([2**32], np.uint64), ["['x']", "uint64", "4294967296", "uint32"]),
+    ],
+)
+def test_integers_that_do_not_fit_are_refused_with_their_range(
+    array: np.ndarray, words: list[str]
+) -> None:
+    with pytest.raises(DataError) as caught:
+        host_rows({"x": array}, copy=False)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
+def test_integers_at_the_limit_fit(value: int) -> None:
+    assert host_rows(np.array([value]), copy=False).tolist() == [value]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["cat", "dog"]),
+        np.array([b"cat", b"dog"]),
+        np.array([None, object()]),
+        np.zeros(2, "datetime64[s]"),
+        np.zeros(2, "timedelta64[s]"),
+        np.zeros(2, [("a", "f4")]),
+    ],
+    ids=["str", "bytes", "object", "datetime", "timedelta", "structured"],
+)
+def test_what_is_no_number_is_refused_by_name(array: np.ndarray) -> None:
+    with pytest.raises(DataError, match=r"\['label'\].*only numbers"):
+        host_rows({"label": array}, copy=False)
+
+
+def test_float64_too_large_for_float32_is_refused() -> None:
+    with pytest.raises(DataError, match=r"\['x'\].*float64"):
+        host_rows({"x": np.array([1e300])}, copy=False)
+
+
+def test_infinity_and_nan_stay() -> None:
+    given = np.array([np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(host_rows(given, copy=False), given.astype(np.float32))
+
+
+def test_bfloat16_stays() -> None:
+    assert host_rows(np.ones(2, jax.numpy.bfloat16), copy=False).dtype == jax.numpy.bfloat16
+
+
+class TensorLike:
+    """Like a tensor of torch: `np.asarray` reads it, and it has its own shape."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+        self.shape = (len(values),)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values, dtype)
+
+
+def test_whatever_asarray_reads_is_a_leaf() -> None:
+    data = {"x": TensorLike([1.0, 2.0])}
+    assert row_count(data) == 2
+    assert host_rows(data, copy=False)["x"].tolist() == [1.0, 2.0]
+
+
+def test_place_splits_rows_over_all_devices() -> None:
+    host = pad({"x": np.arange(32, dtype=np.uint8).reshape(16, 2)}, 16, np.arange(16))
+    batch = Share(by_rows(make_mesh()), 16).place(host)
+    for array in (batch.data["x"], batch.mask, batch.index):
+        assert len({shard.device for shard in array.addressable_shards}) == 8
+        assert {shard.data.shape[0] for shard in array.addressable_shards} == {2}
+    first = batch.data["x"].addressable_shards[0]
+    np.testing.assert_array_equal(first.data, host.data["x"][first.index])
+    assert batch.data["x"].dtype == np.uint8
+    assert batch.rows == 16
+
+
+def test_a_batch_is_a_pytree_of_its_arrays() -> None:
+    batch = pad({"x": np.arange(3.0)}, 4, np.arange(3))
+    again = jax.tree.map(lambda leaf: leaf + 1, batch)
+    assert type(again) is Batch
+    assert again.data["x"].tolist() == [1, 2, 3, 1]
+    assert again.mask.tolist() == [2, 2, 2, 1]
+    assert again.index.tolist() == [1, 2, 3, 1]
+    assert len(jax.tree.leaves(batch)) == 3
+
+
+def test_counts_known_on_the_host_do_not_make_another_structure() -> None:
+    full, short = (pad(np.zeros(rows), 4, np.arange(rows)) for rows in (4, 3))
+    assert jax.tree.structure(full) == jax.tree.structure(short)
+
+
+class Tensor:
+    """The part of a tensor of torch that is read here."""
+
+    def __init__(self, array: np.ndarray, dtype: str, requires_grad: bool = False) -> None:
+        self.array, self.dtype, self.requires_grad = array, f"torch.{dtype}", requires_grad
+        self.shape = array.shape
+
+    def detach(self) -> "Tensor":
+        return Tensor(self.array, self.dtype.removeprefix("torch."))
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def element_size(self) -> int:
+        return self.array.dtype.itemsize
+
+    def view(self, dtype: str) -> "Tensor":
+        return Tensor(self.array.view(dtype), dtype)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        if self.requires_grad or "bfloat16" in self.dtype or "sparse" in self.dtype:
+            raise RuntimeError("use detach,\nor another dtype")
+        return self.array
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(Tensor=Tensor, int16="int16", uint8="uint8")
+    monkeypatch.setitem(sys.modules, "torch", module)
+
+
+def test_a_tensor_of_torch_is_data_without_its_gradient(torch: None) -> None:
+    x = np.arange(3, dtype=np.float32)
+    assert host_rows({"x": Tensor(x, "float32", requires_grad=True)}, copy=False)["x"] is x
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_dtypes_that_numpy_lacks_keep_their_bits(torch: None, dtype: str) -> None:
+    x = jnp.arange(3, dtype=dtype)
+    found = host_rows(Tensor(np.asarray(x), dtype), copy=True)
+    assert (found.dtype, found.tolist()) == (x.dtype, x.tolist())
+
+
+def test_what_numpy_cannot_read_is_refused_by_name(torch: None) -> None:
+    with pytest.raises(DataError) as caught:
+        host_rows({"x": Tensor(np.ones(3), "sparse")}, copy=False)
+    assert "['x']" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Lookup(UserDict[Any, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [UserDict, ChainMap, MappingProxyType, OrderedDict])
+def test_any_mapping_is_a_dict(kind: Any) -> None:
+    given = kind({"x": np.zeros(3), "more": Lookup({"y": np.ones((3, 2))})})
+    assert row_count(given) == 3
+    assert host_rows(given, copy=False)["more"]["y"].shape == (3, 2)
+
+
+def test_a_mapping_by_number_is_refused() -> None:
+    with pytest.raises(DataError, match=r"Lookup\b.*\bkey 0\b"):
+        row_count(Lookup({0: np.zeros(3), 1: np.zeros(3)}))
+    assert row_count({0: np.zeros(3), 1: np.zeros(3)}) == 3
+
+
+def test_names_that_cannot_be_sorted_are_refused() -> None:
+    with pytest.raises(DataError, match=r"'int' and 'str'"):
+        row_count({"x": np.zeros(3), 1: np.zeros(3)})
+
+
+def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
+    values = np.arange(4, dtype=np.float32)
+    plain = host_rows(np.ma.masked_array(values, mask=[False] * 4), copy=True)
+    assert type(plain) is np.ndarray
+    assert plain.tolist() == values.tolist()
+    with pytest.raises(DataError, match=r"\['x'\].* 1 of 4 "):
+        host_rows({"x": np.ma.masked_equal(values, 2)}, copy=True)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8", ">f2"])
+def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
+    found = host_rows(np.array([1, 200, 3], dtype), copy=False)
+    assert found.dtype.isnative
+    assert found.tolist() == [1, 200, 3]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [np.ones(3, np.longdouble), np.ones(3, np.clongdouble), scipy.sparse.csr_array(np.eye(3))],
+    ids=["longdouble", "clongdouble", "sparse"],
+)
+def test_arrays_that_no_device_holds_are_refused_by_name(leaf: Any) -> None:
+    for copy in (True, False):
+        with pytest.raises(DataError, match=r"\['x'\]"):
+            host_rows({"x": leaf}, copy=copy)
+
+
+class Picky:
+    """A class whose constructor checks its argument."""
+
+    def __init__(self, x: Any) -> None:
+        assert x.ndim == 2
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Picky, lambda own: ((own.x,), None), lambda _, own: Picky(*own))
+
+
+def test_a_class_that_jax_cannot_make_is_no_batch() -> None:
+    with pytest.raises(DataError, match="Picky"):
+        row_count(Picky(np.ones((3, 2))))

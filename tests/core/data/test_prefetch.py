@@ -1,0 +1,105 @@
+"""Prefetching in a thread: bounded, with errors passed on, and ended with its reader."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.waiting import until
+
+from replicax.core.data.feed import prefetched
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "replicax-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    assert not threads()
+    yield
+    assert until(lambda: not threads())
+
+
+class Counter:
+    """Counts the items it has made."""
+
+    def __init__(self, last: int) -> None:
+        self.made = 0
+        self._last = last
+
+    def __call__(self, closing: threading.Event) -> Iterator[int]:
+        while self.made < self._last:
+            self.made += 1
+            yield self.made
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_items_come_in_order_and_end(depth: int) -> None:
+    made = prefetched(Counter(20), depth)
+    assert list(made) == list(range(1, 21))
+    assert list(made) == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
+    counter = Counter(100)
+    made = prefetched(counter, depth)
+    for taken in range(1, 6):
+        assert next(made) == taken
+        assert until(lambda taken=taken: counter.made == taken + depth + 1)
+        time.sleep(0.01)
+        assert counter.made == taken + depth + 1  # the queue, and the one that waits for room
+    made.close()
+
+
+def test_an_error_comes_where_its_item_would_have() -> None:
+    reason = "the disk is gone"
+
+    def items(closing: threading.Event) -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError(reason)
+
+    made = prefetched(items, 5)
+    assert (next(made), next(made)) == (1, 2)
+    with pytest.raises(OSError, match=reason):
+        next(made)
+    assert not threads()
+    with pytest.raises(StopIteration):
+        next(made)
+
+
+def test_breaking_off_ends_the_thread_and_the_source() -> None:
+    closed = threading.Event()
+
+    def items(closing: threading.Event) -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            closed.set()
+
+    made = prefetched(items, 2)
+    assert next(made) == 0
+    made.close()
+    assert not threads()
+    assert until(closed.is_set)
+    with pytest.raises(StopIteration):
+        next(made)
+
+
+def test_forgetting_it_ends_the_thread() -> None:
+    made = prefetched(Counter(10**9), 2)
+    next(made)
+    assert threads()
+    del made
+    gc.collect()
+    assert until(lambda: not threads())
+
+
+def test_closing_twice_is_closing() -> None:
+    made = prefetched(Counter(3), 2)
+    assert next(made) == 1
+    made.close()
+    made.close()

@@ -1,0 +1,146 @@
+"""Values in a batch that are not rows: `rx.Shared`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import only
+
+import replicax as rx
+
+ROWS, BATCH, RATE = 52, 32, 0.05
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"mode": "single"}),
+    "jit": (4, {}),
+    "accumulated": (4, {"accumulate": 2}),
+    "fsdp": (8, {"layout": "fsdp"}),
+    "shard_map": (4, {"mode": "shard_map"}),
+    "shard_map, accumulated": (4, {"mode": "shard_map", "accumulate": 2}),
+    "pmap": (4, {"mode": "pmap"}),
+    "exact": (8, {"mode": "exact", "micro_shards": 8}),
+}
+places = pytest.mark.parametrize(
+    "place", only(["accumulated", "shard_map, accumulated"], list(PLACES))
+)
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+MODEL = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32)}
+
+
+def values(number: int) -> dict[str, Any]:
+    """Return a batch's shared values: a number, and a pytree with an array as long as a batch."""
+    return {"clip": 9.0 + number, "target": {"w": np.linspace(0, number, BATCH), "n": number}}
+
+
+def batches() -> list[dict[str, Any]]:
+    return [
+        {"x": X[at : at + BATCH], **{n: rx.Shared(v) for n, v in values(number).items()}}
+        for number, at in enumerate(range(0, ROWS, BATCH))
+    ]
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    target = batch["target"]
+    error = jnp.sum((batch["x"] @ model["w"].T[:, :4] - target["w"][:4] - target["n"]) ** 2, -1)
+    return jnp.minimum(error, batch["clip"]), {"clipped": (error > batch["clip"]) * 1.0}
+
+
+def parallel(place: str, **more: Any) -> rx.DataParallel:
+    devices, settings = PLACES[place]
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    given = (loss, optax.sgd(RATE)) if "step" not in more else ()
+    return rx.DataParallel(*given, mesh=mesh, **settings, **more)
+
+
+def by_hand() -> tuple[Any, list[tuple[float, float]]]:
+    """Train in plain JAX on one device, with the values as they are."""
+    model, told = MODEL, []
+    for number, batch in enumerate(batches()):
+        plain = {"x": batch["x"], **values(number)}
+
+        def mean(model: Any, plain: Any = plain) -> Any:
+            found, metrics = loss(model, plain, None)
+            return found.mean(), metrics["clipped"].mean()
+
+        (value, clipped), gradient = jax.value_and_grad(mean, has_aux=True)(model)
+        model = jax.tree.map(lambda param, slope: param - RATE * slope, model, gradient)
+        told.append((float(value), float(clipped)))
+    return model, told
+
+
+@places
+def test_every_replica_sees_them_whole(place: str) -> None:
+    expected, told = by_hand()
+    assert 0 < told[0][1] < 1
+    dp = parallel(place)
+    state, found = dp.init(MODEL), []
+    for batch in dp.feed(batches(), BATCH):
+        state, metrics = dp.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["clipped"])))
+    np.testing.assert_allclose(found, told, rtol=1e-5)
+    np.testing.assert_allclose(dp.model(state)["w"], expected["w"], rtol=1e-4, atol=1e-6)
+    assert dp.program(state).step.cache_size() == 1
+
+
+@places
+def test_in_evaluation_and_predictions(place: str) -> None:
+    dp = parallel(place)
+    state = dp.init(MODEL)
+    per_row = np.concatenate(
+        [
+            np.asarray(loss(MODEL, {"x": batch["x"], **values(number)}, None)[0])
+            for number, batch in enumerate(batches())
+        ]
+    )
+    assert dp.evaluate(state, batches())["loss"] == pytest.approx(per_row.mean(), rel=1e-5)
+    predicted = dp.predict(lambda m, b, k: loss(m, b, k)[0], state, dp.feed(batches(), BATCH))
+    np.testing.assert_allclose(predicted, per_row, rtol=1e-4, atol=1e-5)
+
+
+@places
+def test_in_a_custom_step(place: str) -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state, batch, key)
+        rate = batch["clip"].value * 0 + RATE
+        return jax.tree.map(lambda p, g: p - rate * g, state, gradient), means
+
+    if PLACES[place][1].get("layout") == "fsdp":
+        pytest.skip("fsdp splits the state of a custom step alike: see test_custom_step")
+    dp = parallel(place, step=step)
+    state, found = dp.init(MODEL), []
+    for batch in batches():
+        state, metrics = dp.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["clipped"])))
+    np.testing.assert_allclose(found, by_hand()[1], rtol=1e-5)
+
+
+def test_beside_arrays_they_stay_for_an_epoch() -> None:
+    source = {"x": X, **{n: rx.Shared(v) for n, v in values(0).items()}}
+    dp = parallel("jit")
+    state = dp.init(MODEL)
+    expected = float(loss(MODEL, {"x": X, **values(0)}, None)[0].mean())
+    assert dp.evaluate(state, dp.feed(source, BATCH))["loss"] == pytest.approx(expected, rel=1e-5)
+    result = rx.fit(dp, state, source, batch_size=BATCH, steps=2, progress=False)
+    assert result.step == 2
+
+
+def test_a_lowered_step_is_the_one_that_runs() -> None:
+    dp = parallel("jit")
+    lowered = dp.lower(MODEL, batches()[0])
+    state = dp.init(MODEL)
+    placed = next(iter(dp.feed(batches(), BATCH)))
+    assert dp.lower(state, placed).as_text() == lowered.as_text()
+
+
+def test_verify_takes_them() -> None:
+    dp = parallel("jit")
+    assert rx.verify(dp, MODEL, batches()[0], modes=["shard_map"], micro_batches=2).ok
+
+
+def test_only_rows_are_counted() -> None:
+    dp = parallel("jit")
+    with pytest.raises(rx.DataError, match="no array"):
+        dp.step(dp.init(MODEL), {"clip": rx.Shared(1.0)})
+    assert repr(rx.Shared(0.2)) == "Shared(0.2)"

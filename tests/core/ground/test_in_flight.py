@@ -1,0 +1,116 @@
+"""The tracker of dispatched steps, with fake results."""
+
+import threading
+
+import pytest
+
+from replicax.core.ground.in_flight import STEPS_IN_FLIGHT, InFlight
+
+
+class Result:
+    """A fake array on devices: done when waited for, or before."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.done, self.waited, self.error = False, 0, error
+
+    def is_ready(self) -> bool:
+        return self.done
+
+    def block_until_ready(self) -> None:
+        self.waited += 1
+        self.done = True
+        if self.error is not None:
+            raise self.error
+
+
+def added(steps: InFlight, count: int) -> list[Result]:
+    """The results of `count` steps, each with its number as a note."""
+    results = [Result() for _ in range(count)]
+    for result in results:
+        steps.add(result)
+        steps.note(steps.begun)
+    return results
+
+
+def test_the_oldest_is_waited_for_once_too_many_are_unfinished() -> None:
+    steps = InFlight()
+    results = added(steps, STEPS_IN_FLIGHT)
+    assert not any(result.waited for result in results)
+    results += added(steps, 2)
+    assert [result.waited for result in results] == [1, 1, *[0] * STEPS_IN_FLIGHT]
+    assert (steps.begun, steps.finished) == (STEPS_IN_FLIGHT + 2, 2)
+
+
+def test_what_has_finished_is_counted_without_waiting() -> None:
+    steps = InFlight()
+    results = added(steps, 4)
+    for finished in (results[0], results[1], results[3]):  # they finish in order
+        finished.done = True
+    assert steps.finished == 2
+    assert not any(result.waited for result in results)
+
+
+def test_what_a_step_raises_is_raised_although_it_was_counted() -> None:
+    steps = InFlight()
+    reason = "connection reset by peer"
+    broken = Result(RuntimeError(reason))
+    steps.add(broken)
+    broken.done = True
+    assert steps.finished == 1
+    with pytest.raises(RuntimeError, match=reason):
+        added(steps, STEPS_IN_FLIGHT)
+
+
+def test_notes_come_in_order_once_their_steps_have_finished() -> None:
+    steps = InFlight()
+    added(steps, STEPS_IN_FLIGHT)
+    assert list(steps.notes()) == []
+    added(steps, 3)
+    assert list(steps.notes()) == [1, 2, 3]
+    assert steps.remaining == [4, 5, 6, 7]
+    assert list(steps.notes(1)) == [4, 5, 6]
+    assert list(steps.notes(0)) == [7]
+    assert list(steps.notes(0)) == []
+
+
+def test_notes_are_taken_one_at_a_time() -> None:
+    steps = InFlight()
+    results = added(steps, 3)
+    notes = steps.notes(0)
+    assert next(notes) == 1
+    assert [result.waited for result in results] == [1, 0, 0]
+    assert steps.remaining == [2, 3]
+
+
+def test_notes_of_steps_that_others_have_waited_for_are_kept() -> None:
+    steps = InFlight()
+    added(steps, 2)
+    for _ in range(2 * STEPS_IN_FLIGHT):
+        steps.add(Result())
+    assert list(steps.notes()) == [1, 2]
+
+
+def test_notes_can_be_dropped() -> None:
+    steps = InFlight()
+    added(steps, 2 * STEPS_IN_FLIGHT)
+    steps.forget()
+    assert steps.remaining == []
+    added(steps, 1)
+    assert list(steps.notes(0)) == [2 * STEPS_IN_FLIGHT + 1]
+
+
+def test_another_thread_may_look_at_any_time() -> None:
+    steps, over = InFlight(), threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        while not over.is_set():
+            seen.append((steps.finished, steps.begun))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    added(steps, 20_000)
+    over.set()
+    thread.join()
+    assert all(finished <= begun for finished, begun in seen)
+    assert [pair[0] for pair in seen] == sorted(pair[0] for pair in seen)

@@ -1,0 +1,219 @@
+"""Functional models that return their state: `rx.Stateful` and `rx.Written`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.resumable import bits
+from support.tiers import exhaustive, only
+
+import replicax as rx
+
+BATCH = 32
+OPTIMIZER = optax.sgd(0.05, momentum=0.9)
+PLACES = [("single", 1), ("jit", 1), ("jit", 4), ("shard_map", 1), ("pmap", 1)]
+GATHERED = [("single", 1), ("jit", 4), ("shard_map", 4), ("pmap", 4), ("exact", 1), ("exact", 4)]
+
+
+def rows(count: int = 64) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, 4)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[:, :1])}
+
+
+class Network(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.SpectralNorm
+
+    def __init__(self, key: Any) -> None:
+        first, last, spectral = jax.random.split(key, 3)
+        self.first = eqx.nn.Linear(4, 8, key=first)
+        self.norm = eqx.nn.BatchNorm(8, "rows", mode="batch")
+        self.last = eqx.nn.SpectralNorm(eqx.nn.Linear(8, 1, key=last), "weight", key=spectral)
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        hidden, state = self.norm(self.first(x), state)
+        return self.last(jnp.tanh(hidden), state)
+
+
+def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
+    found, state = jax.vmap(model.model, (0, None), (0, None), axis_name="rows")(
+        batch["x"], model.state
+    )
+    error = found - batch["y"]
+    return rx.Written((jnp.sum(error**2, -1), {"size": jnp.abs(error[:, 0])}), state)
+
+
+def codes_loss(model: Any, batch: Any, key: Any) -> Any:
+    """Distance to the nearest code; codes are updated from the rows of the whole batch."""
+    hidden, codes = batch["x"] @ model.model["w"], model.state["codes"]
+
+    def nearest(hidden: Any) -> Any:
+        return jnp.argmin(jnp.sum((hidden[:, None] - codes) ** 2, -1), -1)
+
+    everyone, real = rx.gather((jax.lax.stop_gradient(hidden), rx.row_weights(hidden)))
+    chosen = jax.nn.one_hot(nearest(everyone), len(codes)) * real[:, None]
+    count = jnp.sum(chosen, 0)[:, None]
+    mean = jnp.where(count > 0, chosen.T @ everyone / jnp.maximum(count, 1), codes)
+    state = {"codes": 0.9 * codes + 0.1 * mean, "steps": model.state["steps"] + 1}
+    return rx.Written(jnp.sum((hidden - codes[nearest(hidden)]) ** 2, -1), state)
+
+
+def codebook() -> rx.Stateful:
+    random = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
+    return rx.Stateful({"w": draw(4, 3)}, {"codes": draw(5, 3), "steps": jnp.int32(0)})
+
+
+def network() -> rx.Stateful:
+    return rx.Stateful(*eqx.nn.make_with_state(Network)(jax.random.key(0)))
+
+
+def parallel(loss: Any, mode: str, devices: int, **settings: Any) -> rx.DataParallel:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    return rx.DataParallel(loss, OPTIMIZER, mode=mode, mesh=mesh, **settings)
+
+
+def trained(dp: rx.DataParallel, model: Any, count: int = 64) -> tuple[Any, list[float]]:
+    state, losses = dp.init(model), []
+    for epoch in range(2):
+        for batch in dp.feed(rows(count), BATCH, epoch=epoch):
+            state, metrics = dp.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
+    """Train in plain JAX on one device."""
+    params, rest = eqx.partition(model.model, eqx.is_inexact_array)
+
+    @jax.jit
+    def step(params: Any, moments: Any, state: Any, batch: Any) -> Any:
+        def mean(params: Any) -> Any:
+            written = loss(rx.Stateful(eqx.combine(params, rest), state), batch, None)
+            values = written.values[0] if isinstance(written.values, tuple) else written.values
+            return jnp.mean(values), written.state
+
+        (value, state), gradient = jax.value_and_grad(mean, has_aux=True)(params)
+        updates, moments = OPTIMIZER.update(gradient, moments, params)
+        return optax.apply_updates(params, updates), moments, state, value
+
+    moments, state, losses = OPTIMIZER.init(params), model.state, []
+    for at in (0, BATCH, 0, BATCH):
+        batch = jax.tree.map(lambda leaf, at=at: leaf[at : at + BATCH], rows())
+        params, moments, state, value = step(params, moments, state, batch)
+        losses.append(float(value))
+    return rx.Stateful(eqx.combine(params, rest), state), losses
+
+
+CASES = {
+    **{f"network, {mode}, {count}": (network, mode, count) for mode, count in PLACES},
+    **{f"codebook, {mode}, {count}": (codebook, mode, count) for mode, count in GATHERED},
+}
+
+
+@pytest.mark.parametrize("name", only(["network, jit, 4", "codebook, shard_map, 4"], CASES))
+def test_it_is_plain_jax(name: str) -> None:
+    model, mode, devices = CASES[name]
+    loss = equinox_loss if model is network else codes_loss
+    wanted, expected = by_hand(loss, model())
+    dp = parallel(loss, mode, devices)
+    state, losses = trained(dp, model())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    found, like = (
+        jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (dp.model(state), wanted)
+    )
+    for leaf, other in zip(found, like, strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_reads_the_state_and_leaves_it() -> None:
+    dp = parallel(equinox_loss, "jit", 4)
+    state, _ = trained(dp, network())
+    before = bits(state)
+    found = dp.evaluate(state, dp.feed(rows(52), BATCH))
+    model = eqx.nn.inference_mode(dp.model(state))
+    values, metrics = equinox_loss(model, rows(52), None).values
+    assert found["loss"] == pytest.approx(float(values.mean()), rel=1e-5)
+    assert found["size"] == pytest.approx(float(metrics["size"].mean()), rel=1e-5)
+    assert bits(state) == before
+
+
+def test_padding_is_left_out_where_the_loss_leaves_it_out() -> None:
+    _, wanted = trained(parallel(codes_loss, "single", 1), codebook(), 52)
+    _, found = trained(parallel(codes_loss, "shard_map", 4), codebook(), 52)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
+)
+def test_statistics_of_one_replica_are_refused(mode: str, devices: int) -> None:
+    with pytest.raises(rx.LossError, match="mode='jit'"):
+        trained(parallel(equinox_loss, mode, devices), network())
+
+
+def of_linear(state: Callable[[Any], Any]) -> Any:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        values = (batch["x"] @ model.model["w"])[:, 0] ** 2
+        return rx.Written(values, state(model.state))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda s: {"codes": s["codes"][:2], "steps": s["steps"]},
+            r"float32\[5,3\] and is float32\[2,3\]",
+        ),
+        (lambda s: {**s, "steps": s["steps"] * 1.0}, r"int32\[\] and is float32\[\]"),
+        (lambda s: {"codes": s["codes"]}, "missing"),
+    ],
+)
+def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:
+    with pytest.raises(rx.LossError, match=said.replace(",", ", ?")):
+        trained(parallel(of_linear(change), "jit", 1), codebook())
+
+
+@pytest.mark.parametrize("rows_of_last", [64, 52])
+def test_exact_has_the_same_bits(rows_of_last: int) -> None:
+    runs = (trained(parallel(codes_loss, "exact", n), codebook(), rows_of_last) for n in (1, 2, 8))
+    first, *others = ((bits(state), losses) for state, losses in runs)
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("mode", ["exact", "shard_map"])
+def test_a_state_that_no_row_reaches_needs_no_gather(mode: str) -> None:
+    counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
+    assert int(trained(parallel(counted, mode, 4), codebook())[0].extras.state["steps"]) == 4
+
+
+def test_a_loss_that_returns_no_state_is_refused() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (batch["x"] @ model.model["w"])[:, 0] ** 2
+
+    with pytest.raises(rx.LossError, match=r"rx\.Written\(values, state\)"):
+        trained(parallel(loss, "jit", 1), codebook())
+
+
+def test_an_equinox_state_by_itself_names_the_fix() -> None:
+    with pytest.raises(rx.ConfigError, match=r"rx\.Stateful\(model, state\)"):
+        parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
+
+
+def test_a_custom_step_has_no_way_to_return_it() -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, _ = rx.value_and_grad(equinox_loss)(state, batch, key)
+        return state, means
+
+    dp = rx.DataParallel(step=step)
+    with pytest.raises(rx.ConfigError, match="NNX"):
+        trained(dp, network())

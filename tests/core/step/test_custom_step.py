@@ -1,0 +1,247 @@
+"""A custom step in every mode, compared with the built-in step of a loss and an optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.custom_step import (
+    BATCH,
+    ROWS,
+    State,
+    loss,
+    model,
+    of_state,
+    optimizer,
+    parallel,
+    rows,
+    state,
+    step,
+    trained,
+)
+from support.resumable import bits
+from support.tiers import only
+
+import replicax as rx
+from replicax.train.guarded import NOT_FINITE, guarded
+
+PLACES = [("single", 1), ("jit", 4), ("shard_map", 2), ("shard_map", 4), ("pmap", 4)]
+places = pytest.mark.parametrize(("mode", "devices"), only([("shard_map", 4)], PLACES))
+
+
+@places
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}])
+def test_it_equals_the_built_in_step(mode: str, devices: int, settings: dict[str, Any]) -> None:
+    custom, mine = trained(parallel(mode=mode, devices=devices, **settings), state())
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    built_in = rx.DataParallel(loss, optimizer, mode=mode, mesh=mesh, **settings)
+    other, theirs = trained(built_in, model())
+    for name in ("loss", "size"):
+        np.testing.assert_allclose([m[name] for m in mine], [t[name] for t in theirs], rtol=1e-6)
+    np.testing.assert_allclose(mine[1]["mean"], rows()["y"][BATCH:].mean(), rtol=1e-6)
+    assert int(custom.params["done"]) == 2
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7),
+        custom.params["model"],
+        other.params,
+    )
+
+
+@pytest.mark.parametrize(
+    "kept", only([{"layout": "fsdp"}], [{"layout": "fsdp"}, {"precision": "bfloat16"}])
+)
+def test_layouts_and_precisions(kept: dict[str, Any]) -> None:
+    built_in = rx.DataParallel(loss, optimizer, **kept)
+    _, theirs = trained(built_in, model())
+    custom, mine = trained(parallel(mode="jit", devices=8, **kept), state())
+    np.testing.assert_allclose([m["loss"] for m in mine], [t["loss"] for t in theirs], rtol=1e-5)
+    split = custom.params["model"]["w"].sharding.is_fully_replicated
+    assert split == (kept.get("layout") != "fsdp")
+
+
+def test_exact_has_the_same_bits_on_any_devices() -> None:
+    found = [
+        trained(parallel(mode="exact", devices=devices, micro_shards=8), state())
+        for devices in (1, 2, 8)
+    ]
+    assert bits(found[0][0]) == bits(found[1][0]) == bits(found[2][0])
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
+    batch = rows()
+    means, gradient = rx.value_and_grad(loss)(model(), batch)
+    value, wanted = jax.value_and_grad(lambda m: jnp.mean(loss(m, batch, None)[0]))(model())
+    np.testing.assert_allclose(means["loss"], value, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted
+    )
+    np.testing.assert_allclose(rx.mean(jnp.asarray(batch["y"])), batch["y"].mean(), rtol=1e-6)
+    weights = np.arange(ROWS, dtype=np.float32)
+    found = rx.mean(rx.Weighted(jnp.asarray(batch["y"]), jnp.asarray(weights)))
+    np.testing.assert_allclose(found, np.average(batch["y"][:, 0], weights=weights), rtol=1e-5)
+
+
+# Loops, branches, several losses, and `rx` functions inside the step.
+
+
+def many(state: State, batch: Any, key: Any) -> tuple[State, Any]:
+    """Two updates in a loop, one in every other step, and a mean of gathered rows."""
+
+    def update(carry: Any, _: Any) -> Any:
+        model, moments = carry
+        means, gradient = rx.value_and_grad(loss)(model, batch, key)
+        updates, moments = optimizer.update(gradient, moments, model)
+        return (optax.apply_updates(model, updates), moments), means
+
+    begin = state["model"], state["moments"]
+    (model, moments), means = jax.lax.scan(update, begin, None, length=2)
+    even = rx.step_number() % 2 == 0
+    (model, moments), _ = jax.lax.cond(
+        even,
+        lambda c: update(c, None),
+        lambda c: (c, jax.tree.map(lambda m: m[-1], means)),
+        (model, moments),
+    )
+    x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
+    center = jnp.sum(x * real[:, None], 0) / jnp.sum(real)
+    after = {"model": model, "moments": moments, "center": state["center"] * 0.9 + center * 0.1}
+    return after, {"loss": means["loss"][0], "second": means["loss"][1]}
+
+
+@places
+def test_loops_branches_and_gathered_rows(mode: str, devices: int) -> None:
+    begin = {"model": model(), "moments": optimizer.init(model()), "center": jnp.zeros(4)}
+    wanted, told = trained(parallel(many, "single", 1), begin)
+    found, mine = trained(parallel(many, mode, devices), begin)
+    assert told[0]["second"] < told[0]["loss"]
+    assert int(found.params["moments"][0].count) == 5
+    for one, other in zip(mine, told, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    batches = [rows()["x"][:BATCH].mean(0), rows()["x"][BATCH:].mean(0)]
+    np.testing.assert_allclose(
+        found.params["center"], 0.09 * batches[0] + 0.1 * batches[1], atol=1e-6
+    )
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
+        found.params,
+        wanted.params,
+    )
+
+
+@places
+def test_an_nnx_model_keeps_its_statistics(mode: str, devices: int) -> None:
+    network = nnx.Sequential(
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+        nnx.Linear(8, 1, rngs=nnx.Rngs(1)),
+    )
+    graph, params, rest = nnx.split(network, nnx.Param, ...)
+    begin = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
+
+    def whole(state: State) -> Any:
+        nnx.replace_by_pure_dict(params, state["params"])
+        nnx.replace_by_pure_dict(rest, state["rest"])
+        return nnx.merge(graph, params, rest)
+
+    def error(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum((model(batch["x"]) - batch["y"]) ** 2, -1)
+
+    def step(state: State, batch: Any, key: Any) -> Any:
+        model = whole(state)
+        means, gradient = rx.value_and_grad(error)(model, batch, key)
+        after = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
+        return {
+            "params": after,
+            "rest": nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2]),
+        }, means
+
+    found, told = trained(parallel(step, mode, devices), begin, batch_size=16)
+    wanted, theirs = trained(
+        rx.DataParallel(error, optax.sgd(0.1), mode="single"), network, batch_size=16
+    )
+    np.testing.assert_allclose(
+        [m["loss"] for m in told[:3]], [t["loss"] for t in theirs[:3]], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found.params["rest"]["layers"][1]["mean"], wanted.extras["layers"][1]["mean"], atol=1e-5
+    )
+
+
+# Evaluation, bad steps and resumed runs.
+
+
+def test_evaluate_takes_any_loss() -> None:
+    dp = parallel()
+    at = dp.init(state())
+    batches = lambda: dp.feed(rows(), BATCH)  # noqa: E731
+    error = np.asarray(loss(model(), rows(), None)[0])
+    found = dp.evaluate(at, batches(), loss=of_state)
+    assert found["loss"] == pytest.approx(error.mean(), rel=1e-6)
+    assert found["rows"] == ROWS
+    assert parallel(loss=of_state).evaluate is not None
+    with pytest.raises(rx.ConfigError, match=r"evaluate\(state, batches, .*=loss"):
+        dp.evaluate(at, batches())
+    other = rx.DataParallel(of_state, step=step)
+    assert other.evaluate(other.init(state()), batches_of(other)) == pytest.approx(found)
+    third = dp.evaluate(at, batches(), loss=lambda s, b, k: b["y"])
+    assert third["loss"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
+
+
+def batches_of(dp: rx.DataParallel) -> rx.Feed:
+    return dp.feed(rows(), BATCH)
+
+
+def test_a_bad_step_leaves_the_state() -> None:
+    dp = parallel(donate=False)
+    before = dp.init(state())
+    safe = guarded(dp, before)
+    bad = rows()
+    bad["x"][3, 1] = np.nan
+    after, metrics = safe.step(before, {name: leaf[:BATCH] for name, leaf in bad.items()})
+    assert bool(metrics[NOT_FINITE])
+    kept = bits(after)
+    assert int(after.step) == 1
+    assert {n: v for n, v in kept.items() if n != ".step"} == {
+        n: v for n, v in bits(before).items() if n != ".step"
+    }
+    after, metrics = safe.step(after, {name: leaf[:BATCH] for name, leaf in rows().items()})
+    assert not bool(metrics[NOT_FINITE])
+    assert int(after.params["done"]) == 1
+
+
+def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
+    """Its loss is finite; values that were infinite before may stay so."""
+    begin = {**state(), "best": jnp.float32(jnp.inf)}
+
+    def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:
+        wrong = jnp.where(rx.step_number() == 1, jnp.inf, 0.0)
+        model = jax.tree.map(lambda leaf: leaf + wrong, state["model"])
+        return {**state, "model": model}, {"loss": rx.mean(batch["y"][:, 0])}
+
+    dp = parallel(step, donate=False)
+    first = dp.init(begin)
+    safe, batch = guarded(dp, first), {name: leaf[:BATCH] for name, leaf in rows().items()}
+    second, good = safe.step(first, batch)
+    third, bad = safe.step(second, batch)
+    assert [bool(each[NOT_FINITE]) for each in (good, bad)] == [False, True]
+    assert bits(third.params) == bits(second.params)
+
+
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    def fit(folder: Path | None, steps: int) -> rx.Fit:
+        dp = parallel(loss=of_state)
+        where = {} if folder is None else {"run_dir": folder}
+        return rx.fit(
+            dp, dp.init(state()), rows(), batch_size=BATCH, steps=steps, log_every=1,
+            eval_source=rows(), progress=False, accept_changes=True, **where,
+        )  # fmt: skip
+
+    fit(tmp_path / "run", 3)
+    found, wanted = fit(tmp_path / "run", 7), fit(None, 7)
+    assert bits(found.state) == bits(wanted.state)
+    assert found.records[-1].metrics == wanted.records[-1].metrics

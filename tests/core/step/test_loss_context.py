@@ -1,0 +1,185 @@
+"""Functions that a loss may call, in every mode and outside of a step."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import only
+
+import replicax as rx
+
+MODES = ("single", "jit", "shard_map", "pmap")
+ROWS, BATCH = 52, 32
+NUMBERS = np.random.default_rng(0)
+MODEL = {
+    "image": NUMBERS.normal(size=(6, 4)).astype(np.float32),
+    "text": NUMBERS.normal(size=(5, 4)).astype(np.float32),
+}
+DATA = {
+    "image": NUMBERS.normal(size=(ROWS, 6)).astype(np.float32),
+    "text": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
+}
+
+
+def clip(model: Any, batch: Any, key: Any) -> Any:
+    """Each image against all texts, and each text against all images."""
+    image, text = (
+        unit / jnp.linalg.norm(unit, axis=1, keepdims=True)
+        for unit in (batch[name] @ model[name] for name in ("image", "text"))
+    )
+    images, texts, real = rx.gather((image, text, rx.row_weights(image)))
+    of_all = partial(jax.nn.logsumexp, axis=1, b=real)
+    pairs = jnp.sum(image * text, axis=1)
+    return (of_all(5 * image @ texts.T) + of_all(5 * text @ images.T)) / 2 - 5 * pairs
+
+
+def normalised(model: Any, batch: Any, key: Any) -> Any:
+    """PPO's advantage, normalised over the real rows of the minibatch."""
+    own = batch["image"][:, 0]
+    of_all, real = rx.gather((own, rx.row_weights(own)))
+    mean = jnp.sum(of_all * real) / jnp.sum(real)
+    variance = jnp.sum(real * (of_all - mean) ** 2) / jnp.sum(real)
+    gap = batch["image"] @ model["image"] - batch["text"] @ model["text"]
+    return (own - mean) / jnp.sqrt(variance + 1e-8) * jnp.mean(jnp.tanh(gap), axis=1)
+
+
+def annealed(model: Any, batch: Any, key: Any) -> Any:
+    rate = jnp.minimum(1.0, rx.step_number() / 3)
+    return rate * jnp.sum((batch["image"] @ model["image"]) ** 2, axis=1)
+
+
+Loss = Callable[[Any, Any, Any], Any]
+OPTIMIZER = optax.sgd(0.1)
+
+
+def by_hand(loss: Loss, steps: int = 4) -> tuple[list[float], Any]:
+    """Train in plain JAX on one device; the last batch of an epoch has 20 rows."""
+    params, losses = jax.tree.map(jnp.asarray, MODEL), []
+    for step in range(steps):
+        rows = slice(0, BATCH) if step % 2 == 0 else slice(BATCH, ROWS)
+        batch = {name: value[rows] for name, value in DATA.items()}
+        value, gradient = jax.value_and_grad(lambda p, b=batch: jnp.mean(loss(p, b, None)))(params)
+        params = jax.tree.map(lambda leaf, by: leaf - 0.1 * by, params, gradient)
+        losses.append(float(value))
+    return losses, params
+
+
+def trained(dp: rx.DataParallel, steps: int = 4) -> tuple[list[float], Any]:
+    state, losses = dp.init(MODEL), []
+    for epoch in range(steps // 2):
+        for batch in dp.feed(DATA, BATCH, epoch=epoch):
+            state, metrics = dp.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return losses, dp.model(state)
+
+
+@pytest.mark.parametrize("mode", only(["shard_map"], MODES))
+@pytest.mark.parametrize("loss", only([normalised], [clip, normalised]))
+def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: str) -> None:
+    losses, model = trained(rx.DataParallel(loss, OPTIMIZER, mode=mode))
+    expected, params = by_hand(loss)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), model, params)
+
+
+def test_evaluation_gathers_too() -> None:
+    dp = rx.DataParallel(clip, OPTIMIZER, mode="shard_map")
+    found = dp.evaluate(dp.init(MODEL), [DATA])
+    assert found["loss"] == pytest.approx(float(jnp.mean(clip(MODEL, DATA, None))), rel=1e-6)
+
+
+def test_a_gather_of_many_arrays_is_one_collective_there_and_one_back() -> None:
+    dp = rx.DataParallel(clip, OPTIMIZER, mode="shard_map")
+    rows = {name: value[:BATCH] for name, value in DATA.items()}
+    compiled = dp.lower(MODEL, rows).compile().as_text()
+    found = re.findall(r"(all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(", compiled)
+    assert sorted(found) == ["all-gather", "all-reduce", "reduce-scatter"]
+
+
+def test_gathered_rows_are_in_the_order_of_the_batch_in_their_own_dtypes() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        whole = rx.gather(batch)
+        assert {name: leaf.dtype for name, leaf in whole.items()} == dtypes
+        ordered = jnp.all(whole["row"] == jnp.arange(8)) & jnp.all(
+            whole["x"][:, 1, 0] == whole["row"]
+        )
+        return jnp.where(ordered, batch["x"][:, 0, 0] * model, jnp.nan)
+
+    rows = np.arange(8)
+    batch = {
+        "row": rows.astype(np.int32),
+        "x": np.tile(rows[:, None, None], (1, 2, 3)).astype(np.float32),
+        "half": rows.astype(np.float16),
+    }
+    dtypes = {name: leaf.dtype for name, leaf in batch.items()}
+    dp = rx.DataParallel(loss, OPTIMIZER, mode="shard_map")
+    _, metrics = dp.step(dp.init(jnp.ones(())), batch)
+    assert float(metrics["loss"]) == pytest.approx(3.5)
+
+
+def test_outside_of_a_step_all_is_as_on_one_device() -> None:
+    rows = {"x": jnp.arange(6.0).reshape(3, 2)}
+    assert rx.gather(rows)["x"] is rows["x"]
+    assert rx.row_weights(rows).tolist() == [1, 1, 1]
+    assert int(rx.step_number()) == 0
+
+
+@pytest.mark.parametrize("mode", only(["shard_map", "exact"], [*MODES, "exact"]))
+def test_a_loss_follows_the_number_of_the_step(mode: str) -> None:
+    dp = rx.DataParallel(annealed, optax.sgd(0.0), mode=mode)
+    state = dp.init(MODEL)
+    assert dp.evaluate(state, [DATA])["loss"] == 0
+    full = float(jnp.mean(jnp.sum((DATA["image"] @ MODEL["image"]) ** 2, axis=1)))
+    for step in range(5):
+        state, metrics = dp.step(state, DATA)
+        assert float(metrics["loss"]) == pytest.approx(min(1.0, step / 3) * full, rel=1e-5)
+    assert dp.evaluate(state, [DATA])["loss"] == pytest.approx(full, rel=1e-5)
+
+
+def test_gathering_the_rows_of_a_micro_batch_is_refused() -> None:
+    dp = rx.DataParallel(clip, OPTIMIZER, accumulate=2)
+    with pytest.raises(rx.LossError, match=r"rx\.gather .*micro-batches.*accumulate=1"):
+        dp.step(dp.init(MODEL), DATA)
+
+
+def test_what_is_jitted_within_a_loss_gathers_where_it_runs() -> None:
+    @jax.jit
+    def inner(values: Any) -> Any:
+        return jnp.mean(rx.gather(values))
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return model * (batch["x"] - inner(batch["x"])) ** 2
+
+    batch = {"x": np.arange(8, dtype=np.float32)}
+    for mode in ("jit", "shard_map", "single"):
+        inner(jnp.arange(2.0))  # traced alone, for as many rows as a replica has
+        dp = rx.DataParallel(loss, OPTIMIZER, mode=mode)
+        _, metrics = dp.step(dp.init(jnp.ones(())), batch)
+        assert float(metrics["loss"]) == pytest.approx(np.var(batch["x"]))
+
+
+@pytest.mark.parametrize("what", [rx.row_weights, lambda rows: rx.step_number()])
+def test_what_belongs_to_the_step_is_not_asked_within_another_transformation(what: Any) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return model * batch["x"] * jax.jit(what)(batch["x"])
+
+    dp = rx.DataParallel(loss, OPTIMIZER)
+    with pytest.raises(rx.LossError, match=r"^rx\.\w+ .*called inside .*jax\.jit"):
+        dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})
+
+
+@pytest.mark.parametrize("what", [rx.gather, rx.row_weights])
+def test_other_rows_than_those_of_the_batch_are_refused(what: Any) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        what(batch["x"][:3])
+        return model * batch["x"]
+
+    dp = rx.DataParallel(loss, OPTIMIZER)
+    with pytest.raises(rx.LossError, match=r"3 rows\b.*\b8\b"):
+        dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})

@@ -1,0 +1,136 @@
+"""Mode `jit` traced for several GPUs: one reduction in float32, or the global view."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import only
+
+import replicax as rx
+from replicax.analysis.compiled import inspect
+from replicax.core.ground.traced_for import traced_for
+
+ROWS, WIDTH, LAYERS = 16, 8, 3
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(ROWS,)).astype(np.float32),
+}
+PLACES = jnp.linspace(0.5, 2.0, ROWS)
+
+
+def model() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "h": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 3,
+        "out": jax.random.normal(keys[1], (WIDTH,)),
+    }
+
+
+def predicted(model: Any, x: jax.Array) -> jax.Array:
+    hidden, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, model["h"])
+    return hidden @ model["out"]
+
+
+def apart(model: Any, batch: Any, key: Any) -> Any:
+    return (predicted(model, batch["x"]) - batch["y"]) ** 2
+
+
+def compares_rows(model: Any, batch: Any, key: Any) -> Any:
+    found = predicted(model, batch["x"])
+    return (found - jnp.mean(found) - batch["y"]) ** 2
+
+
+def draws(model: Any, batch: Any, key: Any) -> Any:
+    kept = 1.0 if key is None else jax.random.bernoulli(key, 0.8, batch["x"].shape)
+    return (predicted(model, batch["x"] * kept) - batch["y"]) ** 2
+
+
+def as_many_blocks_as_rows(model: Any, batch: Any, key: Any) -> Any:
+    blocks = jnp.sum(jnp.arange(ROWS, dtype=jnp.float32) > batch["y"][:, None], axis=1)
+    return apart(model, batch, key) + 0 * blocks
+
+
+def by_place(model: Any, batch: Any, key: Any) -> Any:
+    return PLACES * (predicted(model, batch["x"]) - batch["y"]) ** 2
+
+
+def names_rows(model: Any, batch: Any, key: Any) -> Any:
+    halves = predicted(model, batch["x"].reshape(2, ROWS // 2, WIDTH)).reshape(ROWS)
+    return (halves - batch["y"]) ** 2
+
+
+@pytest.fixture
+def on_gpus() -> Iterator[None]:
+    with traced_for(9.0):
+        yield
+
+
+def trained(loss: Any, mode: str, devices: int, **settings: Any) -> tuple[Any, Any]:
+    """Return the parameters after three steps, and the traffic of a step."""
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    dp = rx.DataParallel(loss, optax.adam(0.01), mode=mode, mesh=mesh, **settings)
+    state = dp.init(model())
+    sent = inspect(dp.lower(state, BATCH).compile()).collectives
+    for _ in range(3):
+        state, _ = dp.step(state, BATCH)
+    return jax.tree.map(np.asarray, dp.model(state)), sent
+
+
+def check_equal(found: Any, wanted: Any) -> None:
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(one - other).max() <= 1e-6
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("settings", only([{}], [{}, {"accumulate": 2}, {"precision": "bfloat16"}]))
+def test_where_rows_are_apart_it_is_the_step_of_each_replica(settings: Any) -> None:
+    found, sent = trained(apart, "jit", 4, **settings)
+    by_replica, once = trained(apart, "shard_map", 4, **settings)
+    check_equal(found, by_replica)
+    assert sent == once
+    if not settings:
+        check_equal(found, trained(apart, "single", 1)[0])
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_numbers_that_are_by_chance_that_of_the_rows_do_not_matter() -> None:
+    assert trained(as_many_blocks_as_rows, "jit", 4)[1] == trained(apart, "shard_map", 4)[1]
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize(
+    "loss", only([compares_rows, by_place], [compares_rows, draws, by_place, names_rows])
+)
+def test_else_the_whole_batch_is_seen(loss: Any) -> None:
+    check_equal(trained(loss, "jit", 4)[0], trained(loss, "single", 1)[0])
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_reductions_may_overlap_unless_told_otherwise() -> None:
+    def dp(devices: int, **settings: Any) -> rx.DataParallel:
+        mesh = rx.make_mesh(devices=jax.devices()[:devices])
+        return rx.DataParallel(apart, optax.sgd(0.1), mesh=mesh, **settings)
+
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+    assert dp(2).configuration.names()["compiler_options"] == option
+    assert str(option) in repr(dp(2))
+    assert "compiler_options" not in dp(1).configuration.names()
+    assert "compiler_options" not in dp(2, compiler_options={}).configuration.names()
+    own = {"xla_gpu_autotune_level": 0}
+    assert dp(1, compiler_options=own).configuration.names()["compiler_options"] == own
+
+
+def test_options_reach_the_compiler() -> None:
+    dp = rx.DataParallel(apart, optax.sgd(0.1), compiler_options={"no_such_option": 1})
+    with pytest.raises(Exception, match="no_such_option"):
+        dp.lower(dp.init(model()), BATCH).compile()
+
+
+def test_on_a_cpu_the_compiler_splits_the_step() -> None:
+    by_compiler, _ = trained(apart, "jit", 4)
+    check_equal(by_compiler, trained(apart, "single", 1)[0])
+    assert trained(apart, "jit", 4)[1] != trained(apart, "shard_map", 4)[1]
