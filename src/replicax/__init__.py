@@ -56,9 +56,9 @@ if typing.TYPE_CHECKING:
     from replicax.plan.planner import plan as plan
     from replicax.train.audit import Audit as Audit
     from replicax.train.evaluator import Evaluation as Evaluation
-    from replicax.train.fit import Guard as Guard
     from replicax.train.fit import Run as Run
     from replicax.train.fit import fit as fit
+    from replicax.train.guarded import Guard as Guard
     from replicax.train.hook import Hook as Hook
     from replicax.train.hooks.best import EarlyStopping as EarlyStopping
     from replicax.train.hooks.best import KeepBest as KeepBest
@@ -90,7 +90,7 @@ _LATER = {
     "Evaluation": "train.evaluator",
     "Fit": "train.summary",
     "GradientNorm": "train.hooks.figures",
-    "Guard": "train.fit",
+    "Guard": "train.guarded",
     "Hook": "train.hook",
     "Interrupt": "train.stopping",
     "KeepBest": "train.hooks.best",

@@ -22,7 +22,7 @@ package.__path__ = [{str(SRC)!r}]
 sys.modules["replicax"] = package
 import hashlib, os, threading, time
 from replicax.cluster.failure import stop_all_now
-from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, shown_signal
 
 def say(line):
     print(line, flush=True)
@@ -31,7 +31,7 @@ def compile():  # for minutes, without the GIL, and deaf to signals
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 def at_once(number):
-    reason = f"{{signal_name(number)}} before the first step; start it again to continue"
+    reason = f"{{shown_signal(number)}} before the first step; start it again to continue"
     stop_all_now(reason)
 """
 JOIN = """

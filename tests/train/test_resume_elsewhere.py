@@ -158,7 +158,9 @@ def test_rows_of_processes_are_those_of_as_many(
     with crashing(4):
         fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     with monkeypatch.context() as patch:
-        patch.setattr("replicax.train.storage.parts_of_processes", lambda source: {"processes": 2})
+        patch.setattr(
+            "replicax.train.run_state.parts_of_processes", lambda source: {"processes": 2}
+        )
         with pytest.raises(
             ConfigError, match=r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
         ):

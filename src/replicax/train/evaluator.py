@@ -13,6 +13,7 @@ import jax
 from replicax.arguments import Count, Int32Count, typed
 from replicax.core.data.batch import Batch, described
 from replicax.core.data.feed import Feed, GaveUpError
+from replicax.core.data.host_arrays import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
@@ -72,6 +73,22 @@ class Evaluation:
             raise ConfigError(
                 "an evaluation takes either a source or sets={name: source}: pass one of them"
             )
+
+
+def as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
+    """Return the evaluation of a run on `source`; None for no evaluation."""
+    if eval_source is None or isinstance(eval_source, Evaluation):
+        return eval_source
+    if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
+        rows: Any = jax.tree.structure(opened(source))
+        sets = opened(eval_source).items()
+        named = [name for name, each in sets if rows == jax.tree.structure(each)]
+        if named:
+            raise ConfigError(
+                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
+                "holds the arrays of one source: pass rx.Evaluation(sets=...)"
+            )
+    return Evaluation(eval_source)
 
 
 class Evaluator:

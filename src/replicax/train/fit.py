@@ -1,11 +1,10 @@
 """`Run`, a training run as an object, and `fit`, a whole run in one call."""
 
 import contextlib
-import dataclasses
 import inspect
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
@@ -13,7 +12,6 @@ import jax
 
 from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data.batch import Batch
-from replicax.core.data.host_arrays import opened
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import Metrics, TrainState, check_unused, was_donated
@@ -21,40 +19,23 @@ from replicax.errors import ConfigError, DivergedError, StateError, Terminated, 
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
-from replicax.train.evaluator import ONLY_ONCE, Evaluation, Evaluator
+from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import guarded, judged, with_losses
+from replicax.train.guarded import Guard, guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
 from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
+from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
+from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
-from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
+from replicax.train.storage import RecordsFile, Saving, Storage
 from replicax.train.summary import Fit, derived, describe, run_summary
 
-
-@typed
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """When to skip a step and record its examples, and when to stop a run that skips steps.
-
-    Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
-
-    Args:
-        most: consecutive steps with a non-finite loss or gradient before the run stops.
-        spikes: whether to skip steps whose loss is far above the recent losses too; see
-            `replicax.train.guarded.with_losses`.
-    """
-
-    most: Count = 5
-    spikes: bool = False
-
-
-_EVERY_TEN_MINUTES = Saving()
+_MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
@@ -124,7 +105,7 @@ class Run(Loop):
         seed: Seed = 0,
         log_every: Count = 50,
         hooks: Sequence[Hook] = (),
-        guard: Guard = Guard(),
+        guard: Guard = _MOST_5,
         run_dir: str | Path | None = None,
         saving: Saving = _EVERY_TEN_MINUTES,
         accept_changes: bool = False,
@@ -142,7 +123,7 @@ class Run(Loop):
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
         if (epochs or 0) > 1 and not self.source.can_repeat:
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
-        plan = _as_evaluation(eval_source, source)
+        plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
         dp.job.agree("the run", {**told, **plain_config(config or {})})
@@ -157,16 +138,23 @@ class Run(Loop):
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
-        self._evaluator = (
-            None
-            if plan is None
-            else Evaluator(plan, self.dp, state, batch_size, self._is_interrupted, self.say)
-        )
-        if self._evaluator is not None:
+        self._evaluator = None
+        if plan is not None:
+            self._evaluator = Evaluator(
+                plan, self.dp, state, batch_size, self._is_interrupted, self.say
+            )
             steps_of_epoch = self.source.batches or steps or 1
             self._evaluator.check_passes(epochs or -(-(steps or 1) // steps_of_epoch))
-        self._meter = Meter(log_every)
-        self._bad_steps = BadSteps(guard.most, dp.job, judged(dp, state))
+        self._run_state = RunState(
+            self.source,
+            dp.job,
+            self.hooks,
+            Meter(log_every),
+            BadSteps(guard.most, dp.job, judged(dp, state)),
+            self._evaluator,
+            RereadCheck(dp.job, self.say, self.alarm, accept=accept_changes),
+        )
+        self.records = self._run_state.records
         self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
@@ -176,7 +164,7 @@ class Run(Loop):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches, starting at exactly the next one; evaluate and save between them."""
-        batches = super().__iter__()
+        batches = self._stream = self._batches()
         while True:
             with self._own_mesh():
                 batch = next(batches, None)
@@ -298,7 +286,7 @@ class Run(Loop):
             for leaf in jax.tree.leaves(self.state):
                 leaf.delete()
         self.records.extend(found.records)
-        self._stand_at(found.position, {**found.extra, "batch": batch})
+        self._run_state.load_state(found.position, {**found.extra, "batch": batch})
         self.state = self._storage.restore(like)
         if self._donated:
             self._never_finite |= params_not_finite(self.state)
@@ -314,7 +302,7 @@ class Run(Loop):
             )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
-            self._storage.finish(self.state, self._position(), self._extra_saved())
+            self._storage.finish(self.state, *self._run_state.save_state())
         storage, job = self._storage, self.dp.job
         ends_here = not self._begun and not self._stopping.wanted
         if storage is not None and not storage.knows_program and ends_here:
@@ -352,21 +340,6 @@ class Run(Loop):
             lines.append(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
         for line in lines:
             self.say(line)
-
-
-def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
-    if eval_source is None or isinstance(eval_source, Evaluation):
-        return eval_source
-    if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
-        rows: Any = jax.tree.structure(opened(source))
-        sets = opened(eval_source).items()
-        named = [name for name, each in sets if rows == jax.tree.structure(each)]
-        if named:
-            raise ConfigError(
-                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
-                "holds the arrays of one source: pass rx.Evaluation(sets=...)"
-            )
-    return Evaluation(eval_source)
 
 
 def _fields(**values: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.arguments import Count, typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -35,6 +36,24 @@ _NO_LOSS = float(np.finfo(np.float32).max)
 finite itself, for `jax_debug_nans` and `jax_debug_infs`."""
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """1.8e19: squares of larger values, as in Adam and in norms, are not finite in float32."""
+
+
+@typed
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """When to skip a step and record its examples, and when to stop a run that skips steps.
+
+    Examples:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
+
+    Args:
+        most: consecutive steps with a non-finite loss or gradient before the run stops.
+        spikes: whether to skip steps whose loss is far above the recent losses too; see
+            `replicax.train.guarded.with_losses`.
+    """
+
+    most: Count = 5
+    spikes: bool = False
 
 
 def guarded(

@@ -27,8 +27,6 @@ class Running(Protocol):
     source: Source
     state: TrainState
     """The state after the newest step; the next may donate it. A hook may replace it."""
-    place: RunPosition
-    """The current position: step, epoch, and batch within the epoch."""
     records: list[Record]
     """All records of the run."""
     config: dict[str, Any]
@@ -39,6 +37,10 @@ class Running(Protocol):
     """Total steps of the run, if known."""
     error: BaseException | None
     """The exception that ended the run, in `Hook.end`."""
+
+    @property
+    def place(self) -> RunPosition:
+        """The current position: step, epoch, and batch within the epoch."""
 
     @property
     def folder(self) -> Path | None:

@@ -5,55 +5,51 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import GaveUpError
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
-from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import BadSteps, Meter, RunPosition, dispatched
+from replicax.train.dispatched import RunPosition, dispatched
 from replicax.train.evaluator import Evaluator
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
-from replicax.train.read_again import FirstBatch, LastBatch, checksums, difference
 from replicax.train.records import Record
+from replicax.train.run_state import RunState
 from replicax.train.stopping import Interrupt, Stopping
-from replicax.train.storage import Storage, parts_of_processes
+from replicax.train.storage import Storage
 from replicax.train.streams import alarm
 
 
 class Loop(Running):
-    """The loop of a run: the parts of `rx.Run` that advance it."""
+    """The loop of a run: steps and epochs, and what is done between them.
+
+    `rx.Run` is its only subclass, and opens, resumes and ends the run. Hooks and users see one
+    object, so that neither can hold the other; they are two classes to be read one at a time.
+    """
 
     state: TrainState
     hooks: Hooks
     _evaluator: Evaluator | None
-    _meter: Meter
-    _bad_steps: BadSteps
+    _run_state: RunState
     _storage: Storage | None
     _ledger: Ledger
     _display: Progress
     _interrupt: Interrupt
     _stopping: Stopping
-    _accept: bool
     resumable: bool
 
     def __init__(self) -> None:
-        self.place = RunPosition(0, 0, 0)
-        self.records: list[Record] = []
-        self.rows = 0
-        """Rows trained on in the whole run."""
         self.error: BaseException | None = None
-        self._evaluated_at = self._closed_at = -1
-        self._good: tuple[Position, dict[str, Any], float, LastBatch] | None = None
+        self._good: tuple[Position, dict[str, Any], float, Callable[[], Any]] | None = None
         """Position, time and last batch of the last known good state, which a hook keeps."""
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
@@ -61,9 +57,17 @@ class Loop(Running):
         self._waits = False
         self._begun = False  # whether a step was done in this start
         self._given: Batch | None = None  # the newest batch, if not stepped on yet
-        self._last, self._first_batch = LastBatch(), FirstBatch()
         self._stream: Generator[Batch] | None = None
         self._ended = False  # whether all batches of the run were yielded
+
+    @property
+    def place(self) -> RunPosition:
+        return self._run_state.place
+
+    @property
+    def rows(self) -> int:
+        """Rows trained on in the whole run."""
+        return self._run_state.rows
 
     @property
     def is_main(self) -> bool:
@@ -72,11 +76,6 @@ class Loop(Running):
     @property
     def folder(self) -> Path | None:
         return None if self._storage is None or not self.is_main else self._storage.path
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, starting at exactly the next one; evaluate and save between them."""
-        self._stream = self._batches()
-        return self._stream
 
     def step(self, batch: Batch) -> Metrics:
         """Do the step on the batch yielded last, and return its metrics.
@@ -96,16 +95,13 @@ class Loop(Running):
             self._begin(batch)
         self.hooks("before_step", self, batch)
         self.state, metrics = self.dp.step(self.state, batch)
-        self._given, self._last = None, LastBatch(batch.host)
-        place = self.place = RunPosition(
-            self.place.step + 1, self.place.epoch, self.place.batch + 1
-        )
-        self.rows += batch.rows or 0
-        step = dispatched(place, batch, metrics)
+        self._given = None
+        self._run_state.stepped(batch)
+        step = dispatched(self.place, batch, metrics)
         self.dp.job.in_flight.note(step)
         self._ledger.beat()
         self.hooks("dispatched", self, step)
-        waits, self._waits = self._waits or not self._meter.is_timing, False
+        waits, self._waits = self._waits or not self._run_state.meter.is_timing, False
         self._follow(0 if waits else STEPS_IN_FLIGHT)
         if not self._begun:
             self._begun = True
@@ -170,7 +166,7 @@ class Loop(Running):
             self._close_epoch()
             if self._is_last():
                 break
-            self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
+            self._run_state.next_epoch()
         self._ended = True
 
     def _epoch(self) -> Generator[Batch, None, bool]:
@@ -179,16 +175,15 @@ class Loop(Running):
         self.source.set_epoch(self.place.epoch)
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         feed.stops = self._is_interrupted
-        waited, unchecked = 0.0, self.source.batches is None
+        waited = 0.0
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 before, waited = waited, feed.wait_seconds
-                self._meter.add_wait(waited - before)
+                self._run_state.meter.add_wait(waited - before)
                 self._ledger.move("productive", "waiting", waited - before)
-                if unchecked:
-                    self._check_read_again(feed.skipped, batch)
-                    unchecked = False
+                if number == 0 and self.source.batches is None:
+                    self._run_state.reread.check(feed, batch, begun=self._begun)
                 self._given = batch
                 yield batch
                 if self._given is batch:
@@ -208,29 +203,6 @@ class Loop(Running):
         due = self._is_last() or self._evaluator is not None
         return self._settle(closing=closing, due=due)
 
-    def _check_read_again(self, skipped: PyTree | None, batch: Batch) -> None:
-        """Compare what a loader yields at the start of a pass with what it yielded before."""
-        job, place = self.dp.job, self.place
-        if place.batch == 0:
-            if changed := self._first_batch.begins(batch.host, job):
-                self.say(f"change data: the first batch of an epoch {changed}")
-            return
-        if (changed := difference(self._last.checksums(job), checksums(skipped, job))) is None:
-            return
-        what = f"batch {place.batch - 1} of epoch {place.epoch}"
-        if self._accept:
-            self.say(f"change data: {what} {changed} (accepted)")
-            return
-        text = (
-            f"{what} is not the one that was trained on ({changed}): the source has another order "
-            "or other rows than before, so that some rows are repeated and others left out; let "
-            "its order depend only on the epoch, or continue anyway (--accept-changes, or "
-            "accept_changes=True)"
-        )
-        if not self._begun:
-            raise ConfigError(text)
-        self.alarm(text)  # the run went back, and is not ended by that
-
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps if due; return whether the run went back."""
         self._stopping.vote()
@@ -246,16 +218,16 @@ class Loop(Running):
 
     def _close_epoch(self) -> None:
         """Evaluate if due, and call the hooks at the end of an epoch or of the run."""
-        if self._stopping.wanted or self.place.step == self._closed_at:
+        if self._stopping.wanted or self.place.step == self._run_state.closed_at:
             return
         record = None
         evaluator, here = self._evaluator, self.place
         due = self._is_last() or (evaluator and evaluator.is_due(here, epoch_over=True))
-        if evaluator is not None and due and self._evaluated_at != here.step:
+        if evaluator is not None and due and self._run_state.evaluated_at != here.step:
             record = self._evaluate()
             if record is None:
                 return  # it is repeated in full when the run resumes
-        self._closed_at = self.place.step
+        self._run_state.closed_at = self.place.step
         self.hooks("epoch", self, record)
         self._stopping.vote(now=True)
         if self._save_is_due(asked=True):
@@ -263,7 +235,7 @@ class Loop(Running):
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two steps if due; return whether the run went back."""
-        if self._evaluator is None or self._evaluated_at == self.place.step:
+        if self._evaluator is None or self._run_state.evaluated_at == self.place.step:
             return False
         asked = self._stopping.evaluation_due
         if not asked and not self._evaluator.is_due(self.place, epoch_over=False):
@@ -285,7 +257,7 @@ class Loop(Running):
         if record is None or self._stopping.wanted:
             return None
         self._stopping.evaluation_due = False
-        self._evaluated_at = self.place.step
+        self._run_state.evaluated_at = self.place.step
         self.keep(record)
         for name, value in record.metrics.items():
             if name.rpartition("/")[2] == LOSS and not math.isfinite(value):
@@ -294,7 +266,7 @@ class Loop(Running):
                     "lower the learning rate, or clip the gradient"
                 )
         self.hooks("evaluation", self, record)
-        self._meter.leave_out(time.perf_counter() - started)
+        self._run_state.meter.leave_out(time.perf_counter() - started)
         return record
 
     def _stops(self) -> bool:
@@ -327,20 +299,21 @@ class Loop(Running):
         """
         made: list[Record] = []
         for step in self.dp.job.in_flight.notes(may_remain):
-            for record in self._bad_steps.finished(step):
+            for record in self._run_state.bad_steps.finished(step):
                 self.keep(record)
             self.hooks("step", self, step)
-            made += map(self._with_figures, self._meter.finished(step))
+            made += map(self._with_figures, self._run_state.meter.finished(step))
         self.hooks("settle", self, due)
         if self._back is not None:
             return
         if closing:
-            made += map(self._with_figures, self._meter.flush())
+            made += map(self._with_figures, self._run_state.meter.flush())
         for record in made:
             self.keep(record)
-        self._bad_steps.check()
+        self._run_state.bad_steps.check()
         if self._good_at is not None:
-            self._good = self._position(), self._extra(), self._good_at, self._last
+            here = self._run_state
+            self._good = here.position(), here.extra(), self._good_at, here.reread.last
             self._good_at = None
 
     def _with_figures(self, record: Record) -> Record:
@@ -357,12 +330,12 @@ class Loop(Running):
         lost = self.place.step - position.step
         self.say(f"restored step {position.step:,}, {lost} steps back: {why}")
         self._ledger.move("productive", "lost", time.monotonic() - at)
-        self._stand_at(position, extra)
-        self.state, self._last = state, last
+        self._run_state.load_state(position, extra, compiled=self._begun)
+        self.state, self._run_state.reread.last = state, last
         self.hooks("rewound", self)
         told = {"steps_lost": float(lost), **metrics}
         self.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
-        self._good = self._position(), extra, at, last
+        self._good = self._run_state.position(), extra, at, last
         return True
 
     def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
@@ -383,61 +356,9 @@ class Loop(Running):
         assert self._storage is not None
         started = time.perf_counter()
         self.hooks("saving", self)
-        self._storage.save(self.state, self._position(), self._extra_saved())
+        self._storage.save(self.state, *self._run_state.save_state())
         self._stopping.saved()
-        self._meter.leave_out(time.perf_counter() - started)
-
-    def _position(self) -> Position:
-        """The current position, once all due records are written."""
-        rows = self.place.batch * self.source.batch_size
-        return Position(
-            step=self.place.step,
-            epoch=self.place.epoch,
-            rows=rows if self.source.rows is None else min(rows, self.source.rows),
-            evaluated_step=max(self._closed_at, 0),
-            rows_trained=self.rows,
-            rows_unrecorded=self._meter.rows,
-            records=len(self.records),
-            bad_steps=self._bad_steps.in_a_row,
-        )
-
-    def _extra(self) -> dict[str, Any]:
-        """The rest of the position; see `_stand_at` and `storage.first_batch`."""
-        return {
-            "batch": self.place.batch,
-            "evaluated": self._evaluated_at,
-            "meter": self._meter.save_state(),
-            "hooks": self.hooks.save_state(self.place.step),
-            **parts_of_processes(self.source),
-        }
-
-    def _extra_saved(self) -> dict[str, Any]:
-        """Return `_extra` for a checkpoint, with what `_check_read_again` compares."""
-        extra = self._extra()
-        if self.source.batches is None:
-            extra["last_batch"] = self._last.checksums(self.dp.job)
-            extra["first_batch"] = self._first_batch.save_state()
-        if self._evaluator is not None:
-            extra["evaluation"] = self._evaluator.save_state()
-        return extra
-
-    def _stand_at(self, position: Position, extra: dict[str, Any]) -> None:
-        """Move to `position` of a checkpoint with `extra`, and discard everything after it."""
-        self.place = RunPosition(position.step, position.epoch, extra["batch"])
-        self.rows, self._closed_at = position.rows_trained, position.evaluated_step
-        self._evaluated_at = extra.get("evaluated", position.evaluated_step)
-        self._last = LastBatch(told=extra.get("last_batch", []))
-        if "first_batch" in extra:
-            self._first_batch.load_state(extra["first_batch"])
-        if self._evaluator is not None:
-            self._evaluator.load_state(extra.get("evaluation", {}))
-        self.dp.job.in_flight.forget()
-        self._bad_steps.rewind(position.bad_steps)
-        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
-        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
-        self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
-        self.hooks.load_state(position.step, extra.get("hooks", {}))
-        del self.records[position.records :]
+        self._run_state.meter.leave_out(time.perf_counter() - started)
 
     @property
     def _resumable(self) -> bool:

@@ -4,12 +4,16 @@ A loader or an iterator cannot start in the middle: batches that were done are r
 skipped. Only if they are the same as before is every row of the epoch trained on once.
 """
 
-import dataclasses
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from replicax.core.data.batch import Batch
+from replicax.core.data.feed import Feed
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
+from replicax.errors import ConfigError
 
 _Sums = list[str | None]
 """A checksum for each process; None for one whose rows need not be read to be skipped."""
@@ -33,19 +37,6 @@ def difference(then: _Sums | None, now: _Sums) -> str | None:
             where = f" in process {process}" if len(now) > 1 else ""
             return f"{old} -> {new}{where}"
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class LastBatch:
-    """The newest batch that was trained on; its checksum is taken only if it is needed."""
-
-    rows: PyTree | None = None
-    """This process's rows; see `Batch.host`."""
-    told: _Sums | None = None
-    """The checksums of all processes, if a checkpoint has them."""
-
-    def checksums(self, job: Job) -> _Sums:
-        return checksums(self.rows, job) if self.told is None else self.told
 
 
 class FirstBatch:
@@ -81,3 +72,57 @@ class FirstBatch:
             self._varies = True
         self._sums = now
         return changed if resumed and fixed else None
+
+
+class RereadCheck:
+    """Compares a run's source, at the start of each pass, with what it yielded before."""
+
+    last: Callable[[], _Sums]
+    """Returns the checksums of the newest batch that was trained on; taken only if needed."""
+
+    def __init__(
+        self, job: Job, say: Callable[[str], None], alarm: Callable[[str], None], *, accept: bool
+    ) -> None:
+        self._first = FirstBatch()
+        self._job, self._say, self._alarm, self._accept = job, say, alarm, accept
+        self.trained_on(None)
+
+    def trained_on(self, rows: PyTree | None) -> None:
+        """Note this process's rows of the newest batch; see `Batch.host`."""
+        self.last = partial(checksums, rows, self._job)
+
+    def save_state(self) -> dict[str, Any]:
+        return {"last_batch": self.last(), "first_batch": self._first.save_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `save_state` returned; a part that is missing is not compared."""
+        last = state.get("last_batch", [])
+        self.last = lambda: last
+        if "first_batch" in state:
+            self._first.load_state(state["first_batch"])
+
+    def check(self, feed: Feed, batch: Batch, *, begun: bool) -> None:
+        """Compare the first `batch` of a pass, or the rows that `feed` skipped just before it.
+
+        Raises:
+            ConfigError: they have changed, and no step has begun in this start.
+        """
+        if feed.first == 0:
+            if changed := self._first.begins(batch.host, self._job):
+                self._say(f"change data: the first batch of an epoch {changed}")
+            return
+        if (changed := difference(self.last(), checksums(feed.skipped, self._job))) is None:
+            return
+        what = f"batch {feed.first - 1} of epoch {feed.epoch}"
+        if self._accept:
+            self._say(f"change data: {what} {changed} (accepted)")
+            return
+        text = (
+            f"{what} is not the one that was trained on ({changed}): the source has another order "
+            "or other rows than before, so that some rows are repeated and others left out; let "
+            "its order depend only on the epoch, or continue anyway (--accept-changes, or "
+            "accept_changes=True)"
+        )
+        if not begun:
+            raise ConfigError(text)
+        self._alarm(text)  # the run went back, and is not ended by that

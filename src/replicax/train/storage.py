@@ -8,10 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from replicax.arguments import Count, Positive, typed
-from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
@@ -339,36 +336,3 @@ class Storage:
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
     """The parts that distinguish two checkpoints of a start; step times do not count."""
     return position, extra.get("evaluated"), extra.get("hooks")
-
-
-def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
-    """Return the next batch of `position.epoch`, counted from 0; derived from rows if known.
-
-    Rows have the same order for any number of processes; the batch size may have changed.
-    """
-    told = extra.get("processes")
-    now = parts_of_processes(source).get("processes")
-    if told != now:
-        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (told, now)]
-        raise ConfigError(
-            f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
-            "rows: use the same source and number of processes, or start a new run"
-        )
-    batch, size = extra.get("batch"), source.batch_size
-    if not size or not position.rows:
-        return batch if type(batch) is int and batch >= 0 else 0
-    if position.rows == source.rows:
-        return source.batches or 0
-    if position.rows % size:
-        raise ConfigError(
-            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
-            f"{size} does not divide that; the next batch must start there: use a batch size that "
-            "divides it"
-        )
-    return position.rows // size
-
-
-def parts_of_processes(source: Source) -> dict[str, int]:
-    """The number of processes, if each has its own rows; else empty."""
-    own = isinstance(source, PerProcessSource)
-    return {"processes": jax.process_count()} if own else {}

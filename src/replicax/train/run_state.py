@@ -1,0 +1,135 @@
+"""The state of a run besides its `TrainState`: its place, its counts, and all that it resumes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from replicax.core.data.batch import Batch
+from replicax.core.data.sources import PerProcessSource, Source
+from replicax.core.ground.job import Job
+from replicax.errors import ConfigError
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.dispatched import BadSteps, Meter, RunPosition
+from replicax.train.evaluator import Evaluator
+from replicax.train.hook import Hooks
+from replicax.train.read_again import RereadCheck
+from replicax.train.records import Record
+
+
+@dataclasses.dataclass
+class RunState:
+    """The place and the counts of a run, and its parts with a state that checkpoints keep."""
+
+    source: Source
+    job: Job
+    hooks: Hooks
+    meter: Meter
+    bad_steps: BadSteps
+    evaluator: Evaluator | None
+    reread: RereadCheck
+    place: RunPosition = dataclasses.field(default=RunPosition(0, 0, 0))
+    rows: int = 0
+    """Rows trained on in the whole run."""
+    records: list[Record] = dataclasses.field(default_factory=list)
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    closed_at: int = -1
+    """Step at which an epoch or the run was last closed, after its evaluation."""
+
+    def stepped(self, batch: Batch) -> None:
+        """Count the step that was dispatched on `batch`."""
+        here = self.place
+        self.place = RunPosition(here.step + 1, here.epoch, here.batch + 1)
+        self.rows += batch.rows or 0
+        self.reread.trained_on(batch.host)
+
+    def next_epoch(self) -> None:
+        self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
+
+    def position(self) -> Position:
+        """Return the current position, once all due records are written."""
+        rows = self.place.batch * self.source.batch_size
+        return Position(
+            step=self.place.step,
+            epoch=self.place.epoch,
+            rows=rows if self.source.rows is None else min(rows, self.source.rows),
+            evaluated_step=max(self.closed_at, 0),
+            rows_trained=self.rows,
+            rows_unrecorded=self.meter.rows,
+            records=len(self.records),
+            bad_steps=self.bad_steps.in_a_row,
+        )
+
+    def extra(self) -> dict[str, Any]:
+        """Return the rest, as JSON values, with which a run that goes on can go back to here."""
+        return {
+            "batch": self.place.batch,
+            "evaluated": self.evaluated_at,
+            "meter": self.meter.save_state(),
+            "hooks": self.hooks.save_state(self.place.step),
+            **parts_of_processes(self.source),
+        }
+
+    def save_state(self) -> tuple[Position, dict[str, Any]]:
+        """Return the position and the rest for a checkpoint, from which a new start resumes."""
+        position, extra = self.position(), self.extra()
+        if self.source.batches is None:
+            extra |= self.reread.save_state()
+        if self.evaluator is not None:
+            extra["evaluation"] = self.evaluator.save_state()
+        return position, extra
+
+    def load_state(
+        self, position: Position, extra: dict[str, Any], *, compiled: bool = False
+    ) -> None:
+        """Move to `position`, and discard everything after it; `extra["batch"]` is the next one.
+
+        `compiled` says whether the step is compiled already.
+        """
+        self.place = RunPosition(position.step, position.epoch, extra["batch"])
+        self.rows, self.closed_at = position.rows_trained, position.evaluated_step
+        self.evaluated_at = extra.get("evaluated", position.evaluated_step)
+        self.reread.load_state(extra)
+        if self.evaluator is not None:
+            self.evaluator.load_state(extra.get("evaluation", {}))
+        self.job.in_flight.forget()
+        self.bad_steps.rewind(position.bad_steps)
+        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
+        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
+        self.meter.rewind(extra.get("meter", older), resumed=begun, compiled=compiled and begun)
+        self.hooks.load_state(position.step, extra.get("hooks", {}))
+        del self.records[position.records :]
+
+
+def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
+    """Return the next batch of `position.epoch`, counted from 0; derived from rows if known.
+
+    Rows have the same order for any number of processes; the batch size may have changed.
+    """
+    told = extra.get("processes")
+    now = parts_of_processes(source).get("processes")
+    if told != now:
+        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (told, now)]
+        raise ConfigError(
+            f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
+            "rows: use the same source and number of processes, or start a new run"
+        )
+    batch, size = extra.get("batch"), source.batch_size
+    if not size or not position.rows:
+        return batch if type(batch) is int and batch >= 0 else 0
+    if position.rows == source.rows:
+        return source.batches or 0
+    if position.rows % size:
+        raise ConfigError(
+            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
+            f"{size} does not divide that; the next batch must start there: use a batch size that "
+            "divides it"
+        )
+    return position.rows // size
+
+
+def parts_of_processes(source: Source) -> dict[str, int]:
+    """The number of processes, if each has its own rows; else empty."""
+    own = isinstance(source, PerProcessSource)
+    return {"processes": jax.process_count()} if own else {}
