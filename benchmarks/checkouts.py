@@ -80,7 +80,7 @@ def main() -> None:
         results[figure] = {
             "before": spread(before),
             "after": spread(after),
-            "ratio": ratios(after, before),
+            "ratio": spread(ratios(after, before)),
         }
         print(figure, results[figure])
     save("checkouts", results)

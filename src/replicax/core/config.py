@@ -69,7 +69,7 @@ class Configuration:
     def undisturbed(self) -> Callable[[], Context]:
         """Returns a context in which to trace and dispatch the programs."""
         named, compiled = self.mode.partitions, self.mode.bitwise
-        return partial(undisturbed, self.mesh, self.job.in_flight, named=named, compiled=compiled)
+        return partial(undisturbed, self.mesh, self.job.in_flight, named, compiled)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""

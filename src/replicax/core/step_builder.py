@@ -140,8 +140,7 @@ class Jitted(Generic[Result]):
         )
 
     def __call__(self, state: TrainState, batch: Batch) -> Result:
-        result: Result = self._function(state, batch)
-        return result
+        return self._function(state, batch)  # type: ignore[no-any-return]
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
         return [self.lower(state, batch).compile()]

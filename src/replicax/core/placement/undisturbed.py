@@ -33,7 +33,7 @@ def in_own_mesh(mesh: AnyMesh, *, named: bool) -> Context:
     return _without_mesh()
 
 
-def undisturbed(mesh: AnyMesh, in_flight: InFlight, *, named: bool, compiled: bool) -> Context:
+def undisturbed(mesh: AnyMesh, in_flight: InFlight, named: bool, compiled: bool) -> Context:
     """Return a context to trace and dispatch programs on `mesh`: `in_own_mesh`, by one thread.
 
     Programs that communicate must reach all devices in one order. `compiled`: whether it takes
