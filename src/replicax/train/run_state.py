@@ -49,11 +49,11 @@ class RunState:
 
     def position(self) -> Position:
         """Return the current position, once all due records are written."""
-        rows = self.place.batch * self.source.batch_size
+        rows, whole = self.place.batch * self.source.batch_size, _rows_in_order(self.source)
         return Position(
             step=self.place.step,
             epoch=self.place.epoch,
-            rows=rows if self.source.rows is None else min(rows, self.source.rows),
+            rows=rows if whole is None else min(rows, whole),
             evaluated_step=max(self.closed_at, 0),
             rows_trained=self.rows,
             rows_unrecorded=self.meter.rows,
@@ -65,6 +65,7 @@ class RunState:
         """Return the rest, as JSON values, with which a run that goes on can go back to here."""
         return {
             "batch": self.place.batch,
+            "batch_size": self.source.batch_size,
             "evaluated": self.evaluated_at,
             "meter": self.meter.save_state(),
             "hooks": self.hooks.save_state(self.place.step),
@@ -118,7 +119,9 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
     batch, size = extra.get("batch"), source.batch_size
     if not size or not position.rows:
         return batch if type(batch) is int and batch >= 0 else 0
-    if position.rows == source.rows:
+    if batch is not None and extra.get("batch_size") == size:
+        return int(batch)
+    if position.rows == _rows_in_order(source):
         return source.batches or 0
     if position.rows % size:
         raise ConfigError(
@@ -127,6 +130,15 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
             "divides it"
         )
     return position.rows // size
+
+
+def _rows_in_order(source: Source) -> int | None:
+    """Return the rows of an epoch, if all batches but the last are full.
+
+    Of processes with rows of their own, some may have no more while others go on: then so many rows
+    may be the place of an earlier batch.
+    """
+    return None if isinstance(source, PerProcessSource) else source.rows
 
 
 def parts_of_processes(source: Source) -> dict[str, int]:
