@@ -75,7 +75,7 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
         folder = tmp_path / f"cpu{core}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    monkeypatch.setattr(machine, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(machine, "CPU_TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert own_cores() == [0, 2, 1, 3]
 

@@ -37,7 +37,7 @@ def source(batch_size: int, *, per_process: bool) -> Source:
 def test_the_next_batch_is_the_one_after_the_last(
     per_process: bool, batch_size: int, earlier: bool
 ) -> None:
-    """Of unequal processes, one has no more rows while the other goes on."""
+    """One of two unequal processes has no more rows while the other goes on."""
     read = source(20, per_process=per_process)
     assert read.batches is not None
     parts: Any = SimpleNamespace(save_state=lambda *_: {}, rows=0, in_a_row=0)

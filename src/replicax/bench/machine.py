@@ -54,8 +54,10 @@ def own_cores() -> list[int]:
 @contextlib.contextmanager
 def only_cores(cores: Sequence[int]) -> Generator[None]:
     """Restrict every thread of this process to `cores` inside the block."""
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
-    everywhere = os.sched_getaffinity(0)
+    everywhere, before = os.sched_getaffinity(0), {}
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            before[thread] = os.sched_getaffinity(thread)
 
     def move(thread: int, cores: Iterable[int]) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
