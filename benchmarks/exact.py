@@ -142,7 +142,7 @@ def start(name: str, rounds: int) -> list[dict[str, Any]]:
                 state, metrics = dp.step(state, batch)
                 jax.block_until_ready((state, metrics))
                 seconds[mode].append(time.perf_counter() - begun)
-                programs = dp.program(state).compiled(state, batch)
+                programs = dp.program(state).step.compiled(state, batch)
                 stats = [program.memory_analysis() for program in programs]
                 held = sum(each.output_size_in_bytes - each.alias_size_in_bytes for each in stats)
                 row[mode] = {"bytes": held + max(each.temp_size_in_bytes for each in stats)}

@@ -42,7 +42,7 @@ def bits(draw: Draw, devices: int, job: Job | None = None) -> dict[str, str]:
             told.append(jax.device_get(metrics))
             if len(told) == STEPS:
                 break
-    programs = dp.program(state).compiled(state, batch)
+    programs = dp.program(state).step.compiled(state, batch)
     evaluated = dp.evaluate(state, dp.feed(rows, draw.batch_size), ema=draw.ema is not None)
     if dp.job.processes > 1:
         state = jax.jit(lambda state: state, out_shardings=replicated(dp.mesh))(state)

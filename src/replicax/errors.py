@@ -213,12 +213,6 @@ def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = ""
     raise ConfigError(f"{argument}={name!r}; use one of {', '.join(table)}{otherwise}{nearest}")
 
 
-def check_at_least(name: str, value: float | None, least: float) -> None:
-    """Raise `ConfigError` if `value` is below `least`; None is always valid."""
-    if value is not None and not value >= least:
-        raise ConfigError(f"{name}={value}; it must be at least {least:g}: raise it")
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest known name as a suggestion for a message, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -3,11 +3,12 @@
 `dp.step(state, batch)` enters these files and rooms, in this order:
 
     data_parallel.py       the call: place the batch, check, run the program, note it as in flight
-    first_step_checks.py   before the first step only, with `first_step/`: is this loss computed on
-                           parts of a batch what it is on the whole, do processes agree, does it fit
+    first_step_checks.py   before every step, and with `first_step/` for new shapes: is this loss
+                           on parts of a batch what it is on the whole, do processes agree, and the
+                           first time, does it fit
     program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
                            parts of its step, and `built_in_step.py` what a layout changes of them
-    modes.py               the mode, which builds the step of its parts
+    modes.py               the mode, which builds the step from its parts
     step_builder.py        by default one `jax.jit` program: sums, mapped; then the update
     mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
     per_replica_sums.py    mode `jit` on several GPUs: the same sums, replica by replica
@@ -15,9 +16,8 @@
     placement/, data/      where the arrays of the state lie, and the rows of the batch
     exact/, pipeline/      the same sums, if the mode fixes bits, or the layout has stages
 
-Later steps only run the compiled program. `evaluation.py` is the same walk without an update: sums
-for `dp.evaluate`, rows for `dp.predict`. To read this room, begin with `step/update.py`, whose
-first function is the step, and go on in the order that `step/` gives.
+`evaluation.py` is the same walk without an update: sums for `dp.evaluate`, rows for `dp.predict`.
+To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
 step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, config,

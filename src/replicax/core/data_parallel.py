@@ -60,7 +60,7 @@ class DataParallel:
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
         mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom `Mode`; see
-            `replicax.core.modes`.
+            `replicax.core.mapping.Mode`.
         layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.placement.layout`.
         accumulate: gradient accumulation: the number of micro-batches per replica.
         micro_shards: in mode `exact`, the number of parts, a power of two, of a global batch on any
@@ -330,7 +330,8 @@ class DataParallel:
 
         Args:
             model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
-            mesh: attached or described devices, or a number of replicas; default: `self.mesh`.
+            mesh: of attached or described devices, or one that has only their number; default:
+                `self.mesh`.
         """
         is_state = isinstance(model, TrainState)
         described = model if is_state else self.configuration.split_model(model)

@@ -30,8 +30,8 @@ _IN_FLIGHT = 2
 class ProgramEvaluation:
     """Evaluate one program, checking and compiling each function once."""
 
-    def __init__(self, program: Program, ready: FirstStepChecks) -> None:
-        self._program, self._ready = program, ready
+    def __init__(self, program: Program, checks: FirstStepChecks) -> None:
+        self._program, self._checks = program, checks
         self._scoring: dict[Any, tuple[Program, FirstStepChecks]] = {}
         self._predicting: dict[Any, Any] = {}
 
@@ -39,16 +39,16 @@ class ProgramEvaluation:
         self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
     ) -> dict[str, float]:
         """Return the means of `loss`, by default the program's, over all rows of `batches`."""
-        program, ready = self._program, self._ready
+        program, checks = self._program, self._checks
         if loss is not None or program.configuration.step is not None:
             loss = program.objective.loss if loss is None else loss
             if _key(loss) not in self._scoring:
                 other = program.scoring(loss)
                 self._scoring[_key(loss)] = other, FirstStepChecks(other)
-            program, ready = self._scoring[_key(loss)]
+            program, checks = self._scoring[_key(loss)]
 
         def score(state: TrainState, batch: Batch) -> Any:
-            batch = ready.check(EVALUATION, program.score, state, batch)
+            batch = checks.check(EVALUATION, program.score, state, batch)
             return program.score(state, batch)
 
         totals = Totals()
@@ -69,13 +69,13 @@ class ProgramEvaluation:
             compute = lift(
                 found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
-            ready = FirstStepChecks(program.scoring(_as_loss(function)))
-            self._predicting[_key(function)] = compute, ready
-        compute, ready = self._predicting[_key(function)]
+            checks = FirstStepChecks(program.scoring(_as_loss(function)))
+            self._predicting[_key(function)] = compute, checks
+        compute, checks = self._predicting[_key(function)]
 
         def predict(state: TrainState, batch: Batch) -> Any:
             try:
-                batch = ready.check(EVALUATION, compute, state, batch)
+                batch = checks.check(EVALUATION, compute, state, batch)
             except Exception:
                 jax.eval_shape(compute, state, batch)  # if an output has no rows, it says so
                 raise
@@ -107,7 +107,7 @@ class ProgramEvaluation:
         pending = deque[Any]()
         for batch in batches:
             with self._program.configuration.undisturbed():
-                placed = batch if type(batch) is Batch else self._ready.placed(batch)
+                placed = batch if type(batch) is Batch else self._checks.placed(batch)
                 pending.append(compute(state, placed))
             self._program.configuration.job.move()
             if len(pending) > _IN_FLIGHT:

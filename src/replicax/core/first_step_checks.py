@@ -36,7 +36,7 @@ from replicax.errors import LossError
 
 STEP, EVALUATION = "the step", "the evaluation"
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
-_traced = jax.disable_jit(False)  # a look knows functions by the names that jax.jit keeps
+_traced = jax.disable_jit(False)  # an examination knows functions by the names that jax.jit keeps
 _log = logging.getLogger("replicax")
 
 
@@ -46,7 +46,7 @@ class FirstStepChecks:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._looks: dict[Any, LossExamination] = {}
+        self._examinations: dict[Any, LossExamination] = {}
         """By what is run, and the shapes of the batch."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
@@ -70,10 +70,10 @@ class FirstStepChecks:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
-        look, given = self._look(what, state, batch), batch
-        batch = self._padded_or_not(what, look, state, batch)
+        examination, given = self._examination(what, state, batch), batch
+        batch = self._padded_or_not(what, examination, state, batch)
         if batch is not given:
-            self._look(what, state, batch)
+            self._examination(what, state, batch)
         configuration = self._program.configuration
         if configuration.job.processes > 1:
             shapes = _shapes(what, batch)
@@ -125,21 +125,25 @@ class FirstStepChecks:
         if not padding or self._shapes is None or self._program.configuration.step is not None:
             return
         size = feed.split.padded(feed.source.batch_size)
-        known = (look for (what, *_), look in self._looks.items() if what == EVALUATION)
-        look = next(known, None)
+        known = (
+            examination
+            for (what, *_), examination in self._examinations.items()
+            if what == EVALUATION
+        )
+        examination = next(known, None)
         with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
-            look = look or self._trace(EVALUATION, self._abstract, self._shapes)
-        broken = look.doubts(_real(size - padding))[0] if look else []
+            examination = examination or self._trace(EVALUATION, self._abstract, self._shapes)
+        broken = examination.doubts(_real(size - padding))[0] if examination else []
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
-    def _look(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
+    def _examination(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Return what is known of batches of these shapes, checking the first."""
         shapes = _shapes(what, batch)
-        if shapes not in self._looks:
+        if shapes not in self._examinations:
             self._shapes = self._shapes or jax.eval_shape(lambda batch: batch, batch)
-            self._looks[shapes] = self._looked(what, state, batch)
-        return self._looks[shapes]
+            self._examinations[shapes] = self._examined(what, state, batch)
+        return self._examinations[shapes]
 
     def _trace(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Trace the loss or the step."""
@@ -152,31 +156,31 @@ class FirstStepChecks:
         return LossExamination(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
     @_traced
-    def _looked(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
+    def _examined(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
-        program, look = self._program, self._trace(what, state, batch)
+        program, examination = self._program, self._trace(what, state, batch)
         own = what == STEP and program.configuration.step is not None
-        if what == STEP and not own and not look.moves:
+        if what == STEP and not own and not examination.moves:
             raise LossError(
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
             )
         apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):
-            broken = look.broken(division, state, batch, hands_on=not (own or apart))
+            broken = examination.broken(division, state, batch, hands_on=not (own or apart))
             alike = own and not division.within and not program.configuration.mode.bitwise
-            if alike and look.from_key and not broken:
-                broken = [row_errors.Broken(look.from_key[0], output=True, why="key")]
-            if apart and not broken and look.gathers_draws:
+            if alike and examination.from_key and not broken:
+                broken = [row_errors.Broken(examination.from_key[0], output=True, why="key")]
+            if apart and not broken and examination.gathers_draws:
                 raise row_errors.drawn(sees)
             if broken and broken[0].output and not own:
                 raise row_errors.written(broken[0], sees)
             if broken:
                 raise row_errors.mixes_rows(broken[0], sees, self._fix())
-        return look
+        return examination
 
     def _padded_or_not(
-        self, what: str, look: LossExamination, state: TrainState, batch: Batch
+        self, what: str, examination: LossExamination, state: TrainState, batch: Batch
     ) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
         real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
@@ -186,7 +190,7 @@ class FirstStepChecks:
         for padding in sorted({own, batch.feed_padding or own} - {0}):
             key = *_shapes(what, batch), padding
             if key not in self._padding:
-                self._padding[key] = self._depends_on_padding(look, padding, state, batch)
+                self._padding[key] = self._depends_on_padding(examination, padding, state, batch)
             broken = self._padding[key] if padding == own else broken
         if broken is None:
             return batch
@@ -196,11 +200,11 @@ class FirstStepChecks:
 
     @_traced
     def _depends_on_padding(
-        self, look: LossExamination, padding: int, state: TrainState, batch: Batch
+        self, examination: LossExamination, padding: int, state: TrainState, batch: Batch
     ) -> row_errors.Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
-        broken = look.broken(_real(real), state, batch)
+        broken = examination.broken(_real(real), state, batch)
         if not broken:
             return None
         if broken[0].raised or real % self._parts or self._program.configuration.job.processes > 1:
@@ -254,11 +258,11 @@ def _real(rows: int) -> Division:
 
 
 def _run_step(
-    own_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
+    custom_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
 ) -> tuple[PyTree, None]:
     """Run a custom step to examine it: the state and the metrics must not depend on rows."""
     try:
-        after, metrics = own_step(
+        after, metrics = custom_step(
             *(state, batch, None),
             accumulator=Sequential(gather=examiner.gather),
             reduce=no_reduction,

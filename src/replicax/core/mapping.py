@@ -49,7 +49,7 @@ def shard_map(
     """Map by `jax.shard_map` over the axes of the rows."""
     # With check_vma=True a scan in the model from zeros (any RNN) is a type error, and parameters
     # must be cast to varying, or their gradient is N times too large. Without it, the gradient of
-    # a replica's sum is local, and `update` makes the only reduction.
+    # a replica's sum is local, and `step_sums` makes the only reduction.
     return jax.shard_map(
         lambda state, batch: function(state, batch, row_axis(mesh)),
         mesh=mesh,
@@ -142,6 +142,7 @@ class Mode:
     wrap: Wrap
     """Maps a function from one replica's view: of the whole batch and no axis, or of a replica's
     rows and the axis to reduce over."""
+    _: dataclasses.KW_ONLY
     per_replica: bool = False
     """Whether the function sees one replica's rows, each replica with its own random numbers."""
     splits_optimizer: bool = False
@@ -162,8 +163,8 @@ class Mode:
     build: Callable[[StepParts], CompiledFunction[Any]] = build
     """Builds the step, or the scoring of an evaluation."""
     bitwise: bool = False
-    """Whether results are bitwise identical on any number of devices, as the batch is always cut
-    into `micro_shards`."""
+    """Whether `build` makes results bitwise identical on any number of devices, of a batch that is
+    always cut into `micro_shards`."""
     analysed: str = ""
     """The program that figures of the compiled step describe, if it is not the one that runs."""
 
@@ -206,14 +207,8 @@ class Mode:
 def lift(
     function: ReplicaView[Any], mode: Mode, mesh: AnyMesh, state: PyTree, batch: PyTree, out: PyTree
 ) -> Jitted[Any]:
-    """Return `function` as a `jax.jit` function of a state and a global batch.
+    """Return `function`, compiled, of a state and a global batch.
 
     `state`, `batch` and `out` (the results) are shardings, or one sharding for the whole tree.
     """
-    return Jitted(
-        jax.jit(
-            mode.wrap(function, mesh, (state, batch), out),
-            in_shardings=(state, batch),
-            out_shardings=out,
-        )
-    )
+    return Jitted(mode.wrap(function, mesh, (state, batch), out), (state, batch), out)

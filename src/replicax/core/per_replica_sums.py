@@ -62,8 +62,8 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
         return False
     for rows in (batch, _of_other_rows(batch)):
         with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
-            look = LossExamination(of_loss(objective, step_key), state, rows)
-            if look.takes_padding and not look.draws:  # a replica's draws are its own
+            examination = LossExamination(of_loss(objective, step_key), state, rows)
+            if examination.takes_padding and not examination.draws:  # a replica's draws are its own
                 return True
     return False
 

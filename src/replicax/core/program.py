@@ -96,7 +96,7 @@ class Program:
 
     @cached_property
     def custom_step(self) -> "partial[tuple[TrainState, Metrics]]":
-        """The custom step as `ReplicaSums`; what it returns is the result already."""
+        """The custom step as a `ReplicaFunction`, which returns the state and the metrics."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Build a step, or the scoring of an evaluation, of its parts: by default one `jax.jit` program."""
+"""Build a step, or the score of an evaluation, from its parts: by default one `jax.jit` program."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from replicax.core.step.base import (
     Apply,
     CompiledFunction,
     MappedFunction,
-    MappedSums,
     Reduce,
     ReplicaFunction,
     Result,
@@ -69,7 +68,7 @@ class StepParts:
     name: str
     """Its name in profiles: `step` or `score`."""
     sums: ReplicaFunction[Any]
-    """`ReplicaSums`, or a function that returns the result of a program without an update."""
+    """`ReplicaSums`, or, without `apply`, a function that returns the result."""
     apply: Apply | None
     """The update of global arrays from what `sums` returns; None if that is the result."""
     objective: Objective
@@ -90,9 +89,10 @@ class StepParts:
     accumulator: Accumulator
     reduction: Reduction
     reduce: Reduce
-    """`reduction`, as the mode calls it."""
+    """`reduction`, as `Mode.reduce` makes it a part of the step."""
     names_replicas: bool
-    """Whether `apply` names the replica axis, as `lax.pmean` in an optimizer does."""
+    """Whether `apply` names the replica axis, as `lax.pmean` in an optimizer does, and the mode has
+    one."""
     micro_shards: int
     donate: bool
     """Whether the memory of the state is reused."""
@@ -106,44 +106,48 @@ def build(parts: StepParts) -> CompiledFunction[Any]:
     return jitted(parts, mapped(parts))
 
 
-def mapped(parts: StepParts) -> MappedSums:
-    """Return the sums of `parts` as a function of global arrays."""
+def mapped(parts: StepParts) -> MappedFunction[Any]:
+    """Return `parts.sums` as a function of global arrays."""
     sums = partial(parts.sums, accumulator=parts.accumulator, reduce=parts.reduce)
     return parts.wrap(sums, parts.mesh, (parts.state, batch_shardings(parts.mesh)), parts.total)
 
 
-def jitted(parts: StepParts, sums: MappedSums) -> "Jitted[Any]":
-    """Return the program that updates the state from `sums`."""
+def jitted(parts: StepParts, sums: MappedFunction[Any]) -> "Jitted[Any]":
+    """Return the program that updates the state from `sums`, or `sums` if there is no update."""
     function: MappedFunction[Any] = sums
     if parts.apply is not None:
         apply = _of_each_replica(parts, parts.apply) if parts.names_replicas else parts.apply
         function = partial(update, sums=sums, apply=apply)
     return Jitted(
-        jax.jit(
-            function,
-            in_shardings=(parts.state, batch_shardings(parts.mesh)),
-            out_shardings=parts.out,
-            donate_argnums=0 if parts.donate else (),
-            compiler_options=parts.compiler_options,
-        )
+        function,
+        (parts.state, batch_shardings(parts.mesh)),
+        parts.out,
+        donate_argnums=0 if parts.donate else (),
+        compiler_options=parts.compiler_options,
     )
 
 
 class Jitted(Generic[Result]):
     """A `jax.jit` function as a `CompiledFunction`."""
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.trace, self.lower, self.cache_size = (
-            *(function.trace, function.lower),
-            function._cache_size,
-        )
+    def __init__(
+        self,
+        function: MappedFunction[Result],
+        into: tuple[PyTree, PyTree],
+        out: PyTree,
+        **options: Any,
+    ) -> None:
+        compiled = jax.jit(function, in_shardings=into, out_shardings=out, **options)
+        self._function, self.trace, self.lower = compiled, compiled.trace, compiled.lower
 
     def __call__(self, state: TrainState, batch: Batch) -> Result:
         return self._function(state, batch)  # type: ignore[no-any-return]
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
         return [self.lower(state, batch).compile()]
+
+    def cache_size(self) -> int:
+        return int(self._function._cache_size())  # type: ignore[attr-defined]
 
     def text(self, state: TrainState, batch: Batch) -> str:
         text: str = self.lower(state, batch).as_text()

@@ -114,7 +114,7 @@ def memory_formula(
         held = (share.params, used)
         memory = _of_gradient(objective, state, held, part, platform, added_up)
     else:
-        memory = _of_own_step(program.custom_step, state, part, platform)
+        memory = _of_custom_step(program.custom_step, state, part, platform)
     stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
     if stages > 1:  # a pipeline keeps the activations of several micro-batches
         at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
@@ -137,7 +137,7 @@ def tree_bytes(tree: PyTree) -> int:
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _of_own_step(
+def _of_custom_step(
     step: Callable[..., Any], state: TrainState, part: Batch, platform: str
 ) -> MemoryFormula:
     """Return the peak memory of a custom step on a micro-batch.

@@ -134,7 +134,7 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """Return the extra_metrics on a step, and the window of losses for the next one."""
+    """Return the extra metrics of a step, and the window of losses for the next one."""
     verdict = _not_finite(total)
     not_finite = verdict != 0
     if not jax.tree.leaves(losses):

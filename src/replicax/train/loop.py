@@ -32,8 +32,8 @@ from replicax.train.streams import alarm
 class Loop(Running):
     """The loop of a run: steps and epochs, and what is done between them.
 
-    `rx.Run` is its only subclass, and opens, resumes and ends the run. Hooks and users see one
-    object, so that neither can hold the other; they are two classes to be read one at a time.
+    `rx.Run` is its only subclass, and opens, resumes and ends the run. Hooks and users
+    see one object; it is two classes so that each can be read by itself.
     """
 
     state: TrainState
@@ -50,7 +50,8 @@ class Loop(Running):
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._good: tuple[Position, dict[str, Any], float, Callable[[], Any]] | None = None
-        """Position, time and last batch of the last known good state, which a hook keeps."""
+        """The last known good state, which a hook keeps: its position and the rest of it, its time,
+        and the checksums of its last batch."""
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
         """The state a hook asked to go back to, the reason, and metrics for its record."""

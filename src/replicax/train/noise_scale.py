@@ -72,7 +72,7 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
     It is the same program in all modes: the compiler splits the rows of each part over the devices,
     as in mode `jit`. The parts contain the same rows on any number of devices, and are computed
     sequentially, in at least as many micro-batches as the step. It needs memory for two gradients,
-    sharded like the parameters, and the communication of `PARTS` steps. It is a `jax.jit` function
+    sharded like the parameters, and the communication of `PARTS` steps. It is compiled, a function
     of the state before a step and the step's batch, and returns a `NoiseSample`.
     """
     program, mesh = dp.program(state), dp.mesh

@@ -116,11 +116,12 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
             f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
             "rows: use the same source and number of processes, or start a new run"
         )
-    batch, size = extra.get("batch"), source.batch_size
-    if not size or not position.rows:
-        return batch if type(batch) is int and batch >= 0 else 0
+    saved, size = extra.get("batch"), source.batch_size
+    batch = saved if type(saved) is int and saved >= 0 else None
     if batch is not None and extra.get("batch_size") == size:
-        return int(batch)
+        return batch
+    if not size or not position.rows:
+        return batch or 0
     if position.rows == _rows_in_order(source):
         return source.batches or 0
     if position.rows % size:
@@ -135,8 +136,8 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
 def _rows_in_order(source: Source) -> int | None:
     """Return the rows of an epoch, if all batches but the last are full.
 
-    Of processes with rows of their own, some may have no more while others go on: then so many rows
-    may be the place of an earlier batch.
+    Where processes have rows of their own, some may run out early, so the row count does not
+    determine the batch.
     """
     return None if isinstance(source, PerProcessSource) else source.rows
 

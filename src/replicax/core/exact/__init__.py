@@ -16,7 +16,7 @@ once for one device. Read in this order, after `docs/exact.md`:
     exact_mode.py               the mode: its accumulator, its reduction, and how it builds a step
 
 It imports `errors`, the rooms before it, `step_builder` and `mapping`. No other room knows of
-micro-shards: `modes.py` has the mode in its table, and that is all. Tests: `tests/core/exact/`;
-`benchmarks/exact_search.py` searches for counterexamples. Public: nothing but `mode="exact"` and
-`micro_shards=`.
+micro-shards: `modes.py` has the mode in its table, and files above hand on `micro_shards`. Tests:
+`tests/core/exact/`; `benchmarks/exact_search.py` searches for counterexamples. Public: nothing but
+`mode="exact"` and `micro_shards=`.
 """

@@ -1,7 +1,8 @@
 """Mode `exact`: the same bits on any number of devices.
 
 The mode builds the step itself, of programs that are the same on any number of devices, and hands
-in a sum and a reduction with a fixed order. Nothing outside of this room knows of micro-shards.
+in a sum and a reduction with a fixed order. The files outside of this room only hand on
+the argument `micro_shards`, and ask `Mode.bitwise`.
 """
 
 from typing import Any

@@ -54,7 +54,7 @@ class PytreeDefinition:
             extras = take_state(returned, extras, context)
         return values_of(returned) if self.writes else returned, extras
 
-    def seen(self, model: Any, _view: CallContext) -> Any:
+    def seen(self, model: Any, _context: CallContext) -> Any:
         """Return the model as passed to a loss."""
         return model
 

@@ -1,9 +1,9 @@
 """The seams of a step: what is summed, how it is reduced, and what makes an update of it.
 
-Each is a protocol with named arguments, so that the step can be followed from signature to
-signature: a `StepProgram` runs `update`, which calls `MappedSums` (a mode maps `ReplicaSums` onto
-the mesh) and then `Apply`. `ReplicaSums` calls an `Accumulator` with a `SumsFunction`, and then
-`Reduce`.
+Each is a protocol with named parameters, so that the step can be followed from signature to
+signature: the `StepProgram` of a loss and an optimizer runs `update`, which calls `MappedSums` (a
+mode maps `ReplicaSums` onto the mesh) and then `Apply`. `ReplicaSums` calls an `Accumulator` with a
+`SumsFunction`, and then `Reduce`.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ class ReplicaFunction(Protocol[Result]):
 
 
 class MappedFunction(Protocol[Result]):
-    """A `ReplicaFunction` as a mode maps it onto the mesh: a function of global arrays."""
+    """A function from one replica's view as a mode maps it onto the mesh: of global arrays."""
 
     def __call__(self, state: TrainState, batch: Batch, /) -> Result:
         """Return the result as global arrays."""

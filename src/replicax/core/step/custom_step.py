@@ -136,7 +136,7 @@ def mean(values: PyTree) -> PyTree:
     """
     primitives, state, rows = _seen("mean", values, (), ())
 
-    def part(_params: PyTree, extras: PyTree, rows: Batch, _view: CallContext) -> Any:
+    def part(_params: PyTree, extras: PyTree, rows: Batch, _context: CallContext) -> Any:
         sums = {}
         for n, value in enumerate(jax.tree.leaves(rows.data, is_leaf=_is_weighted)):
             if primitives.examiner:
@@ -189,7 +189,7 @@ def custom_update(
 
 
 def keep(
-    state: TrainState, _total: StepSums, params: PyTree, _carried: PyTree
+    state: TrainState, _total: StepSums, params: PyTree, _reduction_state: PyTree
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a custom step."""
     return dataclasses.replace(state, step=state.step + 1, params=params), {}
@@ -203,13 +203,13 @@ def _seen(
     if here is None:
         primitives = _ALONE
         batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
-    elif here.own is None:
+    elif here.primitives is None:
         raise LossError(
             f"rx.{name} was called in a loss, which sees only some rows of a batch; it sums over "
             "all rows in a step: use jax.grad inside a loss, and return one value per row"
         )
     else:
-        (primitives, index), seen = here.own, here.mask.shape[0]
+        (primitives, index), seen = here.primitives, here.mask.shape[0]
         step = here.context.step
         if count != seen:
             raise LossError(

@@ -31,8 +31,8 @@ class LossContext:
     context: CallContext
     trace: Any
     """The JAX trace in which it is called."""
-    own: Any = None
-    """The means that a custom step sums; None in a loss. See `replicax.core.step.custom_step`."""
+    primitives: tuple[Any, jax.Array] | None = None
+    """How a custom step sums, and the index of its rows; None in a loss. See `custom_step`."""
     weighs: bool = False
     """Whether `row_weights` was called."""
 
@@ -43,12 +43,14 @@ _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, context: CallContext, own: Any = None) -> Iterator[LossContext]:
+def inside(
+    mask: jax.Array, context: CallContext, primitives: tuple[Any, jax.Array] | None = None
+) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
-    here = LossContext(mask, context, get_opaque_trace_state(), own)
+    here = LossContext(mask, context, get_opaque_trace_state(), primitives)
     token = _current.set(here)
     # The sums of a step belong to its trace, so no cache may pass them to another trace.
-    once = None if own is None else object()
+    once = None if primitives is None else object()
     try:
         with _gathers((context.axis, context.part, once)):
             yield here

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.accumulate import scale_of, zeros_like
@@ -90,7 +91,7 @@ def unscaling(apply: Apply) -> Apply:
     """
 
     def unscaled_apply(
-        state: TrainState, total: StepSums, *rest: Any
+        state: TrainState, total: StepSums, extras: PyTree, reduction_state: PyTree
     ) -> tuple[TrainState, Metrics]:
         scale: Scale = state.scale
         # Check the sum over all rows, so that the number of parts in it does not matter.
@@ -98,7 +99,9 @@ def unscaling(apply: Apply) -> Apply:
         mends = jnp.isfinite(total.weighted[LOSS].total) & (scale.value > SMALLEST)
         overflow = ~jnp.all(jnp.stack(held)) & mends
         total = unscaled(total, state)
-        after, metrics = unless(overflow, lambda state: apply(state, total, *rest), state)
+        after, metrics = unless(
+            overflow, lambda state: apply(state, total, extras, reduction_state), state
+        )
         after = dataclasses.replace(after, step=state.step + 1, scale=scale.after(overflow))
         return after, {**metrics, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
 

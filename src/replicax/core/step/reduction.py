@@ -121,15 +121,11 @@ class Wire:
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         return self.add(sums, axis), state
 
-    def add(self, sums: PyTree, axis: Axis | None) -> PyTree:
+    def add(self, sums: PyTree, axis: Axis) -> PyTree:
         """Return the sums over all replicas along `axis`."""
-        if axis is None:
-            return sums
         if self.dtype is None:
             return all_reduce(sums, axis)
         plain = REDUCTIONS["float32"]
-        if not isinstance(sums, StepSums):
-            return plain.add_in_parts(sums, axis)
         gradient = self.add_in_parts(sums.gradient, axis)
         return StepSums(gradient, plain.add(sums.weighted, axis))
 

@@ -1,7 +1,6 @@
-"""The mathematics of one training step, as a function of one replica's view."""
+"""The mathematics of one training step: sums from one replica's view, one update of the total."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +92,7 @@ def apply_gradient(
     """
     gradient = mean_gradient(total, state.params, updater.read)
     value = {"value": total.weighted[LOSS].mean()} if updater.takes_value else {}
-    update = updater.optimizer.update
-    updates, opt_state = update(gradient, state.opt_state, state.params, **value)
+    updates, opt_state = updater.optimizer.update(gradient, state.opt_state, state.params, **value)
     after = dataclasses.replace(
         state,
         step=state.step + 1,
@@ -132,7 +130,9 @@ def score(
     `"rows"` counts the real rows: its total, with weight 1.
     """
 
-    def part(params: PyTree, extras: PyTree, rows: Batch, context: CallContext) -> Any:
+    def part(
+        params: PyTree, extras: PyTree, rows: Batch, context: CallContext
+    ) -> tuple[StepSums, PyTree]:
         weighted, extras = objective.loss_sums(params, extras, rows, context)
         count = jnp.sum(rows.mask)
         sums = {**weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
