@@ -64,8 +64,8 @@ def test_each_replica_has_random_numbers_of_its_own() -> None:
 class Dropping(Wire):
     """Leaves out the last replica."""
 
-    def add(self, sums: Any, axis: Any, ordered: bool = False) -> Any:
-        return super().add(self.without_last(sums, axis), axis, ordered)
+    def add(self, sums: Any, axis: Any, *sum_rows: Any) -> Any:
+        return super().add(self.without_last(sums, axis), axis, *sum_rows)
 
     def without_last(self, sums: Any, axis: str | None) -> Any:
         if axis is None or not isinstance(sums, StepSums):

@@ -12,7 +12,7 @@ from jax import lax
 from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.base import Reduce, StepSums
-from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, SumRows, Wire
+from replicax.core.step.reduction import GradientShards, Reduction, Wire
 
 
 def reduce_in_order(reduction: Reduction, shards: GradientShards | None = None) -> Reduce:
@@ -34,22 +34,15 @@ def add_in_order(wire: Wire, sums: PyTree, axis: Axis | None) -> PyTree:
     """Return the sums over all replicas along `axis`."""
     if axis is None or lax.axis_size(axis) == 1:
         return sums
-    plain = REDUCTIONS["float32"]
-    if wire.dtype is None or not isinstance(sums, StepSums):
-        return plain.add_in_parts(sums, axis, _by_tree(plain))
-    gradient = wire.add_in_parts(sums.gradient, axis, _by_tree(wire))
-    return StepSums(gradient, add_in_order(plain, sums.weighted, axis))
+    return wire.add(sums, axis, _by_tree)
 
 
 def scatter_in_order(wire: Wire, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Return this replica's part, along `dim`, of the sum that `add_in_order` computes."""
-    return wire.scatter_in_parts(leaf, axis, dim, _by_tree(wire))
+    return wire.scatter(leaf, axis, dim, _by_tree)
 
 
-def _by_tree(wire: Wire) -> SumRows:
-    def total(parts: jax.Array) -> jax.Array:
-        while len(parts) > 1:
-            parts = wire.round(parts[0::2] + parts[1::2])
-        return parts[0]
-
-    return total
+def _by_tree(wire: Wire, rows: jax.Array) -> jax.Array:
+    while len(rows) > 1:
+        rows = wire.round(rows[0::2] + rows[1::2])
+    return rows[0]

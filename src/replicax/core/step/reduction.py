@@ -17,8 +17,8 @@ from replicax.errors import choose
 
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: this replica's part, along `dim`, of the sum over `axis`."""
-SumRows = Callable[[jax.Array], jax.Array]
-"""Adds an array over its first dim."""
+SumRows = Callable[["Wire", jax.Array], jax.Array]
+"""`sum_rows(wire, array)` adds an array over its first dim, rounding as the wire does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,20 +121,26 @@ class Wire:
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         return self.add(sums, axis), state
 
-    def add(self, sums: PyTree, axis: Axis) -> PyTree:
-        """Return the sums over all replicas along `axis`."""
-        if self.dtype is None:
+    def add(self, sums: PyTree, axis: Axis, sum_rows: SumRows | None = None) -> PyTree:
+        """Return the sums over all replicas along `axis`, added by `sum_rows` if it is given."""
+        if sum_rows is None and self.dtype is None:
             return all_reduce(sums, axis)
         plain = REDUCTIONS["float32"]
-        gradient = self.add_in_parts(sums.gradient, axis)
-        return StepSums(gradient, plain.add(sums.weighted, axis))
+        if self.dtype is None or not isinstance(sums, StepSums):
+            return plain._add_in_parts(sums, axis, sum_rows)
+        gradient = self._add_in_parts(sums.gradient, axis, sum_rows)
+        return StepSums(gradient, plain.add(sums.weighted, axis, sum_rows))
 
-    def scatter(self, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    def scatter(
+        self, leaf: jax.Array, axis: Axis, dim: int, sum_rows: SumRows | None = None
+    ) -> jax.Array:
         """Return this replica's part, along `dim`, of the sum that `add` computes."""
-        if self.dtype is not None:
-            return self.scatter_in_parts(leaf, axis, dim)
-        part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
-        return part
+        if sum_rows is None and self.dtype is None:
+            part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
+            return part
+        front = jnp.moveaxis(leaf, dim, 0)
+        own = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, sum_rows)
+        return jnp.moveaxis(own.reshape(-1, *front.shape[1:]), 0, dim)
 
     def error(self, roundings: int = 2) -> float:
         """Return the largest error of a total, relative to the sum of its parts' magnitudes.
@@ -150,33 +156,25 @@ class Wire:
             return sums
         return dataclasses.replace(sums, gradient=jax.tree.map(self.round, sums.gradient))
 
-    def add_in_parts(self, sums: PyTree, axis: Axis, total: SumRows | None = None) -> PyTree:
-        """Return the sums over all replicas. Each replica adds one part of a vector by `total`,
-        received from all, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as in a
-        ring all-reduce.
+    def _add_in_parts(self, sums: PyTree, axis: Axis, sum_rows: SumRows | None) -> PyTree:
+        """Return the sums over all replicas. Each replica adds one part of a vector, received
+        from all, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as in a ring
+        all-reduce.
         """
         replicas = lax.axis_size(axis)
 
         def add(vector: jax.Array) -> jax.Array:
-            part = self._own_part(vector.reshape(replicas, -1), axis, total)
-            return self._send(part, lambda array: lax.all_gather(array, axis, tiled=True))
+            own = self._own_part(vector.reshape(replicas, -1), axis, sum_rows)
+            return self._send(own, lambda array: lax.all_gather(array, axis, tiled=True))
 
         return _as_vectors(sums, add, replicas)
 
-    def scatter_in_parts(
-        self, leaf: jax.Array, axis: Axis, dim: int, total: SumRows | None = None
-    ) -> jax.Array:
-        """Return this replica's part, along `dim`, of the sum that `add_in_parts` computes."""
-        front = jnp.moveaxis(leaf, dim, 0)
-        part = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, total)
-        return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
-
-    def _own_part(self, parts: jax.Array, axis: Axis, total: SumRows | None) -> jax.Array:
+    def _own_part(self, parts: jax.Array, axis: Axis, sum_rows: SumRows | None) -> jax.Array:
         """Sum `parts[own index]` over all replicas."""
         parts = self._send(parts, lambda array: lax.all_to_all(array, axis, 0, 0))
         if len(parts) == 1:
             return parts[0]
-        return jnp.sum(parts, axis=0) if total is None else total(parts)
+        return jnp.sum(parts, axis=0) if sum_rows is None else sum_rows(self, parts)
 
     def round(self, leaf: jax.Array) -> jax.Array:
         """Return `leaf` rounded to the wire dtype."""
