@@ -1,0 +1,167 @@
+"""Messages between islands: typed JSON arrays, checked on receipt and never executed.
+
+Each pair of islands has two connections. `Beat` and the messages of the protocol travel on the
+control connection, `Frame` headers, each followed by its arrays, on the data connection.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from replicax.cluster.message import Typed
+
+# The handshake: Hello and Challenge, then Proof and Proof; either side may refuse.
+
+
+class Hello(Typed):
+    """The first message on a connection, from the island that dials."""
+
+    job: str
+    island: int
+    """Index of the sender, from 0."""
+    islands: int
+    start: str
+    """Random text that differs in each start of an island."""
+    purpose: str
+    """`control` or `data`."""
+    nonce: str
+    host: str = ""
+    boot: str = ""
+    """Identifies the running system of `host`, and its process ids; empty if unknown."""
+    pid: int = 0
+
+
+class Challenge(Typed):
+    """The answer to `Hello`: the same fields of the island that was dialled."""
+
+    job: str
+    island: int
+    islands: int
+    start: str
+    nonce: str
+    host: str = ""
+    boot: str = ""
+    pid: int = 0
+
+
+class Proof(Typed):
+    """An HMAC of both nonces, keyed by the job's secret: first of the dialling island."""
+
+    hmac: str
+
+
+class Refused(Typed):
+    """The connection ends; a stranger learns nothing of the job."""
+
+    reason: str
+
+
+class Beat(Typed):
+    """A heartbeat."""
+
+
+# The protocol, on the control connection.
+
+
+class View(Typed):
+    """The islands that compute together from one exchange on, until the next view."""
+
+    number: int
+    members: Sequence[tuple[int, str]]
+    """Index and start of each live island, sorted."""
+    confirmed: Sequence[int]
+    """Indices of the members that are known to hold the state."""
+    exchange: int
+    """The first exchange of this view."""
+    kept: Sequence[Sequence[int]] = ()
+    """For each member, the parts of the first exchange that it had computed in the view before."""
+
+
+class Ready(Typed):
+    """The sender has compiled the step and asks to become a member."""
+
+    fields: str
+    """In JSON: what must be equal in all islands."""
+
+
+class Member(Typed):
+    """The sender is a member of this view."""
+
+    view: View
+
+
+class Have(Typed):
+    """The sender has the sums of all members."""
+
+    view: int
+    exchange: int
+
+
+class Suspect(Typed):
+    """The sender no longer hears the members `dead` of a view."""
+
+    view: View
+    dead: Sequence[int]
+    """Indices, sorted."""
+    committed: int
+    """The last exchange that the sender has completed."""
+    parts: Sequence[int]
+    """Parts of the next exchange that it has computed."""
+
+
+class Decided(Typed):
+    """All survivors of view `before` agreed on the view after it."""
+
+    before: int
+    after: View
+    committed: int
+    """The last exchange that is complete."""
+
+
+class Out(Typed):
+    """The receiver is no longer a member."""
+
+    reason: str
+
+
+Control = Beat | Ready | Member | Have | Suspect | Decided | Out
+
+
+class Frame(Typed):
+    """The header of arrays on the data connection."""
+
+    view: int
+    exchange: int
+    topic: str
+    """Purpose of the exchange, equal in all islands."""
+    blocks: Sequence[tuple[int, int]]
+    """First part and number of parts of each block, whose sum the arrays are, block by block."""
+    note: str
+    """A JSON value of the sender for all members."""
+    arrays: Sequence[tuple[str, Sequence[int]]] = ()
+    """NumPy dtype name and shape of each array that follows, in row-major order."""
+    crc: int = 0
+    """`zlib.crc32` of the bytes of all arrays."""
+
+
+class State(Typed):
+    """The header of the state that a member gives to a new one."""
+
+    view: View
+    exchange: int
+    """The exchange that is next."""
+    run: str
+    """In JSON: the position of the run and what else it resumes from."""
+    sha256: str
+    """Of the arrays."""
+    arrays: Sequence[tuple[str, Sequence[int]]] = ()
+    crc: int = 0
+
+
+Data = Frame | State
+
+CONTROL: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
+DATA: msgspec.json.Decoder[Data] = msgspec.json.Decoder(Data)
+HANDSHAKE: msgspec.json.Decoder[Hello | Challenge | Proof | Refused] = msgspec.json.Decoder(
+    Hello | Challenge | Proof | Refused
+)
