@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
 TEXT = {"errors", "arguments", "wording", "table", "python_file"}
-BESIDE = {"core", "train", "cluster", "analysis", "recipes"}
+BESIDE = {"core", "train", "cluster", "islands", "analysis", "recipes"}
 ROOMS = {
     "errors": set(),
     "arguments": {"errors"},
@@ -34,7 +34,8 @@ ROOMS = {
     "remat": set(),
     "analysis": {"errors"},
     "cluster": {"arguments", "errors", "core"},
-    "train": TEXT | {"core", "cluster", "analysis"},
+    "islands": {"arguments", "errors", "core", "cluster"},
+    "train": TEXT | {"core", "cluster", "islands", "analysis"},
     "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {"", "checks"} for verb in VERBS},
     "load_run": TEXT | BESIDE,
@@ -47,7 +48,7 @@ ROOMS = {
 
 CORE = (
     *("ground", "jaxprs", "data", "placement", "models", "step", "step_builder", "mapping"),
-    *("exact", "pipeline", "first_step", "per_replica_sums", "modes", "config", "built_in_step"),
+    *("exact", "pipeline", "first_step", "per_replica_sums", "modes", "exchanged_step", "config", "built_in_step"),
     *("program", "first_step_checks", "evaluation", "data_parallel"),
 )
 """Rooms and files of the core; each imports those before it."""

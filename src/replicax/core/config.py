@@ -119,7 +119,9 @@ class Configuration:
     def split(self, mesh: AnyMesh) -> Split:
         """Return how a batch is split on `mesh`: over replicas, then over micro-batches."""
         replicas = replica_count(mesh)
-        return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
+        exchanged = self.job.exchange is not None and not self.mode.bitwise
+        parts = self.micro_shards if exchanged else 1
+        return Split(replicas, self.accumulator(mesh).micro_batches(replicas) * parts)
 
 
 _OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}

@@ -13,6 +13,7 @@ from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
+from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit
@@ -82,7 +83,7 @@ class Program:
         config = self.configuration
         parts = self._built_in_step() if config.step is None else self._custom_step()
         options = config.options(self.mesh) or None
-        return config.mode.build(
+        return self._built(
             dataclasses.replace(parts, donate=config.donate, compiler_options=options)
         )
 
@@ -92,7 +93,13 @@ class Program:
         everywhere = replicated(self.mesh)
         sums = partial(score, objective=self.split_objective)
         parts = self._parts("score", sums, everywhere, everywhere, REDUCTIONS["float32"])
-        return self.configuration.mode.build(parts)
+        return self._built(parts)
+
+    def _built(self, parts: StepParts) -> CompiledFunction[Any]:
+        mode = self.configuration.mode
+        if parts.exchange is None or mode.bitwise:
+            return mode.build(parts)
+        return ExchangedStep(parts, parts.exchange, mode.build(parts))
 
     @cached_property
     def custom_step(self) -> "partial[tuple[TrainState, Metrics]]":
@@ -114,8 +121,13 @@ class Program:
         )
 
     def _custom_step(self) -> StepParts:
-        out = self.shardings, replicated(self.mesh)
-        return self._parts("step", self.custom_step, out, out, self.configuration.reduction)
+        config, out = self.configuration, (self.shardings, replicated(self.mesh))
+        if config.job.exchange is not None and not config.mode.bitwise:
+            raise ConfigError(
+                f"step= in mode={config.mode.name!r} with islands, which exchange the sums of a "
+                "step; only mode='exact' finds them in a custom step: use mode='exact'"
+            )
+        return self._parts("step", self.custom_step, out, out, config.reduction)
 
     def _built_in_step(self) -> StepParts:
         config, mesh, shards = self.configuration, self.mesh, None
@@ -169,6 +181,7 @@ class Program:
             donate=False,
             compiler_options=None,
             in_flight=config.job.in_flight,
+            exchange=config.job.exchange,
         )
 
     def scoring(self, loss: LossFunction) -> "Program":

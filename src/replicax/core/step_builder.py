@@ -9,6 +9,7 @@ import jax
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.in_flight import InFlight
+from replicax.core.ground.job import Exchange
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import Layout
@@ -99,6 +100,8 @@ class StepParts:
     compiler_options: dict[str, Any] | None
     in_flight: InFlight
     """Tracks and limits the steps that were dispatched."""
+    exchange: Exchange | None = None
+    """How parts of a batch are computed together with other jobs, if there are any."""
 
 
 def build(parts: StepParts) -> CompiledFunction[Any]:
@@ -112,15 +115,20 @@ def mapped(parts: StepParts) -> MappedFunction[Any]:
     return parts.wrap(sums, parts.mesh, (parts.state, batch_shardings(parts.mesh)), parts.total)
 
 
-def jitted(parts: StepParts, sums: MappedFunction[Any]) -> "Jitted[Any]":
-    """Return the program that updates the state from `sums`, or `sums` if there is no update."""
+def jitted(
+    parts: StepParts, sums: MappedFunction[Any], given: PyTree | None = None
+) -> "Jitted[Any]":
+    """Return the program that updates the state from `sums`, or `sums` if there is no update.
+
+    `given` is the shardings of the second argument, by default those of a batch.
+    """
     function: MappedFunction[Any] = sums
     if parts.apply is not None:
         apply = _of_each_replica(parts, parts.apply) if parts.names_replicas else parts.apply
         function = partial(update, sums=sums, apply=apply)
     return Jitted(
         function,
-        (parts.state, batch_shardings(parts.mesh)),
+        (parts.state, batch_shardings(parts.mesh) if given is None else given),
         parts.out,
         donate_argnums=0 if parts.donate else (),
         compiler_options=parts.compiler_options,

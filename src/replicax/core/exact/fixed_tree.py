@@ -107,7 +107,7 @@ class FixedTree:
             local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
             extras = jax.tree.map(lambda leaf: leaf[0], after)
         floats = add_in_order(REDUCTIONS["float32"], floats, axis)
-        return local, _after(extras, floats, self.micro_shards)
+        return local, with_means(extras, floats, self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         """Return the step's key, so that no bit depends on the number of replicas."""
@@ -167,7 +167,7 @@ class MicroShardAccumulator:
             count=self.piece.count,
         )
         sums, floats = jax.tree.unflatten(structure, total)
-        return sums, _after(extras, floats, self.piece.count)
+        return sums, with_means(extras, floats, self.piece.count)
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return `rows` of all micro-shards, in order."""
@@ -207,10 +207,10 @@ def _local(
     sums, after = function(state.params, state.extras, batch, context)
     if isinstance(after, Stateful):  # depends on gathered rows, or on none
         return sums, [], after
-    return sums, _floats(after), state.extras
+    return sums, float_sums(after), state.extras
 
 
-def _after(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
+def with_means(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
     """Return `extras` with statistics averaged over `count` micro-shards."""
     if isinstance(extras, Stateful):
         return extras
@@ -256,7 +256,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _floats(tree: PyTree) -> list[jax.Array]:
+def float_sums(tree: PyTree) -> list[jax.Array]:
     """Return the arrays that a step may change, in the dtype used for sums."""
     return [to_sum(leaf) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 

@@ -1,9 +1,37 @@
 """The job protocol that the core uses, and the job of a single process."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from replicax.core.ground.in_flight import InFlight
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Generic[Value]):
+    """The parts of a batch: each has a value, which any job that runs the same program computes."""
+
+    count: int
+    compute: Callable[[int], Value]
+    """Returns the value of a part, counted from 0; it may be called again, in any order."""
+    add: Callable[[Value, Value], Value] | None
+    """Adds the values of two neighbours. None for values that are not added."""
+    to_host: Callable[[Value], list[np.ndarray]]
+    from_host: Callable[[list[np.ndarray]], Value]
+
+
+class Exchange(Protocol):
+    """Computes parts of a batch together with other jobs, which make the same calls in order."""
+
+    def __call__(self, parts: Parts[Value], /) -> list[Value]:
+        """Return the values of all parts, in order; or, if they are added, only their sum.
+
+        The sum is that of a binary tree: neighbours first, then neighbouring pairs.
+        """
 
 
 class Job(Protocol):
@@ -23,6 +51,8 @@ class Job(Protocol):
     processes: int
     in_flight: InFlight
     """Tracker of all steps dispatched by this process."""
+    exchange: Exchange | None
+    """How this job computes parts of each batch together with others; None if it is alone."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
@@ -67,6 +97,7 @@ class Alone:
     """The job of one process."""
 
     process, processes = 0, 1
+    exchange: Exchange | None = None
 
     def __init__(self) -> None:
         self.in_flight = InFlight()
