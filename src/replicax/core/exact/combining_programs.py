@@ -4,11 +4,13 @@ So they round alike however they are compiled: XLA preserves the order of float 
 """
 
 import itertools
+from functools import partial
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
@@ -33,6 +35,9 @@ Local = Callable[[list[list[jax.Array]]], list[Any]]
 
 class CollectivePrograms:
     """Creates the functions that combine the micro-shards of a mesh, `shares` per device."""
+
+    on_demand = False
+    """Whether values of a micro-shard are computed when they are first read."""
 
     def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
         self.mesh, self.shares, self._in_flight = mesh, shares, in_flight
@@ -120,6 +125,14 @@ class CollectivePrograms:
             return list(program(lists))
         return self._in_flight.meet(lambda: list(program(lists)))
 
+    def summed(self, eqns: Sequence[JaxprEqn]) -> "TreeSum":
+        """Return the function that adds the operands of some `sum_p` of all micro-shards."""
+        return TreeSum(self, eqns)
+
+    def numbers(self, call: int) -> np.ndarray:
+        """Return the number of the micro-shard that each device computes in its n-th call."""
+        return np.arange(self.mesh.size, dtype=np.int32) * self.shares + call
+
 
 class TreeSum:
     """Sums over all micro-shards by a binary tree: neighbours first, then neighbouring pairs."""
@@ -136,7 +149,8 @@ class TreeSum:
         size = collectives.shares * sum(aval.size * aval.dtype.itemsize for aval in avals)
         self._at_once = collectives.shares if size <= _AT_ONCE else 1
         self._pair = collectives.mapped(lambda lists: self._add(*lists), into, 2, into)
-        self._total = collectives.mapped(self._of_all, into, self._at_once, self._dims)
+        of_all = partial(self._of_all, dims=self._dims)
+        self._total = collectives.mapped(of_all, into, self._at_once, self._dims)
         self._cut = collectives.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
@@ -154,13 +168,15 @@ class TreeSum:
                 number >>= 1
         return self._cut(self._collectives.run(self._total, held))
 
-    def _of_all(self, lists: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return the sums over all devices, or this device's part of them."""
+    def _of_all(
+        self, lists: list[list[jax.Array]], dims: Sequence[ShardDim]
+    ) -> list[jax.Array]:
+        """Return the sums over all devices, or this device's part of them along `dims`."""
         while len(lists) > 1:
             lists = [self._add(*each) for each in zip(lists[0::2], lists[1::2], strict=True)]
         pairs = zip(self._rounded(lists[0]), self._shapes, strict=True)
         local = [leaf.reshape(shape) for leaf, shape in pairs]
-        axis, dims = row_axis(self._collectives.mesh), self._dims
+        axis = row_axis(self._collectives.mesh)
         sent: dict[int, Any] = {}
         others: dict[int, Any] = {}
         for n, leaf in enumerate(local):

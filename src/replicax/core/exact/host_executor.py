@@ -33,10 +33,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax.core.exact.combining_programs import CollectivePrograms, MicroShardValues, TreeSum
+from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.micro_shard_primitives import gather_p, own, own_of, scanned, turned
+from replicax.core.exact.part_results import PartResults
 from replicax.core.exact.replica_program import ReplicaProgram
-from replicax.core.exact.split_trace import Item, Segment, split_trace
+from replicax.core.exact.split_trace import Exchange, Item, Segment, split_trace
 from replicax.core.ground.leaves import from_host
 from replicax.core.jaxprs.jaxpr import scan_counts, shapes_of, variables
 from replicax.core.placement.mesh import ShardDim, sharding_of
@@ -70,8 +71,13 @@ class HostExecutor:
         self._consts = [self.placed(const) for const in self._cut.consts]
         given = self._cut.jaxpr.invars[len(self._consts) :]
         self._free = {var for var, free in zip(given, donated, strict=False) if free}
-        pairs = zip(self._cut.items, self._cut.unneeded, strict=True)
-        self._runs = [(self._made(item, after), after) for item, after in pairs]
+        later = self._later()
+        self._runs = [
+            (self._made(item, after, number in later), after)
+            for number, (item, after) in enumerate(
+                zip(self._cut.items, self._cut.unneeded, strict=True)
+            )
+        ]
 
     @property
     def out(self) -> list[ShardDim]:
@@ -118,16 +124,44 @@ class HostExecutor:
         """Return a constant as an array replicated on all devices."""
         return from_host(value, sharding_of(self.collectives.mesh, None))
 
+    def _later(self) -> set[int]:
+        """Return the items before which all micro-shards are known, so that memory is reused.
+
+        Values that are computed on demand need what they are computed from until then.
+        """
+        items = self._cut.items
+        numbers = set(range(len(items)))
+        if not self.collectives.on_demand:
+            return numbers
+        meet = (n for n, item in enumerate(items) if isinstance(item, Exchange) or item.sums)
+        last = max(meet, default=-1)
+        late = {
+            var
+            for item in items[last + 1 :]
+            if isinstance(item, Segment)
+            for var in variables(item.jaxpr.outvars)
+        }
+        results = variables(self._cut.jaxpr.outvars)
+        early = any(self._shard_dim(var) is not None and var not in late for var in results)
+        return set() if early or not self._free else {n for n in numbers if n > last}
+
     def _shard_dim(self, atom: Any) -> ShardDim:
         return None if isinstance(atom, Literal) else self._cut.shard_dims.get(atom)
 
     def _read(self, atom: Any, known: Known) -> Any:
         return self.placed(atom.val) if isinstance(atom, Literal) else known[atom]
 
-    def _made(self, item: Item, unneeded: Sequence[Var]) -> Callable[[Known], None]:
-        """Return a function that computes the results of an item and adds them to `known`."""
+    def _made(
+        self, item: Item, unneeded: Sequence[Var], all_known: bool
+    ) -> Callable[[Known], None]:
+        """Return a function that computes the results of an item and adds them to `known`.
+
+        `all_known` says whether all micro-shards are, so that it may reuse memory.
+        """
+        if isinstance(item, Segment) and item.own:
+            return self._own(item, all_known)
         if isinstance(item, Segment):
-            return self._own(item) if item.own else self._alike(item, unneeded)
+            return self._alike(item, unneeded if all_known else ())
         primitive, eqns = item.eqns[0].primitive, item.eqns
         if primitive is gather_p:
             operate = self.collectives.gathered(eqns)
@@ -158,7 +192,7 @@ class HostExecutor:
 
         return run
 
-    def _own(self, item: Segment) -> Callable[[Known], None]:
+    def _own(self, item: Segment, all_known: bool) -> Callable[[Known], None]:
         into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
         program = self.program(
             item.jaxpr, *([self._shard_dim(var) for var in each] for each in (into, out))
@@ -169,27 +203,26 @@ class HostExecutor:
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
         kept = [number for number in range(len(out)) if number not in summed]
         totals = [var for eqn in item.sums for var in eqn.outvars]
-        sums = TreeSum(self.collectives, item.sums) if totals else None
+        sums = self.collectives.summed(item.sums) if totals else None
 
         def run(known: Known) -> None:
-            shards: list[MicroShardValues] = [[] for _ in kept]
-
-            def compute(number: int) -> list[jax.Array]:
-                values = (known[var] for var in into)
-                own = (each[number] if isinstance(each, list) else each for each in values)
-                found = program(*own)
-                for parts, n in zip(shards, kept, strict=True):
-                    parts.append(found[n])
-                return [found[n] for n in summed]
-
-            if sums is None:
-                for number in range(self.collectives.shares):
-                    compute(number)
-            else:
-                known.update(zip(totals, sums(compute), strict=True))
+            values = [known[var] for var in into]
+            results = PartResults(
+                lambda n: program(*(v[n] if isinstance(v, list) else v for v in values)),
+                self.collectives.shares,
+                kept,
+            )
+            if sums is not None:
+                found = sums(lambda n: _chosen(results(n), summed))
+                known.update(zip(totals, found, strict=True))
+            shards = results.finished() if all_known else results.on_demand()
             known.update(zip((out[n] for n in kept), shards, strict=True))
 
         return run
+
+
+def _chosen(arrays: list[jax.Array], numbers: Sequence[int]) -> list[jax.Array]:
+    return [arrays[n] for n in numbers]
 
 
 def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[int]:

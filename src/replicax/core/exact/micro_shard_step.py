@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.data.batch import Batch
 from replicax.core.exact.combining_programs import CollectivePrograms
+from replicax.core.exact.exchanged_parts import ExchangedPrograms
 from replicax.core.exact.host_executor import HostExecutor
 from replicax.core.exact.micro_shard_function import OnMicroShard
 from replicax.core.exact.replica_program import ReplicaProgram
@@ -40,6 +41,8 @@ class MicroShardStep:
         self._out = parts.out
         shares = parts.micro_shards // mesh.size
         self._collectives = CollectivePrograms(mesh, shares, parts.in_flight)
+        if parts.exchange is not None:
+            self._collectives = ExchangedPrograms(mesh, shares, parts.in_flight, parts.exchange)
         self._compiled: dict[Any, _Compiled] = {}
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[ReplicaProgram]:
@@ -119,9 +122,8 @@ class _Compiled:
         self._cut = collectives.cut(into)
         self._pieces = [n for n, own in enumerate(out) if own is not None]
         self._paste = collectives.pasted([own for own in out if own is not None])
-        firsts = np.arange(collectives.mesh.size, dtype=np.int32) * collectives.shares
-        where = sharding_of(collectives.mesh, 0)
-        self._numbers = [from_host(firsts + n, where) for n in range(collectives.shares)]
+        where, calls = sharding_of(collectives.mesh, 0), range(collectives.shares)
+        self._numbers = [from_host(collectives.numbers(n), where) for n in calls]
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         leaves = zip(jax.tree.leaves((state, batch)), self._where, strict=True)
