@@ -138,6 +138,10 @@ class Frame(Typed):
     """First part and number of parts of each block, whose sum the arrays are, block by block."""
     note: str
     """A JSON value of the sender for all members."""
+    admits: bool = False
+    """Whether islands may join after this exchange."""
+    ready: Sequence[tuple[int, str]] = ()
+    """Index and start of the islands that asked the sender to join."""
     arrays: Sequence[tuple[str, Sequence[int]]] = ()
     """NumPy dtype name and shape of each array that follows, in row-major order."""
     crc: int = 0

@@ -1,0 +1,269 @@
+"""Agreement of the islands on who lives, and on which exchanges are complete.
+
+There are no threads and no connections here: events come in as calls, messages go out through
+`send`. docs/islands.md has the protocol and why it holds; in short:
+
+- A member completes an exchange once it has the frames of all members (and says so: `Have`) and
+  knows that all of them have. So if one has completed it, all others have what they need.
+- Who loses a member tells the survivors (`Suspect`), who repeat what they hear until all name the
+  same dead, and with which state they found each other. Those messages decide the next view: the
+  same for all who decide. A survivor that comes late is told (`Decided`).
+- Nobody completes an exchange between its first `Suspect` and the decision.
+- New members are those that all members named in one exchange; they count for nothing until they
+  have completed one.
+"""
+
+from collections.abc import Callable, Sequence
+
+from replicax.islands.messages import Control, Decided, Frame, Have, Member, Out, Suspect, View
+
+Start = tuple[int, str]
+"""Index and start of an island."""
+_MOST_DECISIONS = 256
+"""Decisions that are kept, for survivors that come late."""
+
+
+class Agreement:
+    """The state of one island in the protocol.
+
+    Args:
+        me: this island.
+        send: sends a message to the member with an index, if it is connected.
+        is_dead: whether the process of a lost member is known to be gone, and not only unreachable.
+    """
+
+    def __init__(
+        self,
+        me: Start,
+        send: Callable[[int, Control], None],
+        is_dead: Callable[[int], bool],
+    ) -> None:
+        self.me, self._send, self._is_dead = me, send, is_dead
+        self.view: View | None = None
+        self.committed = -1
+        """The last complete exchange."""
+        self.complete: View | None = None
+        """The view in which it was completed."""
+        self.parts: list[int] = []
+        """Parts of the next exchange that this island has computed."""
+        self.left: str | None = None
+        """Why this island is no longer a member."""
+        self.tie = False
+        """Whether as many members were lost as are left; `go_on` decides."""
+        self._dead: set[int] = set()
+        self._suspects: dict[int, Suspect] = {}
+        self._later: dict[int, tuple[Start, Suspect]] = {}
+        self._decided: dict[int, Decided] = {}
+        self._frames: dict[int, dict[int, dict[int, Frame]]] = {}
+        self._have: dict[int, dict[int, int]] = {}
+
+    @property
+    def members(self) -> list[int]:
+        """Indices of the members of the view, sorted."""
+        return [] if self.view is None else [index for index, _ in self.view.members]
+
+    @property
+    def settled(self) -> bool:
+        """Whether no member of the view is suspected."""
+        return self.view is not None and not self._dead and not self.tie
+
+    def is_member(self, island: Start) -> bool:
+        """Whether an island is a member of the view."""
+        return self.view is not None and island in map(tuple, self.view.members)
+
+    def begin(self, view: View) -> None:
+        """Take part from the first exchange of `view` on."""
+        self.view, self.committed = view, view.exchange - 1
+        self._changed_view()
+
+    def lose(self, index: int) -> None:
+        """Note that a member can no longer be reached."""
+        if self.view is not None and index in self.members and index != self.me[0]:
+            self._suspect({index})
+
+    def receive(self, index: int, frame: Frame) -> None:
+        """Note that the arrays of a member, or this island's own, are there."""
+        if frame.exchange > self.committed:
+            of = self._frames.setdefault(frame.exchange, {}).setdefault(index, {})
+            of[frame.view] = frame
+            self._advance()
+
+    def hear(self, island: Start, message: Control) -> None:
+        """Handle a message of the protocol."""
+        index = island[0]
+        match message:
+            case Suspect():
+                self._heard_suspect(island, message)
+            case Decided() if self.view is not None and message.before == self.view.number:
+                self._adopt(message)
+            case Have(view, exchange) if exchange > self.committed:
+                self._have.setdefault(exchange, {})[index] = view
+                self._advance()
+            case Out(reason) if self.is_member(island):
+                self.left = self.left or reason
+            case Member(view) if self.view is None and self._is_in(view):
+                self.begin(view)
+
+    def go_on(self, allowed: bool) -> None:
+        """Decide a tie."""
+        self.tie = False
+        if not allowed:
+            self.left = self.left or _too_few(1, 1)
+        self._advance()
+
+    # Deaths.
+
+    def _suspect(self, indices: set[int]) -> None:
+        assert self.view is not None
+        new = (indices & set(self.members)) - self._dead - {self.me[0]}
+        if not new:
+            return
+        self._dead |= new
+        told = Suspect(self.view, sorted(self._dead), self.committed, list(self.parts))
+        self._suspects[self.me[0]] = told
+        for index in self._survivors():
+            if index != self.me[0]:
+                self._send(index, told)
+        self._advance()
+
+    def _survivors(self) -> list[int]:
+        return [index for index in self.members if index not in self._dead]
+
+    def _heard_suspect(self, island: Start, message: Suspect) -> None:
+        view, index = message.view, island[0]
+        if self.view is None and self._is_in(view):
+            self.begin(view)
+        if self.view is None:
+            return
+        if view.number < self.view.number:
+            if view.number in self._decided:
+                self._send(index, self._decided[view.number])
+        elif view.number > self.view.number:
+            self._later[index] = island, message
+        elif self.is_member(island):
+            if self.me[0] in message.dead:
+                self.left = self.left or f"island {index} no longer heard this one"
+                return
+            self._suspects[index] = message
+            self._suspect(set(message.dead))
+            self._advance()
+
+    def _decide(self) -> bool:
+        """Decide the next view if all survivors name the same dead."""
+        assert self.view is not None
+        survivors = self._survivors()
+        found = [self._suspects.get(index) for index in survivors]
+        dead = sorted(self._dead)
+        told = [each for each in found if each is not None and list(each.dead) == dead]
+        if len(told) < len(survivors):
+            return False
+        view, committed = self.view, max(each.committed for each in told)
+        sure = self.members if committed >= view.exchange else list(view.confirmed)
+        after = View(
+            view.number + 1,
+            [each for each in view.members if each[0] in survivors],
+            [index for index in sure if index in survivors],
+            committed + 1,
+            [list(each.parts) if each.committed == committed else [] for each in told],
+        )
+        self._count_votes(sure, after.confirmed)
+        self._adopt(Decided(view.number, after, committed))
+        return True
+
+    def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
+        """Leave if most of those that hold the state may go on without this island."""
+        lost = [n for n in before if n not in left and not self._is_dead(n)]
+        if len(lost) > len(left) or not left:
+            self.left = self.left or _too_few(len(left), len(lost))
+        elif len(lost) == len(left):
+            self.tie = True
+
+    def _adopt(self, decided: Decided) -> None:
+        assert self.view is not None
+        self._remember(decided)
+        if decided.committed > self.committed:
+            self._commit(decided.committed)
+        if not self._is_in(decided.after):
+            self.left = self.left or "the others went on without this island"
+            return
+        for index, start in self.view.members:
+            if (index, start) not in map(tuple, decided.after.members):
+                self._send(index, Out("the others no longer heard this island"))
+        self.view = decided.after
+        self._changed_view()
+
+    def _remember(self, decided: Decided) -> None:
+        self._decided[decided.before] = decided
+        self._decided.pop(decided.before - _MOST_DECISIONS, None)
+
+    def _changed_view(self) -> None:
+        self._dead, self._suspects = set(), {}
+        later, self._later = self._later, {}
+        for island, message in later.values():
+            self._heard_suspect(island, message)
+        self._advance()
+
+    # Exchanges.
+
+    def _advance(self) -> None:
+        """Decide or complete whatever can be."""
+        while self.view is not None and self.left is None and not self.tie:
+            if self._dead:
+                if not self._decide():
+                    return
+            elif not self._completed():
+                return
+
+    def _completed(self) -> bool:
+        assert self.view is not None
+        exchange, number = self.committed + 1, self.view.number
+        frames, have = self._frames.get(exchange, {}), self._have.setdefault(exchange, {})
+        if not all(number in frames.get(index, {}) for index in self.members):
+            return False
+        if have.get(self.me[0]) != number:
+            have[self.me[0]] = number
+            for index in self.members:
+                if index != self.me[0]:
+                    self._send(index, Have(number, exchange))
+        if not all(have.get(index) == number for index in self.members):
+            return False
+        self._commit(exchange)
+        self._admit([frames[index][number] for index in self.members])
+        return True
+
+    def _commit(self, exchange: int) -> None:
+        self.committed, self.complete, self.parts = exchange, self.view, []
+        for known in (self._frames, self._have):
+            for old in [each for each in known if each <= exchange]:
+                del known[old]  # type: ignore[attr-defined]
+
+    def _admit(self, frames: Sequence[Frame]) -> None:
+        """Begin a view with the islands that all members named, if any."""
+        assert self.view is not None
+        if not all(frame.admits for frame in frames):
+            return
+        each = [{(index, start) for index, start in frame.ready} for frame in frames]
+        new = {one for one in set.intersection(*each) if one[0] not in self.members}
+        if not new:
+            return
+        view = self.view
+        members = sorted({(index, start) for index, start in view.members} | new)
+        after = View(view.number + 1, members, self.members, self.committed + 1)
+        self._remember(Decided(view.number, after, self.committed))
+        self.view = after
+        self._changed_view()
+
+    def _is_in(self, view: View) -> bool:
+        return self.me in map(tuple, view.members)
+
+
+def _too_few(left: int, lost: int) -> str:
+    return (
+        f"{left} of {left + lost} islands are left, and the others may go on without them; start "
+        "this one again"
+    )
+
+
+def founded(members: Sequence[Start], confirmed: Sequence[int]) -> View:
+    """Return the first view, of `members`, some of which are known to hold the state."""
+    return View(0, sorted(members), sorted(confirmed), 0)

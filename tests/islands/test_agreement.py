@@ -1,0 +1,257 @@
+"""The agreement of islands, in simulated networks: any order of messages, deaths at any moment."""
+
+import collections
+import random
+
+import pytest
+
+from replicax.islands.agreement import Agreement, founded
+from replicax.islands.messages import Frame
+
+TARGET = 6
+"""Exchanges that each simulated run completes."""
+
+
+class Node:
+    """An island: it sends a frame for each exchange, as the training loop does."""
+
+    def __init__(self, world: "World", start: tuple[int, str]) -> None:
+        self.world, self.start, self.dead = world, start, False
+        self.index = start[0]
+        self.agreement = Agreement(
+            start,
+            lambda to, message: world.send(self, to, message),
+            lambda index: world.proven and self.lacks(index),
+        )
+        self.sent: set[tuple[int, int]] = set()
+        self.completed: dict[int, tuple] = {}
+        self.seen: dict[int, tuple] = {}
+
+    @property
+    def runs(self) -> bool:
+        return not self.dead and self.agreement.left is None
+
+    def lacks(self, index: int) -> bool:
+        """Whether the member of that index is gone, or replaced."""
+        view, other = self.agreement.view, self.world.nodes[index]
+        return other.dead or other.start not in map(tuple, view.members)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether it holds the state, as it completed an exchange or founded the group."""
+        view = self.agreement.view
+        return view is not None and self.index in view.confirmed
+
+    def work(self) -> bool:
+        """Send the next frame, if it is due."""
+        of = self.agreement
+        if of.view is None or not of.settled or of.left or of.committed >= TARGET:
+            return False
+        key = of.committed + 1, of.view.number
+        if key in self.sent:
+            return False
+        self.sent.add(key)
+        of.parts = sorted({*of.parts, self.world.random.randrange(8)})
+        ready = [each.start for each in self.world.waiting if not each.dead]
+        frame = Frame(key[1], key[0], "step", [], "", True, ready)
+        for index in of.members:
+            if index != self.index:
+                self.world.send(self, index, frame)
+        of.receive(self.index, frame)
+        return True
+
+    def look(self) -> None:
+        """Keep what the invariants compare."""
+        of = self.agreement
+        if of.view is not None:
+            self.seen[of.view.number] = tuple(map(tuple, of.view.members))
+        if of.complete is not None and of.committed >= 0:
+            self.completed[of.committed] = tuple(map(tuple, of.complete.members))
+
+
+class World:
+    """Islands, and first-in-first-out connections between each two of them."""
+
+    def __init__(self, seed: int, islands: int, *, proven: bool = True) -> None:
+        self.random, self.proven = random.Random(seed), proven
+        self.nodes = {n: Node(self, (n, "a")) for n in range(islands)}
+        self.gone: list[Node] = []
+        self.waiting: list[Node] = []
+        self.wires: dict[tuple[Node, Node], collections.deque] = collections.defaultdict(
+            collections.deque
+        )
+        self.cut: set[tuple[Node, Node]] = set()
+
+    def start(self) -> None:
+        view = founded([node.start for node in self.nodes.values()], list(self.nodes))
+        for node in self.nodes.values():
+            node.agreement.begin(view)
+
+    def send(self, sender: Node, to: int, message: object) -> None:
+        receiver = self.nodes[to]
+        if not sender.dead and not receiver.dead and (sender, receiver) not in self.cut:
+            self.wires[sender, receiver].append(message)
+
+    def separate(self, one: Node, other: Node) -> None:
+        """End the connection of two islands, once what was sent arrived, or a part of it."""
+        for pair in ((one, other), (other, one)):
+            if pair not in self.cut:
+                self.cut.add(pair)
+                wire = self.wires[pair]
+                for _ in range(self.random.randrange(len(wire) + 1)):
+                    wire.pop()
+                wire.append(None)
+
+    def kill(self, index: int) -> None:
+        node = self.nodes[index]
+        node.dead = True
+        self.waiting = [each for each in self.waiting if each is not node]
+        for other in self.nodes.values():
+            if other is not node:
+                self.separate(node, other)
+
+    def replace(self, index: int) -> None:
+        """Start a killed island again: it asks to join."""
+        old = self.nodes[index]
+        assert old.dead
+        self.gone.append(old)
+        self.nodes[index] = Node(self, (index, old.start[1] + "a"))
+        self.waiting.append(self.nodes[index])
+
+    def deliver(self) -> bool:
+        wires = [pair for pair, wire in self.wires.items() if wire and not pair[1].dead]
+        if not wires:
+            return False
+        sender, receiver = self.random.choice(sorted(wires, key=lambda p: (p[0].start, p[1].start)))
+        message = self.wires[sender, receiver].popleft()
+        of = receiver.agreement
+        if message is None:
+            if of.is_member(sender.start):
+                of.lose(sender.index)
+        elif of.left is None and isinstance(message, Frame):
+            of.receive(sender.index, message)  # its sender may be a member that is not known yet
+        elif of.left is None:
+            of.hear(sender.start, message)
+        for node in [*self.nodes.values(), *self.gone]:
+            node.look()
+        return True
+
+    def turn(self) -> bool:
+        """Let one thing happen; return whether anything could."""
+        for node in list(self.nodes.values()):
+            if node.agreement.tie and node.runs:
+                node.agreement.go_on(node.index == min(node.agreement.view.confirmed))
+            if node.agreement.left is not None and not node.dead:
+                self.kill(node.index)  # it exits
+        self._adopted()
+        busy = [node for node in self.nodes.values() if node.runs]
+        self.random.shuffle(busy)
+        if self.random.random() < 0.4 and any(node.work() for node in busy):
+            return True
+        return self.deliver() or any(node.work() for node in busy)
+
+    def _adopted(self) -> None:
+        """A new member hears of its view with the state, from a member that holds it."""
+        for node in list(self.waiting):
+            for other in self.nodes.values():
+                view = other.agreement.view
+                member = other.runs and view is not None and node.start in map(tuple, view.members)
+                if member and other.index in view.confirmed:
+                    if node.agreement.view is None:
+                        node.agreement.begin(view)
+                    self.waiting.remove(node)
+                    break
+        for node in self.nodes.values():  # it may have lost a member before that was one
+            of = node.agreement
+            if of.view is not None and node.runs:
+                for start in of.view.members:
+                    other = self.nodes[start[0]]
+                    gone = other.start != tuple(start) or other.dead
+                    if gone and not any(
+                        self.wires[each, node] for each in (other, *self.gone)
+                        if each.start == tuple(start)
+                    ):
+                        of.lose(start[0])
+
+    def check(self) -> None:
+        """No two islands that are left disagree about an exchange or a view.
+
+        One that left may have completed an exchange that the others then repeated without it.
+        """
+        completed, seen = collections.defaultdict(set), collections.defaultdict(set)
+        for node in self.nodes.values():
+            if node.runs:
+                for exchange, members in node.completed.items():
+                    completed[exchange].add(members)
+                for number, members in node.seen.items():
+                    seen[number].add(members)
+        assert all(len(each) == 1 for each in completed.values()), dict(completed)
+        assert all(len(each) == 1 for each in seen.values()), dict(seen)
+
+
+def simulate(seed: int, islands: int, deaths: int, joins: bool) -> World:
+    world = World(seed, islands)
+    world.start()
+    at = sorted(world.random.sample(range(5, 240), deaths), reverse=True)
+    for turn in range(6000):
+        if at and turn >= at[-1]:
+            at.pop()
+            members = [node for node in world.nodes.values() if node.runs and node.is_confirmed]
+            alive = [n for n, node in world.nodes.items() if node.runs]
+            if len(members) > 1:
+                world.kill(world.random.choice(alive))
+        if joins and turn % 40 == 39 and turn < 400:
+            dead = [n for n, node in world.nodes.items() if node.dead]
+            if dead:
+                world.replace(world.random.choice(dead))
+        if not world.turn() and not at and (turn > 400 or not joins):
+            break
+    world.check()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_survivors_complete_every_exchange_in_the_same_view(seed):
+    world = simulate(seed, islands=2 + seed % 4, deaths=seed % 4, joins=False)
+    alive = [node for node in world.nodes.values() if node.runs]
+    assert alive
+    assert {node.agreement.committed for node in alive} == {TARGET}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_islands_that_join_and_die_agree(seed):
+    world = simulate(seed, islands=3 + seed % 3, deaths=2 + seed % 5, joins=True)
+    members = [n for n in world.nodes.values() if n.runs and n.agreement.view is not None]
+    assert {node.agreement.committed for node in members} <= {TARGET}
+    assert members
+
+
+@pytest.mark.exhaustive
+def test_twenty_thousand_runs_agree():
+    for seed in range(1000, 11_000):
+        simulate(seed, islands=2 + seed % 5, deaths=seed % 6, joins=False)
+        simulate(seed, islands=3 + seed % 3, deaths=2 + seed % 5, joins=True)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_only_one_side_of_a_partition_goes_on(seed):
+    world = World(seed, 3 + seed % 3, proven=False)
+    world.start()
+    split = world.random.sample(sorted(world.nodes), len(world.nodes) // 2)
+    at = world.random.randrange(2, 80)
+    for turn in range(6000):
+        if turn == at:
+            for one in world.nodes.values():
+                for other in world.nodes.values():
+                    if (one.index in split) > (other.index in split):
+                        world.separate(one, other)
+        if turn > at:
+            for node in world.nodes.values():
+                if node.agreement.tie:  # the lease is held by the side of island 0
+                    node.agreement.go_on((node.index in split) == (0 in split))
+        if not world.turn() and turn > at:
+            break
+    world.check()
+    runs = {node.index in split for node in world.nodes.values() if node.runs}
+    assert len(runs) <= 1
+    assert any(node.runs for node in world.nodes.values())
