@@ -180,7 +180,7 @@ class World:
         """
         completed, seen = collections.defaultdict(set), collections.defaultdict(set)
         for node in self.nodes.values():
-            if node.runs:
+            if node.runs and node.is_confirmed:
                 for exchange, members in node.completed.items():
                     completed[exchange].add(members)
                 for number, members in node.seen.items():

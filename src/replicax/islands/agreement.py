@@ -91,6 +91,8 @@ class Agreement:
     def hear(self, island: Start, message: Control) -> None:
         """Handle a message of the protocol."""
         index = island[0]
+        if index in self._dead and self.is_member(island):
+            return  # the survivors may already have gone on without it
         match message:
             case Suspect():
                 self._heard_suspect(island, message)
@@ -99,7 +101,7 @@ class Agreement:
             case Have(view, exchange) if exchange > self.committed:
                 self._have.setdefault(exchange, {})[index] = view
                 self._advance()
-            case Out(reason) if self.is_member(island):
+            case Out(reason):
                 self.left = self.left or reason
             case Member(view) if self.view is None and self._is_in(view):
                 self.begin(view)
@@ -140,7 +142,10 @@ class Agreement:
                 self._send(index, self._decided[view.number])
         elif view.number > self.view.number:
             self._later[index] = island, message
-        elif self.is_member(island):
+        elif not self.is_member(island):
+            # It joined by members that are gone, and of which this island lost sight before.
+            self._send(index, Out("the others did not agree on this island"))
+        else:
             if self.me[0] in message.dead:
                 self.left = self.left or f"island {index} no longer heard this one"
                 return
