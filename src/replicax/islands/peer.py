@@ -12,11 +12,12 @@ import numpy as np
 from replicax.islands.frames import Channel, checksum, encode, pack
 from replicax.islands.messages import CONTROL, Beat, Control, Frame, State
 
-_DRAIN_SECONDS = 0.02
-"""How long a loss waits for frames that had arrived before it."""
+_DRAIN_SECONDS = 0.01
+"""How long a loss waits for what was sent before it on the other connection."""
 _FLUSH_SECONDS = 1.0
 """How long a close waits until what was said before is sent."""
 CLOSED_HERE = "closed by this island"
+_ERROR_HERE = "an error in this process"
 
 
 class Introduced(Protocol):
@@ -57,6 +58,7 @@ class Peer:
         self._lock = threading.Lock()
         self._heard_at = math.inf  # also while this process is busy with a message
         self._ended = False
+        self._no_messages, self._no_frames = threading.Event(), threading.Event()
         self._reason: str | None = None
         self._close_by = math.inf
         self._senders = 2
@@ -109,16 +111,22 @@ class Peer:
         elif silent_seconds > patience_seconds:
             self.fail(f"silent for {silent_seconds:.1f} s")
 
-    def fail(self, reason: str) -> None:
-        """End both connections at once; the first reason is the one that counts."""
+    def fail(self, reason: str, rest: threading.Event | None = None) -> None:
+        """End both connections, unless that has begun; the first reason is the one that counts.
+
+        `rest` is set when all that the other end had sent is received, which is worth a moment.
+        """
         with self._lock:
             if self._reason is not None:
                 return
             self._reason = reason
+        self._wake_senders()
+        if rest is not None:
+            rest.wait(_DRAIN_SECONDS)
+        with self._lock:
             if self._users:
                 self._control.end()
                 self._data.end()
-        self._wake_senders()
 
     def run(
         self,
@@ -134,17 +142,17 @@ class Peer:
             self._begin("sends", self._send_controls)
             self._begin("sends-arrays", self._send_frames)
             joined(self)
-            receiver = self._begin("arrays", self._receive_frames, arrived)
+            self._begin("arrays", self._receive_frames, arrived)
             self._hear(time.monotonic())
             for message in self._messages():
                 if not isinstance(message, Beat):
                     self._hear(math.inf)
                     heard(self, message)
                 self._hear(time.monotonic())
-            receiver.join(_DRAIN_SECONDS)
+            self._no_frames.wait(_DRAIN_SECONDS)
         finally:
             self._ended = True
-            self.fail("an error in this process")
+            self.fail(_ERROR_HERE)  # unless there is a reason already
 
     def leave(self) -> None:
         """Free the sockets, if no other thread of this peer uses them still."""
@@ -164,8 +172,10 @@ class Peer:
         def run() -> None:
             try:
                 target(*arguments)
+            except BaseException:
+                self.fail(_ERROR_HERE)
+                raise
             finally:
-                self.fail("an error in this process")  # unless it has a reason already
                 self.leave()
 
         name = f"replicax-island-{self.index}-{name}"
@@ -182,7 +192,8 @@ class Peer:
             try:
                 message = CONTROL.decode(self._control.receive())
             except (OSError, ValueError, RecursionError) as error:
-                self.fail(_why(error))
+                self._no_messages.set()
+                self.fail(_why(error), self._no_frames if isinstance(error, OSError) else None)
                 return
             yield message
 
@@ -193,7 +204,8 @@ class Peer:
             try:
                 header, arrays = self._data.receive_frame(self._most_bytes())
             except (OSError, ValueError, MemoryError) as error:
-                self.fail(_why(error))
+                self._no_frames.set()
+                self.fail(_why(error), self._no_messages if isinstance(error, OSError) else None)
                 return
             if not self._ended:
                 arrived(self, header, arrays)
