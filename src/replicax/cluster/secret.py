@@ -20,10 +20,19 @@ class Secret:
     def __init__(self, key: bytes = b"") -> None:
         self._key = key
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a secret."""
+        return bool(self._key)
+
+    def hmac(self, text: bytes) -> str:
+        """Return the HMAC of `text`, in hexadecimal digits."""
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()
+
     def proof(self, job: str, process: int, processes: int) -> str:
         """Return the proof that a process sends to join as that rank."""
         rank = f"{process} of {processes} in {job}"
-        return hmac.new(self._key, rank.encode(errors="replace"), hashlib.sha256).hexdigest()
+        return self.hmac(rank.encode(errors="replace"))
 
     def admits(self, proof: str, job: str, process: int, processes: int) -> bool:
         """Return whether `proof` comes from a process that knows the secret."""

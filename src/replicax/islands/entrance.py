@@ -1,0 +1,170 @@
+"""The port of an island: few strangers at once, each with little to say and little time."""
+
+import contextlib
+import errno
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from replicax.cluster.address import split_address
+from replicax.cluster.rendezvous import is_loopback
+from replicax.errors import ClusterError
+from replicax.islands.frames import Channel
+from replicax.islands.handshake import Handshakes
+from replicax.islands.messages import Hello, Refused
+from replicax.islands.place import IslandPlace
+from replicax.islands.variables import ISLANDS
+
+MORE_STRANGERS = 16
+"""Connections that may be open before they are proven, besides one per island."""
+_BIND_SECONDS = 5.0
+"""How long a port may still be in use by an island that is ending."""
+_AGAIN_SECONDS = 0.1
+
+Enter = Callable[[Hello, Channel, Callable[[], None]], None]
+"""Called with an island that knows the secret, its connection, and what accepts it."""
+
+
+class Entrance:
+    """Accepts connections on the port of `place` until `close`.
+
+    `enter` is called in a thread of each visitor that proves that it knows the secret. It owns the
+    connection from then on, or raises `ValueError` with the reason for a refusal.
+    """
+
+    def __init__(self, place: IslandPlace, handshakes: Handshakes, enter: Enter) -> None:
+        self._handshakes, self._enter = handshakes, enter
+        self._most = len(place.addresses) + MORE_STRANGERS
+        self._strangers: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self.threads: set[threading.Thread] = set()
+        self._listening = listen(place)
+        self._begin("replicax-island-entrance", self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and end all connections that are not proven."""
+        with self._lock:
+            self._closing = True
+            strangers = list(self._strangers)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        for stranger in strangers:
+            stranger.end()
+
+    def _begin(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        def run() -> None:
+            try:
+                target(*arguments)
+            finally:
+                with self._lock:
+                    self.threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self.threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left
+            self.threads.discard(thread)
+            raise
+
+    def _accept(self) -> None:
+        with self._listening:
+            while not self._closing:
+                try:
+                    connected, _ = self._listening.accept()
+                    self._take(connected)
+                except (OSError, RuntimeError):  # no descriptor or no thread left
+                    if not self._closing:
+                        time.sleep(_AGAIN_SECONDS)
+
+    def _take(self, connected: socket.socket) -> None:
+        try:
+            stranger = Channel(connected)
+        except OSError:  # it has left
+            connected.close()
+            return
+        with self._lock:
+            closing = self._closing
+            if len(self._strangers) >= self._most:
+                # Not the new one, or a few slow strangers would keep all islands out.
+                leaves = random.choice(list(self._strangers))
+                self._strangers.remove(leaves)
+                leaves.end()
+            self._strangers.add(stranger)
+        try:
+            if closing:
+                raise ConnectionAbortedError
+            self._begin("replicax-island-visitor", self._visit, stranger)
+        except BaseException:
+            self._leave(stranger)
+            stranger.close()
+            raise
+
+    def _visit(self, stranger: Channel) -> None:
+        try:
+            hello, proof = self._handshakes.answer(stranger)
+        except (OSError, ValueError):
+            self._leave(stranger)
+            stranger.close()
+            return
+        self._leave(stranger)
+
+        def accept() -> None:
+            stranger.send(proof)
+            stranger.limit(None)
+
+        try:
+            self._enter(hello, stranger, accept)
+        except ValueError as refusal:
+            with contextlib.suppress(OSError):
+                stranger.send(Refused(str(refusal)))
+            stranger.close()
+        except OSError:
+            stranger.close()
+
+    def _leave(self, stranger: Channel) -> None:
+        with self._lock:
+            self._strangers.discard(stranger)
+
+
+def listen(place: IslandPlace) -> socket.socket:
+    """Return a socket that listens on the island's own port.
+
+    `ClusterError` if the port stays in use for seconds, or the address is not this host's.
+    """
+    address = place.addresses[place.index]
+    host, port = split_address(address, ISLANDS)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    deadline = time.monotonic() + _BIND_SECONDS
+    while True:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host if is_loopback(host) else "", port))
+            listening.listen(1024)
+            return listening
+        except OSError as error:
+            listening.close()
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise ClusterError(
+                    f"island {place.index} cannot listen on {address}: {error.strerror}; each "
+                    f"island needs its own port: stop the other program, or change {ISLANDS}"
+                ) from None
+        time.sleep(_AGAIN_SECONDS)
+
+
+def connect(address: str, seconds: float) -> Channel:
+    """Return a connection to `address`; `OSError` if there is none within `seconds`."""
+    connected = socket.create_connection(split_address(address, ISLANDS), timeout=seconds)
+    try:
+        # A port of the ephemeral range can be connected to itself, while nobody listens on it.
+        if connected.getsockname() == connected.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+        return Channel(connected)
+    except BaseException:
+        connected.close()
+        raise

@@ -1,0 +1,243 @@
+"""The network of the islands of a job: two connections between each pair, as long as both live."""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from replicax.islands.entrance import Entrance, connect
+from replicax.islands.frames import Channel
+from replicax.islands.handshake import HANDSHAKE_SECONDS, PURPOSES, Handshakes
+from replicax.islands.messages import Control, Frame, Hello, State
+from replicax.islands.peer import CLOSED_HERE, Introduced, Peer
+from replicax.islands.place import IslandPlace
+
+_AGAIN_SECONDS = 0.2
+_CONNECT_SECONDS = 1.5
+_BEAT_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
+_CLOSE_SECONDS = 2.0
+REPLACED = "replaced by a new start"
+
+
+class Network:
+    """Connects the island at `place` to all others, again and again, until `close`.
+
+    `joined`, `heard` and `lost` of one peer are called in this order and one at a time; `lost` is
+    always the last, once for each peer that joined, unless `close` ended it. `arrived` may run at
+    the same time. None is called under a lock, and different peers do not wait for each other.
+
+    Args:
+        place: addresses, and the secret.
+        patience_seconds: how long a peer may be silent before it is lost.
+        joined: called once both connections to a peer are up.
+        heard: called with each control message but `Beat`.
+        arrived: called with each frame and its arrays, which nobody else uses.
+        lost: called with the reason.
+    """
+
+    def __init__(
+        self,
+        place: IslandPlace,
+        *,
+        patience_seconds: float = 10.0,
+        joined: Callable[[Peer], None],
+        heard: Callable[[Peer, Control], None],
+        arrived: Callable[[Peer, Frame | State, list[np.ndarray]], None],
+        lost: Callable[[Peer, str], None],
+    ) -> None:
+        self.start = secrets.token_hex(8)
+        """Random text that tells this start of the island from others."""
+        self.peers: dict[int, Peer] = {}
+        """Peers that have joined and are not lost. Each change makes a new dictionary."""
+        self.most_bytes = 1 << 20
+        """The limit for the arrays of a frame that arrives."""
+        self.troubles: dict[int, str] = {}
+        """Why an island that this one dials has not joined yet, by index."""
+        self._place, self._patience_seconds = place, patience_seconds
+        self._joined, self._heard, self._arrived, self._lost = joined, heard, arrived, lost
+        self._handshakes = Handshakes(place, self.start)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._entered: dict[int, Peer] = {}  # of those that dial; until their loss is reported
+        self._waiting: dict[int, tuple[str, Channel, float]] = {}  # for the second connection
+        self._replaced: set[tuple[int, str]] = set()
+        self._dialled: set[Channel] = set()
+        self._threads: list[threading.Thread] = []
+        # The last island is dialled by none, but its port shows that it runs only once.
+        self._entrance = Entrance(place, self._handshakes, self._enter)
+        self._begin("watches", self._watch)
+        for other in range(place.index):
+            self._begin(f"dials-{other}", self._dial, other)
+
+    def close(self) -> None:
+        """End all connections, once everything is sent or a second has passed, and all threads."""
+        with self._lock:
+            self._closing.set()
+            peers = list({*self.peers.values(), *self._entered.values()})
+            waiting, self._waiting = self._waiting, {}
+            dialled = list(self._dialled)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for peer in peers:
+            peer.close()
+        for channel in dialled:
+            channel.end()
+        for _, channel, _ in waiting.values():
+            channel.close()
+        self._entrance.close()
+        for peer in peers:
+            peer.over.wait(deadline - _CLOSE_SECONDS / 2 - time.monotonic())
+            peer.fail(CLOSED_HERE)
+        threads = [*self._threads, *self._entrance.threads, *(t for p in peers for t in p.threads)]
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _begin(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        name = f"replicax-island-{name}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> Peer:
+        beat_seconds = min(self._patience_seconds / 20, _BEAT_SECONDS)
+        most_bytes = partial(getattr, self, "most_bytes")
+        return Peer(introduced, control, data, beat_seconds=beat_seconds, most_bytes=most_bytes)
+
+    # Islands before this one, which it dials.
+
+    def _dial(self, other: int) -> None:
+        while not self._closing.is_set():
+            try:
+                peer = self._reach(other)
+            except (OSError, ValueError) as error:
+                self.troubles[other] = str(error)
+            else:
+                self.troubles.pop(other, None)
+                self._live(peer)
+            self._closing.wait(_AGAIN_SECONDS)
+
+    def _reach(self, other: int) -> Peer:
+        """Return the island `other`; `OSError` or `ValueError` if it is not there."""
+        channels: list[Channel] = []
+        try:
+            starts = []
+            for purpose in PURPOSES:
+                channel = connect(self._place.addresses[other], _CONNECT_SECONDS)
+                channels.append(channel)
+                with self._lock:
+                    self._dialled.add(channel)
+                if self._closing.is_set():
+                    raise ConnectionAbortedError(CLOSED_HERE)
+                challenge = self._handshakes.dial(channel, other, purpose)
+                starts.append(challenge.start)
+            if starts[0] != starts[1]:
+                raise ValueError(REPLACED)
+            return self._peer(challenge, *channels)
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
+        finally:
+            with self._lock:
+                self._dialled.difference_update(channels)
+
+    # Islands after this one, which dial it.
+
+    def _enter(self, hello: Hello, channel: Channel, accept: Callable[[], None]) -> None:
+        """Take the connection of an island that knows the secret, and serve it until it is lost.
+
+        `ValueError` if it is refused, `OSError` if it has ended.
+        """
+        index, start = hello.island, hello.start
+        with self._lock:
+            if refusal := self._refusal(hello):
+                raise ValueError(refusal)
+            accept()  # a few bytes, which the system takes at once
+            before, waiting = self._entered.get(index), self._waiting.pop(index, None)
+            if waiting is None or hello.purpose == "control":
+                if waiting is not None:
+                    waiting[1].close()
+                if before is not None:
+                    self._replaced.add((index, before.start))
+                    before.fail(REPLACED)
+                self._waiting[index] = start, channel, time.monotonic() + HANDSHAKE_SECONDS
+                return
+            peer = self._entered[index] = self._peer(hello, waiting[1], channel)
+        if before is not None:
+            before.over.wait()
+        self._live(peer)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Return why this connection of an island that knows the secret is refused."""
+        index, start = hello.island, hello.start
+        if self._closing.is_set():
+            return CLOSED_HERE
+        if wrong := self._handshakes.refusal(hello):
+            return wrong
+        if (index, start) in self._replaced:
+            return REPLACED
+        entered, waiting = self._entered.get(index), self._waiting.get(index)
+        if entered is not None and entered.start == start:
+            return f"this start of island {index} is connected already"
+        same = waiting is not None and waiting[0] == start
+        if hello.purpose == "data":
+            return None if same else "the control connection comes first"
+        if waiting is not None and same and not waiting[1].has_ended():
+            return f"this start of island {index} is about to connect already"
+        return None
+
+    # Every island.
+
+    def _live(self, peer: Peer) -> None:
+        """Serve `peer` until it is lost, and report that."""
+        with self._lock:
+            serves = not self._closing.is_set()
+            if serves:
+                self.peers = {**self.peers, peer.index: peer}
+        if serves:
+            with _reported():
+                peer.run(self._joined, self._heard, self._arrived)
+        with self._lock:
+            self.peers = {i: other for i, other in self.peers.items() if other is not peer}
+            reports = serves and not self._closing.is_set()
+        if reports:
+            with _reported():
+                self._lost(peer, peer.reason)
+        with self._lock:
+            if self._entered.get(peer.index) is peer:
+                del self._entered[peer.index]
+        peer.over.set()
+        peer.fail(CLOSED_HERE)
+        peer.leave()
+
+    def _watch(self) -> None:
+        look_seconds = min(self._patience_seconds / 20, _LOOK_SECONDS)
+        looked_at = time.monotonic()
+        while not self._closing.wait(look_seconds):
+            now = time.monotonic()
+            gap, looked_at = now - looked_at, now
+            # If this process was frozen, it cannot tell whether others were.
+            frozen_seconds = gap if gap > self._patience_seconds / 2 else 0.0
+            with self._lock:
+                peers = {*self.peers.values(), *self._entered.values()}
+                late = [i for i, (_, _, by) in self._waiting.items() if now > by]
+                for index in late:
+                    self._waiting.pop(index)[1].close()
+            for peer in peers:
+                peer.look(now, frozen_seconds, self._patience_seconds)
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Report the error of a callback as that of a thread, which goes on."""
+    try:
+        yield
+    except Exception as error:
+        thread = threading.current_thread()
+        arguments = (type(error), error, error.__traceback__, thread)
+        threading.excepthook(threading.ExceptHookArgs(arguments))

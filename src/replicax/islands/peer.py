@@ -1,0 +1,257 @@
+"""Another island, as long as both connections to it are up."""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from replicax.islands.frames import Channel, checksum, encode, pack
+from replicax.islands.messages import CONTROL, Beat, Control, Frame, State
+
+_DRAIN_SECONDS = 0.01
+"""How long a loss waits for what was sent before it on the other connection."""
+_FLUSH_SECONDS = 1.0
+"""How long a close waits until what was said before is sent."""
+CLOSED_HERE = "closed by this island"
+_ERROR_HERE = "an error in this process"
+
+
+class Introduced(Protocol):
+    """The part of Hello and Challenge that says who sent it."""
+
+    island: int
+    start: str
+    host: str
+    boot: str
+    pid: int
+
+
+class Peer:
+    """Another island. Any thread may send to it; after its loss, what is sent is dropped.
+
+    Four threads serve it: two receive, and two send what is queued, so that nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        introduced: Introduced,
+        control: Channel,
+        data: Channel,
+        *,
+        beat_seconds: float,
+        most_bytes: Callable[[], int],
+    ) -> None:
+        self.index, self.start = introduced.island, introduced.start
+        self.host, self.boot, self.pid = introduced.host, introduced.boot, introduced.pid
+        self.over = threading.Event()
+        """Whether its loss has been reported."""
+        self._control, self._data = control, data
+        self._sent_before, self._received_before = data.sent_bytes, data.received_bytes
+        self._beat_seconds, self._most_bytes = beat_seconds, most_bytes
+        self._controls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[tuple[Frame | State, list[memoryview]] | None]
+        self._frames = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._heard_at = math.inf  # also while this process is busy with a message
+        self._ended = False
+        self._no_messages, self._no_frames = threading.Event(), threading.Event()
+        self._reason: str | None = None
+        self._close_by = math.inf
+        self._senders = 2
+        self._users = 1  # threads that may use the sockets; the last one frees them
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the frames sent so far, headers included."""
+        return self._data.sent_bytes - self._sent_before
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the frames received so far, headers included."""
+        return self._data.received_bytes - self._received_before
+
+    @property
+    def reason(self) -> str:
+        """Why its connections have ended; empty if they have not."""
+        return self._reason or ""
+
+    def send(self, message: Control) -> None:
+        """Queue `message` for the control connection."""
+        text = encode(message)
+        if self._reason is None:
+            self._controls.put(text)
+
+    def send_arrays(self, header: Frame | State, arrays: Sequence[np.ndarray]) -> None:
+        """Queue a frame. Nobody may change the arrays from now on: they are not copied.
+
+        The dtypes, shapes and checksum of the header are filled in.
+        """
+        packed = pack(header, arrays)
+        if self._reason is None:
+            self._frames.put(packed)
+
+    def close(self) -> None:
+        """End both connections, once everything is sent or a second has passed."""
+        with self._lock:
+            self._close_by = min(self._close_by, time.monotonic() + _FLUSH_SECONDS)
+        self._wake_senders()
+
+    def look(self, now: float, gap: float, patience_seconds: float) -> None:
+        """End the connections if it has been silent; `gap` is how long this process was frozen."""
+        with self._lock:
+            self._heard_at += gap
+            silent_seconds = now - self._heard_at
+        if now > self._close_by:
+            self.fail(CLOSED_HERE)
+        elif silent_seconds > patience_seconds:
+            self.fail(f"silent for {silent_seconds:.1f} s")
+
+    def fail(self, reason: str, rest: threading.Event | None = None) -> None:
+        """End both connections, unless that has begun; the first reason is the one that counts.
+
+        `rest` is set when all that the other end had sent is received, which is worth a moment.
+        """
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        self._wake_senders()
+        if rest is not None:
+            rest.wait(_DRAIN_SECONDS)
+        with self._lock:
+            if self._users:
+                self._control.end()
+                self._data.end()
+
+    def run(
+        self,
+        joined: Callable[["Peer"], None],
+        heard: Callable[["Peer", Control], None],
+        arrived: Callable[["Peer", Frame | State, list[np.ndarray]], None],
+    ) -> None:
+        """Serve both connections until one of them ends.
+
+        `joined` and `heard` are called here, one after the other, `arrived` in another thread.
+        """
+        try:
+            self._begin("sends", self._send_controls)
+            self._begin("sends-arrays", self._send_frames)
+            joined(self)
+            self._begin("arrays", self._receive_frames, arrived)
+            self._hear(time.monotonic())
+            for message in self._messages():
+                if not isinstance(message, Beat):
+                    self._hear(math.inf)
+                    heard(self, message)
+                self._hear(time.monotonic())
+            self._no_frames.wait(_DRAIN_SECONDS)
+        finally:
+            self._ended = True
+            self.fail(_ERROR_HERE)  # unless there is a reason already
+
+    def leave(self) -> None:
+        """Free the sockets, if no other thread of this peer uses them still."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._control.close()
+                self._data.close()
+
+    def _hear(self, at: float) -> None:
+        with self._lock:
+            self._heard_at = at
+
+    def _begin(
+        self, name: str, target: Callable[..., None], *arguments: object
+    ) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*arguments)
+            except BaseException:
+                self.fail(_ERROR_HERE)
+                raise
+            finally:
+                self.leave()
+
+        name = f"replicax-island-{self.index}-{name}"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._users += 1
+        self.threads.append(thread)
+        thread.start()
+        return thread
+
+    def _messages(self) -> Iterator[Control]:
+        """Yield what comes on the control connection, until it ends."""
+        while True:
+            try:
+                message = CONTROL.decode(self._control.receive())
+            except (OSError, ValueError, RecursionError) as error:
+                self._no_messages.set()
+                self.fail(_why(error), self._no_frames if isinstance(error, OSError) else None)
+                return
+            yield message
+
+    def _receive_frames(
+        self, arrived: Callable[["Peer", Frame | State, list[np.ndarray]], None]
+    ) -> None:
+        while not self._ended:
+            try:
+                header, arrays = self._data.receive_frame(self._most_bytes())
+            except (OSError, ValueError, MemoryError) as error:
+                self._no_frames.set()
+                self.fail(_why(error), self._no_messages if isinstance(error, OSError) else None)
+                return
+            if not self._ended:
+                arrived(self, header, arrays)
+
+    def _send_controls(self) -> None:
+        beat = encode(Beat())
+        while self._reason is None:
+            try:
+                text = self._controls.get(timeout=self._beat_seconds)
+            except queue.Empty:
+                text = beat
+            if text is None:
+                break
+            try:
+                self._control.send_bytes([text])
+            except OSError as error:
+                self.fail(_why(error))
+        self._sender_ends()
+
+    def _send_frames(self) -> None:
+        while self._reason is None and (packed := self._frames.get()) is not None:
+            header, views = packed
+            try:
+                self._data.send_frame(checksum(header, views), views)
+            except OSError as error:
+                self.fail(_why(error))
+        self._sender_ends()
+        while not self._frames.empty():  # somebody may keep this peer, but not its arrays
+            self._frames.get()
+
+    def _sender_ends(self) -> None:
+        """End the connections once nothing is left to send on either."""
+        with self._lock:
+            self._senders -= 1
+            if self._senders:
+                return
+        self.fail(CLOSED_HERE)
+
+    def _wake_senders(self) -> None:
+        self._controls.put(None)
+        self._frames.put(None)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, ValueError | RecursionError):
+        return f"it does not follow the protocol: {error}"
+    if isinstance(error, MemoryError):
+        return "no memory for its arrays"
+    return f"disconnected: {getattr(error, 'strerror', None) or error}"
