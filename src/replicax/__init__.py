@@ -48,9 +48,9 @@ if typing.TYPE_CHECKING:
     from replicax import remat as remat
     from replicax.bench.bench_result import Bench as Bench
     from replicax.bench.run import bench as bench
-    from replicax.cluster.join import initialize as initialize
     from replicax.cluster.watchdog import Patience as Patience
     from replicax.cluster.watchdog import Timeouts as Timeouts
+    from replicax.islands.initialize import initialize as initialize
     from replicax.load_run import load as load
     from replicax.plan.planned import Plan as Plan
     from replicax.plan.planner import plan as plan
@@ -111,7 +111,7 @@ _LATER = {
     "WandB": "train.hooks.trackers",
     "bench": "bench.run",
     "fit": "train.fit",
-    "initialize": "cluster.join",
+    "initialize": "islands.initialize",
     "load": "load_run",
     "plan": "plan.planner",
     "verify": "verified",

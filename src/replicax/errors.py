@@ -107,6 +107,12 @@ class ClusterError(ReplicaxError, RuntimeError):
     exit_code = 1
 
 
+class IslandLeftError(ReplicaxError, RuntimeError):
+    """This island is no longer a member of its group; start it again, and it joins."""
+
+    exit_code = 75
+
+
 class AgreementError(ReplicaxError, RuntimeError):
     """Processes that differ where they must agree: in code, configuration or data."""
 

@@ -66,9 +66,7 @@ class ExchangedStep:
     `whole` is the same computation as one program; it is only analysed, not run.
     """
 
-    def __init__(
-        self, parts: StepParts, exchange: Exchange, whole: CompiledFunction[Any]
-    ) -> None:
+    def __init__(self, parts: StepParts, exchange: Exchange, whole: CompiledFunction[Any]) -> None:
         if jax.tree.leaves(parts.shapes.reduction):
             raise ConfigError(
                 f"reduction={parts.reduction!r} with islands; it keeps state for one sum between "

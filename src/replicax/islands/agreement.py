@@ -15,7 +15,17 @@ There are no threads and no connections here: events come in as calls, messages 
 
 from collections.abc import Callable, Sequence
 
-from replicax.islands.messages import Control, Decided, Frame, Have, Member, Out, Suspect, View
+from replicax.islands.messages import (
+    Control,
+    Decided,
+    Done,
+    Frame,
+    Have,
+    Member,
+    Out,
+    Suspect,
+    View,
+)
 
 Start = tuple[int, str]
 """Index and start of an island."""
@@ -48,9 +58,12 @@ class Agreement:
         """Parts of the next exchange that this island has computed."""
         self.left: str | None = None
         """Why this island is no longer a member."""
+        self.is_final = False
+        """Whether it cannot become one again."""
         self.tie = False
         """Whether as many members were lost as are left; `go_on` decides."""
         self._dead: set[int] = set()
+        self._done: set[int] = set()
         self._suspects: dict[int, Suspect] = {}
         self._later: dict[int, tuple[Start, Suspect]] = {}
         self._decided: dict[int, Decided] = {}
@@ -88,6 +101,12 @@ class Agreement:
             of[frame.view] = frame
             self._advance()
 
+    def missing(self, exchange: int) -> list[int]:
+        """Return the members whose part of the exchange has not come."""
+        frames = self._frames.get(exchange, {})
+        number = -1 if self.view is None else self.view.number
+        return [index for index in self.members if number not in frames.get(index, {})]
+
     def hear(self, island: Start, message: Control) -> None:
         """Handle a message of the protocol."""
         index = island[0]
@@ -101,8 +120,10 @@ class Agreement:
             case Have(view, exchange) if exchange > self.committed:
                 self._have.setdefault(exchange, {})[index] = view
                 self._advance()
-            case Out(reason):
-                self.left = self.left or reason
+            case Done():
+                self._done.add(index)
+            case Out(reason, is_final):
+                self.left, self.is_final = self.left or reason, is_final
             case Member(view) if self.view is None and self._is_in(view):
                 self.begin(view)
 
@@ -177,7 +198,8 @@ class Agreement:
 
     def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
         """Leave if most of those that hold the state may go on without this island."""
-        lost = [n for n in before if n not in left and not self._is_dead(n)]
+        gone = {n for n in before if n in self._done or self._is_dead(n)}
+        lost = [n for n in before if n not in left and n not in gone]
         if len(lost) > len(left) or not left:
             self.left = self.left or _too_few(len(left), len(lost))
         elif len(lost) == len(left):
@@ -240,7 +262,7 @@ class Agreement:
         self.committed, self.complete, self.parts = exchange, self.view, []
         for known in (self._frames, self._have):
             for old in [each for each in known if each <= exchange]:
-                del known[old]  # type: ignore[attr-defined]
+                del known[old]
 
     def _admit(self, frames: Sequence[Frame]) -> None:
         """Begin a view with the islands that all members named, if any."""

@@ -5,12 +5,10 @@ of its sender, so that it serves for no other connection, and not for the other 
 is neither encrypted nor signed: as in the rest of Replicax, the network itself is trusted.
 """
 
-import contextlib
 import hmac
 import os
 import secrets
 import socket
-from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 import msgspec
@@ -19,6 +17,7 @@ from replicax.cluster.secret import Secret
 from replicax.islands.frames import Channel
 from replicax.islands.messages import HANDSHAKE, Challenge, Hello, Proof, Refused
 from replicax.islands.place import IslandPlace
+from replicax.islands.same_system import boot
 
 HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""
@@ -99,14 +98,6 @@ class Handshakes:
 def proof(secret: Secret, role: str, hello: Hello, challenge: Challenge) -> str:
     """Return the proof of who has `role` in the handshake that began with these messages."""
     return secret.hmac(msgspec.json.encode([role, hello, challenge]))
-
-
-def boot() -> str:
-    """Return what differs between hosts, their starts, and containers with own process IDs."""
-    with contextlib.suppress(OSError):
-        running = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{running} {os.readlink('/proc/self/ns/pid')}"
-    return ""
 
 
 def _nonce() -> str:

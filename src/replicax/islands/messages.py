@@ -119,12 +119,18 @@ class Decided(Typed):
 
 
 class Out(Typed):
-    """The receiver is no longer a member."""
+    """The receiver is no longer a member, or cannot become one."""
 
     reason: str
+    is_final: bool = False
+    """Whether asking again is useless."""
 
 
-Control = Beat | Ready | Member | Have | Suspect | Decided | Out
+class Done(Typed):
+    """The sender has completed the run, and leaves."""
+
+
+Control = Beat | Ready | Member | Have | Suspect | Decided | Out | Done
 
 
 class Frame(Typed):

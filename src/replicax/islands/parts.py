@@ -1,5 +1,6 @@
 """Which island computes which parts of a batch, and the tree that adds them."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ Block = tuple[int, int]
 def dealt(parts: Sequence[int], islands: int) -> list[Sequence[int]]:
     """Return consecutive spans of `parts`, one for each island, as equal as possible."""
     ends = [len(parts) * n // islands for n in range(islands + 1)]
-    return [parts[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [parts[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def assigned(view: View, exchange: int, count: int) -> dict[int, set[int]]:

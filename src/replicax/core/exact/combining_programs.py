@@ -4,8 +4,8 @@ So they round alike however they are compiled: XLA preserves the order of float 
 """
 
 import itertools
-from functools import partial
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -168,9 +168,7 @@ class TreeSum:
                 number >>= 1
         return self._cut(self._collectives.run(self._total, held))
 
-    def _of_all(
-        self, lists: list[list[jax.Array]], dims: Sequence[ShardDim]
-    ) -> list[jax.Array]:
+    def _of_all(self, lists: list[list[jax.Array]], dims: Sequence[ShardDim]) -> list[jax.Array]:
         """Return the sums over all devices, or this device's part of them along `dims`."""
         while len(lists) > 1:
             lists = [self._add(*each) for each in zip(lists[0::2], lists[1::2], strict=True)]

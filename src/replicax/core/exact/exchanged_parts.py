@@ -76,7 +76,7 @@ class ExchangedPrograms(CollectivePrograms):
             def compute(part: int) -> list[np.ndarray]:
                 return [np.asarray(as_global(each[part])) for each in values]
 
-            each = self.exchange(Parts(self.shares, compute, None, list, list))
+            each = self.exchange(Parts(self.shares, compute, None, _itself, _itself))
             joined = zip(zip(*each, strict=True), dims, strict=True)
             return [from_host(np.concatenate(arrays, dim), where) for arrays, dim in joined]
 
@@ -107,6 +107,10 @@ class _ExchangedSum(TreeSum):
 
         [total] = self._exchange(Parts(self._count, part, add, jax.device_get, placed))
         return self._cut(total)
+
+
+def _itself(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    return arrays
 
 
 def _part_of(

@@ -51,8 +51,10 @@ class Job(Protocol):
     processes: int
     in_flight: InFlight
     """Tracker of all steps dispatched by this process."""
-    exchange: Exchange | None
-    """How this job computes parts of each batch together with others; None if it is alone."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Compute the parts of a batch together with other jobs; None if there are none."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.

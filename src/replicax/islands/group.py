@@ -1,0 +1,414 @@
+"""This island in its group: finds the others, exchanges sums with them, takes in new ones."""
+
+import dataclasses
+import hashlib
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax.cluster.differences import field_differences, first_of
+from replicax.cluster.watchdog import Timeouts
+from replicax.core.ground.job import Parts, Value
+from replicax.errors import AgreementError, IslandLeftError
+from replicax.islands.agreement import Agreement, founded
+from replicax.islands.messages import Control, Done, Frame, Member, Out, Ready, State, View
+from replicax.islands.network import Network
+from replicax.islands.own_parts import OwnParts
+from replicax.islands.parts import Block, assigned, within
+from replicax.islands.peer import Peer
+from replicax.islands.place import IslandPlace
+from replicax.islands.same_system import boot, is_gone
+
+_LOOK_SECONDS = 0.5
+_AGAIN_SECONDS = 0.2
+_USUAL = 20
+"""Number of recent exchanges whose median time is the usual one."""
+_ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
+_FOUND_SECONDS = 30.0
+"""How long to wait for all islands before most of them found the group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """The state that a member gave to this island, and where the run is."""
+
+    run: Any
+    """JSON values."""
+    arrays: list[np.ndarray]
+    giver: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of the group."""
+
+    time: float
+    """Seconds since 1970."""
+    exchange: int
+    joined: Sequence[int]
+    left: Sequence[int]
+    members: Sequence[int]
+    why: str
+
+
+class Group:
+    """The islands that train together, as this one sees them.
+
+    One thread uses it; the network's threads bring what arrives.
+    """
+
+    def __init__(self, place: IslandPlace, timeouts: Timeouts) -> None:
+        self.place, self._timeouts = place, timeouts
+        self.arbiter: Callable[[], bool] = lambda: False
+        """Decides whether to go on if as many islands are left as were lost."""
+        self.changes: list[Change] = []
+        """Changes of the group that nobody has taken yet."""
+        self.bytes = [0, 0]
+        """Bytes sent and received for exchanges, of peers that are gone."""
+        self._changed = threading.Condition()
+        self._state: Received | None = None
+        self._why: dict[int, str] = {}
+        self._usual: list[float] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        self._candidates: dict[int, tuple[str, str]] = {}
+        self._frames: dict[int, dict[int, list[tuple[Frame, list[np.ndarray]]]]] = {}
+        self._asks: Ready | None = None
+        self._grouped: set[int] = set()  # peers that are members of some view
+        self._announced = False
+        self._last_members: list[int] = []
+        self._past: dict[int, tuple[str, int]] = {}
+        self.network = Network(
+            self.place,
+            patience_seconds=self._timeouts.silent_seconds,
+            joined=self._joined,
+            heard=self._heard,
+            arrived=self._arrived,
+            lost=self._lost,
+        )
+        me = self.place.index, self.network.start
+        self.agreement = Agreement(me, self._send, self._is_dead)
+
+    # What the network brings.
+
+    def _joined(self, peer: Peer) -> None:
+        with self._changed:
+            self._past[peer.index] = (peer.boot, peer.pid)
+            if self.agreement.view is not None:
+                peer.send(Member(self.agreement.view))
+            elif self._asks is not None:
+                peer.send(self._asks)
+            self._look()
+
+    def _heard(self, peer: Peer, message: Control) -> None:
+        with self._changed:
+            match message:
+                case Ready(fields):
+                    self._candidates[peer.index] = peer.start, fields
+                    if self._asks is not None and (why := self._difference(fields)):
+                        peer.send(Out(why, is_final=True))
+                case Member():
+                    self._grouped.add(peer.index)
+            self.agreement.hear((peer.index, peer.start), message)
+            self._look()
+
+    def _arrived(self, peer: Peer, header: Frame | State, arrays: list[np.ndarray]) -> None:
+        with self._changed:
+            if isinstance(header, State):
+                self._take(peer, header, arrays)
+            elif header.exchange > self.agreement.committed:
+                of = self._frames.setdefault(header.exchange, {})
+                of.setdefault(peer.index, []).append((header, arrays))
+                self.agreement.receive(peer.index, header)
+            self._look()
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        with self._changed:
+            self.bytes[0] += peer.sent_bytes
+            self.bytes[1] += peer.received_bytes
+            self._why[peer.index] = reason
+            self._grouped.discard(peer.index)
+            if self._candidates.get(peer.index, ("", ""))[0] == peer.start:
+                del self._candidates[peer.index]
+            self._look()
+
+    def _look(self) -> None:
+        """Suspect the members that are not connected, and wake the thread that waits."""
+        of = self.agreement
+        before = None
+        while of.view is not None and of.left is None and of.view is not before:
+            before = of.view
+            for index, start in before.members:
+                peer = self.network.peers.get(index)
+                if index != self.place.index and (peer is None or peer.start != start):
+                    of.lose(index)
+        if of.view is not None and not self._announced:
+            self._announced = True
+            for peer in self.network.peers.values():
+                peer.send(Member(of.view))
+        self._note_changes()
+        self._changed.notify_all()
+
+    def _note_changes(self) -> None:
+        of, now = self.agreement, time.time()
+        members = of.members
+        if of.view is None or members == self._last_members:
+            return
+        joined = [index for index in members if index not in self._last_members]
+        left = [index for index in self._last_members if index not in members]
+        why = "; ".join(f"island {index}: {self._why.get(index, 'lost')}" for index in left)
+        self.changes.append(Change(now, of.committed + 1, joined, left, members, why))
+        self._last_members = members
+
+    def _send(self, index: int, message: Control) -> None:
+        peer = self.network.peers.get(index)
+        if peer is not None:
+            peer.send(message)
+
+    def _is_dead(self, index: int) -> bool:
+        """Whether a lost member is gone: its process ended, or a new start took its place."""
+        view, peer = self.agreement.view, self.network.peers.get(index)
+        starts = {} if view is None else dict(view.members)
+        if peer is not None and peer.start != starts.get(index):
+            return True
+        system, pid = self._past.get(index, ("", 0))
+        return bool(system) and system == boot() and _ends(pid)
+
+    def _difference(self, fields: str) -> str | None:
+        """Return why an island with these fields cannot train with this one, if so."""
+        assert self._asks is not None
+        if fields == self._asks.fields:
+            return None
+        found = field_differences([json.loads(self._asks.fields), json.loads(fields)])
+        return f"the islands disagree: {first_of(found)}: start all with the same arguments"
+
+    # Membership.
+
+    def enter(self, fields: Mapping[str, Any], *, has_state: bool = False) -> Received | None:
+        """Become a member, once the step is compiled; return the state that another one gives.
+
+        None if this island founded the group, with the state that it has; and, with `has_state`, if
+        all do.
+
+        Raises:
+            AgreementError: an island has other `fields`, which are JSON values by name.
+        """
+        ready = Ready(json.dumps({**fields, "state": has_state}, sort_keys=True))
+        while True:
+            with self._changed:
+                self._asks = ready
+                for peer in self.network.peers.values():
+                    peer.send(ready)
+                self._wait_to_enter(has_state)
+                if self.agreement.left is None:
+                    return self._state
+                if self.agreement.is_final:
+                    raise AgreementError(self.agreement.left)
+            # Who was to give the state is gone; nothing is lost by asking again, as a new start.
+            self.network.close()
+            time.sleep(_AGAIN_SECONDS)
+            with self._changed:
+                self._connect()
+
+    def _wait_to_enter(self, has_state: bool) -> None:
+        of, began = self.agreement, time.monotonic()
+        while of.left is None and self._state is None:
+            if of.view is None:
+                self._found(time.monotonic() - began, has_state)
+            if of.view is not None:
+                if has_state or self.place.index in of.view.confirmed:
+                    return
+                if not set(of.view.confirmed) & self.network.peers.keys():
+                    of.left = "the islands that hold the state are gone"
+            self._changed.wait(_LOOK_SECONDS)
+
+    def _found(self, waited_seconds: float, has_state: bool) -> None:
+        """Found a group if this is the first of enough islands, of which none has one."""
+        assert self._asks is not None
+        for _, fields in self._candidates.values():
+            if why := self._difference(fields):
+                raise AgreementError(why)
+        everyone, peers = len(self.place.addresses), self.network.peers
+        ready = {i: start for i, (start, _) in self._candidates.items() if i in peers}
+        ready[self.place.index] = self.network.start
+        enough = len(ready) == everyone
+        enough |= 2 * len(ready) > everyone and waited_seconds > _FOUND_SECONDS
+        if self._grouped or not enough or min(ready) != self.place.index:
+            return
+        confirmed = list(ready) if has_state else [self.place.index]
+        self.agreement.begin(founded(list(ready.items()), confirmed))
+        self._look()
+
+    @property
+    def rank(self) -> int:
+        """The place of this island among the members, from 0."""
+        members = self.agreement.members
+        return members.index(self.place.index) if self.place.index in members else -1
+
+    @property
+    def newcomers(self) -> list[int]:
+        """Members to which this island has to give the state, before its next exchange."""
+        with self._changed:
+            view = self.agreement.view
+            if view is None or self.place.index != min(view.confirmed, default=-1):
+                return []
+            new = [index for index, _ in view.members if index not in view.confirmed]
+            return new if view.exchange == self.agreement.committed + 1 else []
+
+    def give(self, run: Any, arrays: Sequence[np.ndarray]) -> None:
+        """Give the state to `newcomers`: `run` is JSON, `arrays` those of the state."""
+        new = self.newcomers
+        with self._changed:
+            view, exchange = self.agreement.view, self.agreement.committed + 1
+        assert view is not None
+        header = State(view, exchange, json.dumps(run), _sha256(arrays))
+        for index in new:
+            if (peer := self.network.peers.get(index)) is not None:
+                peer.send_arrays(header, arrays)
+
+    def _take(self, peer: Peer, header: State, arrays: list[np.ndarray]) -> None:
+        """Take the state from a member, unless it is damaged or not for this start."""
+        me = self.place.index, self.network.start
+        if self._state is not None or me not in map(tuple, header.view.members):
+            return
+        if _sha256(arrays) != header.sha256:
+            self.agreement.left = f"the state that island {peer.index} sent is damaged"
+            return
+        if self.agreement.view is None:
+            self.agreement.begin(header.view)
+        self._state = Received(json.loads(header.run), arrays, peer.index)
+
+    def finish(self) -> None:
+        """Leave, as the run is complete or failed."""
+        for peer in self.network.peers.values():
+            peer.send(Done())
+        self.network.close()
+
+    # Exchanges.
+
+    def exchange(
+        self, parts: Parts[Value], note: Any = None, *, topic: str = "parts", admits: bool = False
+    ) -> tuple[list[Value], list[Any]]:
+        """Return the values of all parts, or their sum; and the `note`, in JSON, of each member.
+
+        All members call it in the same order. Afterwards, if it `admits` them, islands that asked
+        all members to join are members, too.
+
+        Raises:
+            IslandLeftError: this island is no longer a member.
+        """
+        began, exchange = time.monotonic(), self.agreement.committed + 1
+        own = OwnParts(parts, self._note_part)
+        while True:
+            view = self._settled(exchange)
+            if view is None:
+                break
+            chosen = assigned(view, exchange, parts.count)[self.place.index]
+            blocks, arrays = own.missing(chosen)
+            with self._changed:
+                if view is not self.agreement.view or not self.agreement.settled:
+                    continue
+                ready = [(i, start) for i, (start, _) in self._candidates.items()]
+            frame = Frame(view.number, exchange, topic, blocks, json.dumps(note), admits, ready)
+            for index, _ in view.members:
+                if (peer := self.network.peers.get(index)) is not None:
+                    peer.send_arrays(frame, arrays)
+            with self._changed:
+                self._frames.setdefault(exchange, {}).setdefault(self.place.index, []).append(
+                    (frame, [])
+                )
+                self.agreement.receive(self.place.index, frame)
+                self._look()
+                self._wait_for(exchange, view)
+        self._usual = [*self._usual[-_USUAL:], time.monotonic() - began]
+        return self._combined(exchange, own, topic)
+
+    def _note_part(self, part: int) -> None:
+        with self._changed:
+            self.agreement.parts.append(part)
+
+    def _settled(self, exchange: int) -> View | None:
+        """Return the view, once no member is suspected; None if the exchange is complete."""
+        while True:
+            with self._changed:
+                of = self.agreement
+                if of.left is not None:
+                    raise IslandLeftError(f"island {self.place.index} left the others: {of.left}")
+                if of.committed >= exchange:
+                    return None
+                if of.settled:
+                    return of.view
+                tied = of.tie
+                if not tied:
+                    self._changed.wait(_LOOK_SECONDS)
+            if tied:
+                assert of.view is not None
+                asks = self.place.index == min(of.view.confirmed, default=-1)
+                allowed = self.arbiter() if asks else True
+                with self._changed:
+                    of.go_on(allowed)
+                    self._look()
+
+    def _wait_for(self, exchange: int, view: View) -> None:
+        """Wait until the exchange is complete or the view changes."""
+        of = self.agreement
+        usual = statistics.median(self._usual) if len(self._usual) > 1 else None
+        deadline = time.monotonic() + self._timeouts.allowed(usual)
+        while of.committed < exchange and of.view is view and of.settled and of.left is None:
+            self._changed.wait(_LOOK_SECONDS)
+            if time.monotonic() > deadline:
+                for index in of.missing(exchange):
+                    self._why[index] = "no progress, but heartbeats"
+                    of.lose(index)
+                self._look()
+
+    def _combined(
+        self, exchange: int, own: OwnParts[Value], topic: str
+    ) -> tuple[list[Value], list[Any]]:
+        with self._changed:
+            view, frames = self.agreement.complete, self._frames.pop(exchange)
+            for old in [each for each in self._frames if each <= exchange]:
+                del self._frames[old]
+        assert view is not None
+        chosen = assigned(view, exchange, own.parts.count)
+        known: dict[Block, Value] = {}
+        notes = []
+        for index, _ in view.members:
+            for frame, arrays in frames[index]:
+                if frame.topic != topic:
+                    raise AgreementError(
+                        f"this island is at {topic!r} and island {index} at {frame.topic!r}; all "
+                        "must run the same program: start all with the same code"
+                    )
+                each = len(arrays) // max(len(frame.blocks), 1)
+                for number, block in enumerate(frame.blocks):
+                    if within(block, chosen[index]):
+                        mine = index == self.place.index
+                        given = arrays[number * each : (number + 1) * each]
+                        known[block] = own[block] if mine else own.parts.from_host(given)
+                if frame.view == view.number:
+                    note = json.loads(frame.note)
+            notes.append(note)
+        return own.combined(known), notes
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process of this system has ended, or does so at once."""
+    for _ in range(_ENDS_TRIES):
+        if is_gone(pid):
+            return True
+        time.sleep(_ENDS_SECONDS)
+    return False
+
+
+def _sha256(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,42 @@
+"""`initialize`: join the processes of this job, and know the other islands, if there are any."""
+
+import atexit
+import functools
+import os
+from collections.abc import Callable
+from typing import ParamSpec
+
+from replicax.cluster import join
+from replicax.cluster.cluster_job import ClusterJob
+from replicax.cluster.watchdog import Timeouts, read_timeouts
+from replicax.islands.group import Group
+from replicax.islands.island_job import IslandJob
+from replicax.islands.place import find_island
+
+_Settings = ParamSpec("_Settings")
+_job: IslandJob | None = None
+
+
+def _with_islands(
+    join_processes: Callable[_Settings, ClusterJob],
+) -> Callable[_Settings, ClusterJob | IslandJob]:
+    """Return a function that also connects to the islands that the environment names."""
+
+    @functools.wraps(join_processes)
+    def initialize(*args: _Settings.args, **settings: _Settings.kwargs) -> ClusterJob | IslandJob:
+        global _job
+        if _job is not None:
+            return _job
+        place, job = find_island(os.environ), join_processes(*args, **settings)
+        if place is None:
+            return job
+        patience = settings.get("patience")
+        timeouts = patience if isinstance(patience, Timeouts) else read_timeouts(os.environ)
+        _job = IslandJob(job, Group(place, timeouts))
+        atexit.register(_job.group.finish)
+        return _job
+
+    return initialize
+
+
+initialize = _with_islands(join.initialize)
