@@ -60,10 +60,12 @@ class Everyone:
         *,
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
-        admits: bool = False,
     ) -> list[Any]:
-        """Return the value of every member, in order; if it `admits`, new ones may then join."""
-        return self._group.exchange(_NOTHING, value, topic=topic, admits=admits)[1]
+        return self._group.exchange(_NOTHING, value, topic=topic)[1]
+
+    def admit(self, topic: str, value: Any) -> list[Any]:
+        """Do the same where new islands may join, and are members afterwards."""
+        return self._group.exchange(_NOTHING, value, topic=topic, admits=True)[1]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         if found := field_differences(self.gather(topic, dict(fields))):

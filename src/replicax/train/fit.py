@@ -25,6 +25,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.guarded import Guard, guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
+from replicax.train.members import Given, Members
 from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
@@ -126,7 +127,9 @@ class Run(Loop):
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
-        dp.job.agree("the run", {**told, **plain_config(config or {})})
+        self._agreed = {**told, **plain_config(config or {})}
+        dp.job.agree("the run", self._agreed)
+        self._members = Members(dp.job)
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
@@ -134,7 +137,7 @@ class Run(Loop):
         self.epochs, self.total = epochs, steps
         if epochs is not None and self._first.padding is not None:
             self.total = epochs * len(self._first)
-        self._display = open_progress(progress and dp.job.process == 0, self.total)
+        self._display = open_progress(progress and self._members.speaks, self.total)
         ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
@@ -191,18 +194,23 @@ class Run(Loop):
             # Called again, as in a notebook, with a state that is used up, it can resume.
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
+            self._enter_group()
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
-            self._stopping = Stopping(self._interrupt, self.dp.job, clock)
+            everyone = self._members.everyone
+            may_leave = everyone is not self.dp.job
+            self._stopping = Stopping(self._interrupt, everyone, clock, may_leave=may_leave)
             self._resume()
+            self._meet_members(begins=True)
             self.dp.job.in_flight.forget()  # notes of a run that ended with an error
             self._since = time.perf_counter(), self.place.step, self.rows
             stack.push(self._conclude)
             stack.push(self._end_hooks)
             self.hooks("start", self)
             self._follow(0)
-            self._stopping.vote(now=True)
+            if self._members.given is None or self._members.given.begins:
+                self._stopping.vote(now=True)
             self._open = stack.pop_all()
         return self
 
@@ -247,6 +255,29 @@ class Run(Loop):
         with writing(self._run_dir):
             return exists(self._run_dir / CONFIG)
 
+    def _enter_group(self) -> None:
+        """Compile, and then join the other islands, if there are any."""
+        if not self._members.waits:
+            return
+        if not self.source.can_repeat:
+            raise ConfigError(
+                "islands with an iterator of batches, which cannot go back to the batch at which "
+                "an island joins; use a list, a loader that can be iterated again, or arrays"
+            )
+        batch = next(iter(self._first))
+        self.dp.prepare(self.state, batch)
+        programs = self.dp.program(self.state).step.compiled(self.state, batch)
+        agreed = {
+            "run": self._agreed,
+            "config": self.config["parallel"],
+            "data": _data(self.config),
+        }
+        if not self._donated:
+            agreed["weights"] = sha256(self.state.params)[:16]
+        if self.dp.mode.bitwise:
+            agreed["bits"] = {each.name: each.digest[:16] for each in programs}
+        self._members.enter(plain_config(agreed), self.state)
+
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
@@ -266,13 +297,18 @@ class Run(Loop):
             say=self.say,
             alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
+            follows=not self.is_main,
         )
+        self._members.arbitrate(self._storage.holds_lease)
         stack.callback(self._storage.close)
         self._file.folder, self._ledger = self._storage.folder, self._storage.ledger
         self._ledger.hooks = self.hooks.seconds
 
     def _resume(self) -> None:
         """Move to the saved position, and replace the state with the saved one."""
+        if self._members.given is not None:
+            self._receive(self._members.given)
+            return
         found = None if self._storage is None else self._storage.found
         if self._storage is None or found is None:
             check_unused(self.state)
@@ -291,6 +327,15 @@ class Run(Loop):
         if self._donated:
             self._never_finite |= params_not_finite(self.state)
 
+    def _receive(self, given: Given) -> None:
+        """Continue the run that another island gave to this one."""
+        like = abstract(self.state)
+        self.records.extend(given.records)
+        self._run_state.load_state(given.position, given.extra)
+        self.state = given.state(like)
+        self._stopping.load_state(given.votes)
+        given.arrays.clear()
+
     def _finish(self) -> None:
         """Save the final state, whether all steps are done or the loop was left early."""
         if not self._ended:  # left early
@@ -302,7 +347,11 @@ class Run(Loop):
             )
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
-            self._storage.finish(self.state, *self._run_state.save_state())
+            while True:
+                self._storage.finish(self.state, *self._run_state.save_state())
+                if self._members.all_saved(not self._storage.follows):
+                    break
+                self._meet_members()
         storage, job = self._storage, self.dp.job
         ends_here = not self._begun and not self._stopping.wanted
         if storage is not None and not storage.knows_program and ends_here:

@@ -169,6 +169,12 @@ class Hook:
     def rewound(self, run: Running) -> None:
         """Called after the run went back to an earlier step; the steps after it are discarded."""
 
+    def take_over(self, run: Running) -> None:
+        """Called when this process becomes the one that writes and prints.
+
+        The island that did is gone; `run.is_main` is true from now on.
+        """
+
     def save_state(self) -> Any:
         """Return the hook's state for checkpoints, JSON-serializable; None for no state."""
         return None

@@ -100,10 +100,11 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
                 touch(self._file)
 
 
-def take_lease(folder: Path) -> Lease:
+def take_lease(folder: Path, *, by_force: bool = False) -> Lease:
     """Acquire the lease of the run in `folder`, which is created if it does not exist.
 
-    Takes over at once from a killed start on this host; on others, after `EXPIRE_SECONDS`.
+    Takes over at once from a killed start on this host; on others, after `EXPIRE_SECONDS`. With
+    `by_force` at once from any: the caller knows that its holder must not write any more.
     """
     lease = folder / "lease"
     with writing(folder):
@@ -113,7 +114,7 @@ def take_lease(folder: Path) -> Lease:
             newest = max(tokens.values(), default=0)
             files = [lease / name for name in _unreleased(tokens)]
             files.sort(key=lambda file: "boot" not in _look(file)[0])  # no wait for these
-            if all(_is_dead(file, tokens) for file in files):
+            if by_force or all(_is_dead(file, tokens) for file in files):
                 if file := _written(lease, newest + 1):
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)

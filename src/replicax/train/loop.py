@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError, DivergedError, StateError
+from replicax.train.ahead import Ahead
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import RunPosition, dispatched
 from replicax.train.evaluator import Evaluator
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
+from replicax.train.members import Members
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
@@ -45,6 +46,7 @@ class Loop(Running):
     _display: Progress
     _interrupt: Interrupt
     _stopping: Stopping
+    _members: Members
     resumable: bool
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class Loop(Running):
 
     @property
     def is_main(self) -> bool:
-        return self.dp.job.process == 0
+        return self._members.is_main
 
     @property
     def folder(self) -> Path | None:
@@ -178,7 +180,7 @@ class Loop(Running):
         feed.stops = self._is_interrupted
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
-            batches = _Ahead(items)
+            batches = Ahead(items)
             for number, batch in enumerate(batches):
                 before, waited = waited, feed.wait_seconds
                 self._run_state.meter.add_wait(waited - before)
@@ -204,9 +206,10 @@ class Loop(Running):
         due = self._is_last() or self._evaluator is not None
         return self._settle(closing=closing, due=due)
 
-    def _do_what_is_due(self, batches: "_Ahead") -> bool:
+    def _do_what_is_due(self, batches: Ahead) -> bool:
         """Evaluate and save between two steps if due; return whether the run went back."""
-        self._stopping.vote()
+        self._stopping.vote(admits=True)
+        self._meet_members()
         if self._storage is not None:
             self._storage.tell()
         if not self._stopping.wanted and self._evaluate_if_due():
@@ -344,6 +347,23 @@ class Loop(Running):
         self._follow(0, closing=closing, due=due)
         return self._went_back()
 
+    def _meet_members(self, *, begins: bool = False) -> None:
+        """Record which islands joined and left, write if the one that did is gone, and give."""
+        if self._stopping.leaves is not None:
+            self._members.leave(self._stopping.leaves)
+        if self._storage is not None and self._storage.follows and self.is_main:
+            self._ledger = self._storage.take_over(self.records)
+            self.hooks("take_over", self)
+        changes = self._members.changes(self.place.step, self.place.epoch)
+        for record, line in changes:
+            self.keep(record)
+            if self.is_main:
+                self.alarm(line)
+        if self._members.newcomers:
+            self._follow(0)
+            saved, votes = self._run_state.save_state(), self._stopping.save_state()
+            self._members.give(self.state, saved, self.records, votes, begins=begins)
+
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
         if not self._resumable:
@@ -374,27 +394,3 @@ class Loop(Running):
     def _is_last(self) -> bool:
         over = self._stopping.over or self._all_steps_done()
         return over or self.place.epoch + 1 == self.epochs
-
-
-class _Ahead(Iterator[Batch]):
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._next: list[Batch] = []
-        self.gave_up = False
-        """Whether the next batch did not come before the run had to stop."""
-
-    def __next__(self) -> Batch:
-        if self._next:
-            return self._next.pop()
-        try:
-            return next(self._batches)
-        except GaveUpError:
-            self.gave_up = True
-            raise StopIteration from None
-
-    @property
-    def ended(self) -> bool:
-        """Whether there are no more batches; may wait for the next one."""
-        if not self._next:
-            self._next.extend(itertools.islice(self, 1))
-        return not self._next and not self.gave_up

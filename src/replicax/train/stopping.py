@@ -12,6 +12,8 @@ from typing import Any
 from replicax.core.ground.job import Job
 
 _BETWEEN_VOTES_SECONDS = 0.5
+_VOTES_BEFORE_LEAVING = 3
+"""A signal reaches all islands within this many votes, if it is for all."""
 
 
 _TERMINATING = tuple(
@@ -177,10 +179,17 @@ class Stopping:
 
     Requests are signals and calls by hooks. Processes vote about twice a second, at a call agreed
     on in the previous vote, so that no process starts a step that another one skips.
+
+    If they `may_leave`, as islands, a signal stops all only if all have received one.
     """
 
     def __init__(
-        self, interrupt: Interrupt, job: Job, save_every_seconds: float | None = None
+        self,
+        interrupt: Interrupt,
+        job: Job,
+        save_every_seconds: float | None = None,
+        *,
+        may_leave: bool = False,
     ) -> None:
         self.save_due = False
         """Whether all processes must save now; reset when they have."""
@@ -188,6 +197,9 @@ class Stopping:
         """Whether all processes must evaluate now, requested by a hook; reset when done."""
         self.why: str | None = None
         """The reason given by a hook that requested the end of the run, if any."""
+        self.leaves: str | None = None
+        """The signal on which this process leaves the others, which go on."""
+        self._may_leave, self._signalled_votes = may_leave, 0
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
@@ -225,7 +237,19 @@ class Stopping:
         self.save_due = False
         self._saved_at = time.monotonic()
 
-    def vote(self, *, unit: str = "step", now: bool = False) -> bool:
+    def save_state(self) -> dict[str, Any]:
+        """Return what was decided, and when the next vote is."""
+        asked = {"save": self.save_due, "evaluate": self.evaluation_due, "why": self.why}
+        next_vote = self._vote_at - self._calls
+        return {**asked, "signal": self._decided, "next": next_vote, "span": self._span}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue as the process that saved this, from the same position."""
+        self.save_due, self.evaluation_due = state["save"], state["evaluate"]
+        self.why, self._decided, self._unit = state["why"], state["signal"], "step"
+        self._vote_at, self._span = self._calls + state["next"], state["span"]
+
+    def vote(self, *, unit: str = "step", now: bool = False, admits: bool = False) -> bool:
         """Vote if due; return whether to stop. All processes must make the same calls in order.
 
         Args:
@@ -233,6 +257,7 @@ class Stopping:
                 are timed separately.
             now: whether to vote on requests in any case, if all processes are known to be at the
                 same position.
+            admits: whether new islands may join here.
         """
         self._calls += 1
         if self._job.processes == 1:
@@ -241,7 +266,8 @@ class Stopping:
             mine = {**self._mine(now), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
-            votes = self._job.gather("whether to stop", mine)
+            gather = getattr(self._job, "admit", self._job.gather) if admits else self._job.gather
+            votes = gather("whether to stop", mine)
             self._decide(votes)
             self._vote_at = self._calls + votes[0]["next"]
         self._unit = unit
@@ -254,10 +280,21 @@ class Stopping:
         return mine
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
-        self._decided = next((v["signal"] for v in votes if v["signal"] is not None), None)
+        signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
+        if self._may_leave and len(signals) < len(votes):
+            self._consider_leaving()
+            signals = []
+        self._decided = signals[0] if signals else None
         self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
+
+    def _consider_leaving(self) -> None:
+        """Leave the others if they have not received a signal some votes after this process."""
+        if self._interrupt.signal is not None:
+            self._signalled_votes += 1
+            if self._signalled_votes >= _VOTES_BEFORE_LEAVING:
+                self.leaves = shown_signal(self._interrupt.signal)
 
     def _is_time(self) -> bool:
         every = self._save_every

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,9 @@ class RecordsFile(Hook):
             self.folder.keep(len(run.records))
 
 
+_NOTHING_TOLD: dict[str, Any] = {"token": 0, "checkpoint": None, "traced": ""}
+
+
 class Storage:
     """The storage of a run in its folder, which may contain an earlier start of the run.
 
@@ -113,7 +116,10 @@ class Storage:
         alarm: Callable[[str], None],
         never_finite: Collection[str] = (),
         pinned: Callable[[], Collection[int]] = tuple,
+        follows: bool = False,
     ) -> None:
+        self.follows = follows
+        """Whether another island writes the folder; this one writes nothing until `take_over`."""
         self.path, self.saving = path, saving
         self.folder: RunFolder | None = None
         self.ledger = Ledger(None)
@@ -130,7 +136,9 @@ class Storage:
         self.found: ResumePoint | None = None
         self._changed = False
         try:
-            told = job.broadcast("the resume point", writing(path)(self._open))
+            told = _NOTHING_TOLD
+            if not follows:
+                told = job.broadcast("the resume point", writing(path)(self._open))
             self.traced: str = told["traced"]
             """The batch with which an earlier start traced the program; empty if none did."""
             if told["checkpoint"] is not None:
@@ -211,6 +219,40 @@ class Storage:
             "changed": any(each.matters for each in config_changes(manifest.config, self._config)),
         }
 
+    def take_over(self, records: Sequence[Record]) -> Ledger:
+        """Write the folder from now on, as the island that did is gone; return the ledger.
+
+        The files then have the `records` of this island.
+        """
+        if self.saving.wanted and self._lease is None:
+            self._lease = take_lease(self.path, by_force=True)
+        token = 1 if self._lease is None else self._lease.token
+        self.folder, self.follows, self._saver.token = RunFolder(self.path), False, token
+        if exists(self.path / CONFIG):
+            self._before = read_config(self.path / CONFIG)
+        self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
+        for part in ("program", "bits"):
+            if part in self._before:
+                self._config.setdefault(part, self._before[part])
+        kept = self.folder.keep(len(records)).records
+        for record in records[len(kept) :]:
+            self.folder.append(record)
+        self._store.clean()
+        self.ledger.close()
+        self.ledger = Ledger(self.path / FILE, token)
+        self.ledger.enter("productive")
+        return self.ledger
+
+    def holds_lease(self) -> bool:
+        """Whether this start holds the lease of the run, which it takes if nobody holds it."""
+        try:
+            if self._lease is None:
+                self._lease = take_lease(self.path)
+            self._lease.check()
+        except (CheckpointError, RunInUseError, OSError):
+            return False
+        return True
+
     def _check_belongs(
         self, path: Path, manifest: Manifest, known: bool, said: Collection[str]
     ) -> None:
@@ -281,7 +323,7 @@ class Storage:
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Start to save `state` unless it is saved already; see `Saver.save`."""
         what = _what_is_saved(position, extra)
-        if what == self._saved:
+        if what == self._saved or self.follows:
             return
         with self.ledger.spending("saving"):
             self._sync()

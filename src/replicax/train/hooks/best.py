@@ -169,6 +169,9 @@ class KeepBest(_Watching):
             self._named = _read(in_folder(run.folder, self._file, self.name))
             self._name(run)
 
+    def take_over(self, run: Running) -> None:
+        self.start(run)
+
     def evaluation(self, run: Running, record: Record) -> None:
         if self._gains(record):
             run.save()

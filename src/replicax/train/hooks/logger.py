@@ -87,6 +87,9 @@ class Logger(Hook):
         self._thread = threading.Thread(target=self._work, args=given, name=name, daemon=True)
         self._thread.start()
 
+    def take_over(self, run: Running) -> None:
+        self.start(run)
+
     def record(self, run: Running, record: Record) -> None:
         if self._thread is None:
             return

@@ -1,0 +1,174 @@
+"""The islands of a run: one of them writes, and new ones receive the state at a step.
+
+The job of a run computes its steps; the job of all its islands agrees on when to stop, save and
+evaluate. Without islands, these are the same job, and nothing here happens.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import numbers
+from replicax.core.ground.train_state import TrainState
+from replicax.errors import IslandLeftError
+from replicax.islands.group import Received
+from replicax.islands.island_job import IslandJob
+from replicax.train.checkpoints.arrays import as_key
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.records import Record, record_from_json
+from replicax.wording import counted, listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A run and its state, as a member gave them to this island."""
+
+    position: Position
+    extra: dict[str, Any]
+    records: list[Record]
+    votes: dict[str, Any]
+    """State of the run's `Stopping`."""
+    begins: bool
+    """Whether the whole group begins, so that all take the first vote."""
+    arrays: list[np.ndarray]
+
+    def state(self, like: TrainState) -> TrainState:
+        """Return the state, placed like `like`."""
+        leaves, structure = jax.tree.flatten(like)
+        placed = [_placed(*pair) for pair in zip(leaves, self.arrays, strict=True)]
+        state: TrainState = jax.tree.unflatten(structure, placed)
+        return state
+
+
+class Members:
+    """The islands of a run, if it has any."""
+
+    def __init__(self, job: Job) -> None:
+        self._islands = job if isinstance(job, IslandJob) else None
+        self.everyone: Any = job if self._islands is None else self._islands.everyone
+        """The job of all islands; without islands, the run's own."""
+        self.given: Given | None = None
+        """The run, if another island gave it to this one."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return bool(self.everyone.process == 0)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process shows the progress of the run, if it is asked to."""
+        if self._islands is None:
+            return bool(self.everyone.process == 0)
+        return self._islands.group.place.index == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether other islands wait for this one, which then compiles before it joins."""
+        return self._islands is not None
+
+    def enter(self, fields: Mapping[str, Any], state: TrainState) -> None:
+        """Become a member, as soon as this island could do a step; perhaps receive the run."""
+        if self._islands is None:
+            return
+        group = self._islands.group
+        if group.agreement.view is not None:  # an earlier run of this program
+            self.everyone.agree("the run", fields)
+            return
+        group.network.most_bytes = _most_bytes(state)
+        received = group.enter(fields)
+        if received is not None:
+            self.given = _given(received)
+
+    def give(
+        self,
+        state: TrainState,
+        saved: tuple[Position, dict[str, Any]],
+        records: list[Record],
+        votes: dict[str, Any],
+        *,
+        begins: bool = False,
+    ) -> None:
+        """Give the run to the new members; `saved` is the position and the rest of its state."""
+        assert self._islands is not None
+        position, extra = saved
+        run = {
+            "position": dataclasses.asdict(position),
+            "extra": extra,
+            "records": [record.to_json() for record in records],
+            "votes": votes,
+            "begins": begins,
+        }
+        arrays = [np.asarray(numbers(leaf)) for leaf in jax.tree.leaves(state)]
+        self._islands.group.give(run, arrays)
+
+    @property
+    def newcomers(self) -> list[int]:
+        """The islands to which this one has to give the run now."""
+        return [] if self._islands is None else self._islands.group.newcomers
+
+    def all_saved(self, saved: bool) -> bool:
+        """Return whether an island has saved the end of the run; all must call it."""
+        return self._islands is None or any(self.everyone.gather("the end of the run", saved))
+
+    def arbitrate(self, holds_lease: Callable[[], bool]) -> None:
+        """Let the lease of the run decide which half of the islands goes on."""
+        if self._islands is not None:
+            self._islands.group.arbiter = holds_lease
+
+    def changes(self, step: int, epoch: int) -> list[tuple[Record, str]]:
+        """Return a record and a line for each change of the group since the last call."""
+        if self._islands is None or not (changes := self._islands.group.changes):
+            return []
+        self._islands.group.changes = []
+        found = []
+        for change in changes:
+            joined, left = len(change.joined), len(change.left)
+            numbers_of = {"live": len(change.members), "joined": joined, "left": left}
+            seconds = max(time.time() - change.time, 0.0)
+            record = Record("islands", step, epoch, dict(numbers_of), 0, seconds)
+            parts = [f"{_named(change.joined)} joined"] if joined else []
+            parts += [f"lost {change.why}"] if left else []
+            line = f"{'; '.join(parts)} · {counted(len(change.members), 'island')}"
+            found.append((record, f"islands at step {step:,}: {line}"))
+        return found
+
+    def leave(self, why: str) -> None:
+        """Leave the others, which go on."""
+        assert self._islands is not None
+        self._islands.group.finish()
+        raise IslandLeftError(f"island {self._islands.group.place.index} left the others: {why}")
+
+
+def _named(islands: Any) -> str:
+    return listed([f"island {index}" for index in islands])
+
+
+def _given(received: Received) -> Given:
+    run = received.run
+    return Given(
+        Position(**run["position"]),
+        run["extra"],
+        [record_from_json(text) for text in run["records"]],
+        run["votes"],
+        run["begins"],
+        received.arrays,
+    )
+
+
+def _placed(like: jax.Array, array: np.ndarray) -> jax.Array:
+    wanted = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
+    data = jax.make_array_from_callback(
+        array.shape, like.sharding, lambda index: array[index].copy()
+    )
+    return as_key(data, wanted)
+
+
+def _most_bytes(state: TrainState) -> int:
+    """Return the most bytes that a frame has: the state, or a few sums as large as parameters."""
+    return (1 << 20) + 16 * sum(int(numbers(leaf).nbytes) for leaf in jax.tree.leaves(state))
