@@ -211,7 +211,7 @@ def test_what_is_no_header(sent: bytes, pair: tuple[Channel, Channel]) -> None:
 
 def test_the_limit_holds_for_all_arrays_together() -> None:
     assert [a.shape for a in allocate([("int8", [3]), ("int16", [2])], 7)] == [(3,), (2,)]
-    with pytest.raises(ValueError, match="7 .* 6"):
+    with pytest.raises(ValueError, match=r"7 .* 6"):
         allocate([("int8", [3]), ("int16", [2])], 6)
 
 

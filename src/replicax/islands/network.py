@@ -88,12 +88,11 @@ class Network:
             channel.end()
         for _, channel, _ in waiting.values():
             channel.close()
-        self._entrance.close()
+        threads = [*self._threads, *self._entrance.close()]
         for peer in peers:
             peer.over.wait(deadline - _CLOSE_SECONDS / 2 - time.monotonic())
             peer.fail(CLOSED_HERE)
-        threads = [*self._threads, *self._entrance.threads, *(t for p in peers for t in p.threads)]
-        for thread in threads:
+        for thread in [*threads, *(thread for peer in peers for thread in peer.threads)]:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
@@ -214,6 +213,8 @@ class Network:
         peer.over.set()
         peer.fail(CLOSED_HERE)
         peer.leave()
+        for thread in peer.threads:  # they end at once, unless `arrived` is busy
+            thread.join(_CLOSE_SECONDS / 2)
 
     def _watch(self) -> None:
         look_seconds = min(self._patience_seconds / 20, _LOOK_SECONDS)
