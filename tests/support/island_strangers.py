@@ -9,8 +9,8 @@ from collections import deque
 import msgspec
 
 from replicax.cluster.secret import Secret
-from replicax.islands.frames import encode
-from replicax.islands.handshake import proof
+from replicax.islands.frames import message_bytes
+from replicax.islands.handshake import DIALS, proof
 from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Hello, Proof
 from replicax.islands.place import IslandPlace
 
@@ -50,14 +50,14 @@ class IslandStrangers:
     def _says(self, stranger: socket.socket) -> None:
         """Say something at once."""
         chance = self._chance
-        hello = encode(self._hello())
+        hello = message_bytes(self._hello())
         stranger.sendall(
             chance.choice(
                 [
                     *(b"", b"\0", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(300)),
                     *(struct.pack(">I", 4097), struct.pack(">I", 4096) + b"[" * 4096),
-                    *(b"\xff" * 100_000, struct.pack(">I", 2) + b"{}", encode(Beat())),
-                    *(encode(Frame(0, 0, "", [], "")), encode(Proof("0" * 64))),
+                    *(b"\xff" * 100_000, struct.pack(">I", 2) + b"{}", message_bytes(Beat())),
+                    *(message_bytes(Frame(0, 0, "", [], "")), message_bytes(Proof("0" * 64))),
                     *(hello, hello[: chance.randrange(len(hello))], hello * 3),
                     hello.replace(b"control", b"\xff\xfe\xfd control"),
                 ]
@@ -67,12 +67,14 @@ class IslandStrangers:
     def _answers(self, stranger: socket.socket) -> None:
         """Go on to a wrong proof."""
         hello = self._hello()
-        stranger.sendall(encode(hello))
+        stranger.sendall(message_bytes(hello))
         stranger.settimeout(0.5)
         challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[4:])
         assert isinstance(challenge, Challenge)
-        guess = proof(Secret(self._chance.randbytes(8)), "replicax island dials", hello, challenge)
-        stranger.sendall(encode(Proof(self._chance.choice([guess, "", "ä", challenge.nonce]))))
+        guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, challenge)
+        stranger.sendall(
+            message_bytes(Proof(self._chance.choice([guess, "", "ä", challenge.nonce])))
+        )
 
     def _hello(self) -> Hello:
         chance, count = self._chance, len(self._place.addresses)

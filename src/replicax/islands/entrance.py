@@ -17,7 +17,7 @@ from replicax.islands.messages import Hello, Refused
 from replicax.islands.place import IslandPlace
 from replicax.islands.variables import ISLANDS
 
-MORE_STRANGERS = 16
+MORE_VISITORS = 16
 """Connections that may be open before they are proven, besides one per island."""
 _BIND_SECONDS = 5.0
 """How long a port may still be in use by an island that is ending."""
@@ -36,7 +36,7 @@ class Entrance:
 
     def __init__(self, place: IslandPlace, handshakes: Handshakes, enter: Enter) -> None:
         self._handshakes, self._enter = handshakes, enter
-        self._most = len(place.addresses) + MORE_STRANGERS
+        self._most = len(place.addresses) + MORE_VISITORS
         self._strangers: set[Channel] = set()
         self._lock = threading.Lock()
         self._closing = False

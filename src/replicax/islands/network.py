@@ -5,7 +5,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 
@@ -104,8 +103,11 @@ class Network:
 
     def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> Peer:
         beat_seconds = min(self._patience_seconds / 20, _BEAT_SECONDS)
-        most_bytes = partial(getattr, self, "most_bytes")
-        return Peer(introduced, control, data, beat_seconds=beat_seconds, most_bytes=most_bytes)
+        return Peer(
+            *(introduced, control, data),
+            beat_seconds=beat_seconds,
+            most_bytes=lambda: self.most_bytes,
+        )
 
     # Islands before this one, which it dials.
 
