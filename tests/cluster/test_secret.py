@@ -39,6 +39,7 @@ def test_a_secret_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
         assert same(find_place({**ENV, **env}).secret, SECRET)
     assert same(find_secret({}), Secret())
     assert not same(find_secret({}), SECRET)
+    assert (SECRET.is_set, find_secret({}).is_set) == (True, False)
 
 
 def test_a_proof_holds_for_one_rank_of_one_job() -> None:

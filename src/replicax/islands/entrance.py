@@ -17,7 +17,7 @@ from replicax.islands.messages import Hello, Refused
 from replicax.islands.place import IslandPlace
 from replicax.islands.variables import ISLANDS
 
-MORE_STRANGERS = 16
+MORE_VISITORS = 16
 """Connections that may be open before they are proven, besides one per island."""
 _BIND_SECONDS = 5.0
 """How long a port may still be in use by an island that is ending."""
@@ -36,23 +36,24 @@ class Entrance:
 
     def __init__(self, place: IslandPlace, handshakes: Handshakes, enter: Enter) -> None:
         self._handshakes, self._enter = handshakes, enter
-        self._most = len(place.addresses) + MORE_STRANGERS
+        self._most = len(place.addresses) + MORE_VISITORS
         self._strangers: set[Channel] = set()
         self._lock = threading.Lock()
         self._closing = False
-        self.threads: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()
         self._listening = listen(place)
         self._begin("replicax-island-entrance", self._accept)
 
-    def close(self) -> None:
-        """Accept no more, and end all connections that are not proven."""
+    def close(self) -> list[threading.Thread]:
+        """Accept no more, and end all connections that are not proven; return what then ends."""
         with self._lock:
             self._closing = True
-            strangers = list(self._strangers)
+            strangers, threads = list(self._strangers), list(self._threads)
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         for stranger in strangers:
             stranger.end()
+        return threads
 
     def _begin(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         def run() -> None:
@@ -60,15 +61,15 @@ class Entrance:
                 target(*arguments)
             finally:
                 with self._lock:
-                    self.threads.discard(thread)
+                    self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
-            self.threads.add(thread)
+            self._threads.add(thread)
         try:
             thread.start()
         except RuntimeError:  # the system has no thread left
-            self.threads.discard(thread)
+            self._threads.discard(thread)
             raise
 
     def _accept(self) -> None:

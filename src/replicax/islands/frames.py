@@ -43,7 +43,7 @@ def _dtypes() -> dict[str, np.dtype]:
     return {dtype.name: dtype for dtype in found}
 
 
-DTYPES = _dtypes()
+EXCHANGED_DTYPES = _dtypes()
 """The dtypes that islands exchange, by name."""
 
 
@@ -68,7 +68,7 @@ class Channel:
 
     def send(self, message: Typed) -> None:
         """Send `message`."""
-        self.send_bytes([encode(message)])
+        self.send_bytes([message_bytes(message)])
 
     def receive(self, most_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
         """Return the JSON of the next message, which has at most `most_bytes`."""
@@ -83,7 +83,7 @@ class Channel:
 
     def send_frame(self, header: Data, arrays: Sequence[memoryview]) -> None:
         """Send `header` and the bytes of its arrays."""
-        self.send_bytes([encode(header), *arrays])
+        self.send_bytes([message_bytes(header), *arrays])
 
     def receive_frame(self, most_bytes: int) -> tuple[Data, list[np.ndarray]]:
         """Return the next frame, whose arrays have at most `most_bytes`."""
@@ -156,7 +156,7 @@ class Channel:
             self._socket.settimeout(left)
 
 
-def encode(message: Typed) -> bytes:
+def message_bytes(message: Typed) -> bytes:
     """Return `message` with its length; `ClusterError` if it is too long."""
     try:
         text = msgspec.json.encode(message)
@@ -171,7 +171,7 @@ def encode(message: Typed) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def pack(header: Data, arrays: Sequence[np.ndarray]) -> tuple[Data, list[memoryview]]:
+def frame_parts(header: Data, arrays: Sequence[np.ndarray]) -> tuple[Data, list[memoryview]]:
     """Return `header` with the dtypes and shapes of `arrays`, and their bytes in row-major order.
 
     Nothing is copied unless an array is not contiguous. `checksum` fills in the rest.
@@ -179,16 +179,17 @@ def pack(header: Data, arrays: Sequence[np.ndarray]) -> tuple[Data, list[memoryv
     """
     kinds = [(array.dtype.name, array.shape) for array in arrays]
     for name, _ in kinds:
-        if name not in DTYPES:
+        if name not in EXCHANGED_DTYPES:
             raise ConfigError(
                 f"an array of dtype {name}; islands exchange booleans, integers and real numbers "
-                f"such as {', '.join(list(DTYPES)[:5])}: convert it"
+                f"such as {', '.join(list(EXCHANGED_DTYPES)[:5])}: convert it"
             )
     views = [
-        _bytes(np.ascontiguousarray(a, DTYPES[n])) for a, (n, _) in zip(arrays, kinds, strict=True)
+        _bytes(np.ascontiguousarray(a, EXCHANGED_DTYPES[n]))
+        for a, (n, _) in zip(arrays, kinds, strict=True)
     ]
     packed = msgspec.structs.replace(header, arrays=kinds, crc=0xFFFFFFFF)
-    encode(packed)  # is it too long? The caller learns it, and not the thread that sends it
+    message_bytes(packed)  # is it too long? The caller learns it, and not the thread that sends it
     return packed, views
 
 
@@ -204,16 +205,16 @@ def allocate(kinds: Sequence[tuple[str, Sequence[int]]], most_bytes: int) -> lis
     """Return arrays of these dtypes and shapes; `ValueError` if they exceed `most_bytes`."""
     total = 0
     for name, shape in kinds:
-        if name not in DTYPES:
+        if name not in EXCHANGED_DTYPES:
             raise ValueError(f"an array of dtype {name[:40]!r}; islands do not exchange it")
         if len(shape) > _MOST_DIMENSIONS or any(size < 0 for size in shape):
             raise ValueError(f"an array of shape {str(list(shape))[:200]}")
         if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
             raise ValueError(f"an array of shape {str(list(shape))[:200]}")
-        total += math.prod(shape) * DTYPES[name].itemsize
+        total += math.prod(shape) * EXCHANGED_DTYPES[name].itemsize
         if total > most_bytes:
             raise ValueError(f"arrays of {total} bytes; at most {most_bytes} are allowed")
-    return [np.empty(shape, DTYPES[name]) for name, shape in kinds]
+    return [np.empty(shape, EXCHANGED_DTYPES[name]) for name, shape in kinds]
 
 
 def _bytes(array: np.ndarray) -> memoryview:

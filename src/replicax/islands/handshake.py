@@ -25,7 +25,8 @@ LONGEST_HANDSHAKE_BYTES = 4096
 """The limit for each message of it, which may come from anyone."""
 Purpose = Literal["control", "data"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_DIALS, _LISTENS = "replicax island dials", "replicax island listens"
+DIALS, LISTENS = "replicax-island-dials", "replicax-island-listens"
+"""Roles in a handshake."""
 Expected = TypeVar("Expected", Hello, Challenge, Proof)
 
 
@@ -60,8 +61,8 @@ class Handshakes:
                 f"island {challenge.island} of {challenge.islands} answers at the address of "
                 f"island {other} of {len(place.addresses)}"
             )
-        channel.send(Proof(proof(place.secret, _DIALS, hello, challenge)))
-        _check(_receive(channel, Proof), proof(place.secret, _LISTENS, hello, challenge))
+        channel.send(Proof(proof(place.secret, DIALS, hello, challenge)))
+        _check(_receive(channel, Proof), proof(place.secret, LISTENS, hello, challenge))
         channel.limit(None)
         return challenge
 
@@ -80,8 +81,8 @@ class Handshakes:
             *(self._host, self._boot, self._pid),
         )
         channel.send(challenge)
-        _check(_receive(channel, Proof), proof(place.secret, _DIALS, hello, challenge))
-        return hello, Proof(proof(place.secret, _LISTENS, hello, challenge))
+        _check(_receive(channel, Proof), proof(place.secret, DIALS, hello, challenge))
+        return hello, Proof(proof(place.secret, LISTENS, hello, challenge))
 
     def refusal(self, hello: Hello) -> str | None:
         """Return why an island that knows the secret cannot be one of those that dial this one."""

@@ -5,7 +5,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 
@@ -88,12 +87,11 @@ class Network:
             channel.end()
         for _, channel, _ in waiting.values():
             channel.close()
-        self._entrance.close()
+        threads = [*self._threads, *self._entrance.close()]
         for peer in peers:
             peer.over.wait(deadline - _CLOSE_SECONDS / 2 - time.monotonic())
             peer.fail(CLOSED_HERE)
-        threads = [*self._threads, *self._entrance.threads, *(t for p in peers for t in p.threads)]
-        for thread in threads:
+        for thread in [*threads, *(thread for peer in peers for thread in peer.threads)]:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
@@ -105,8 +103,11 @@ class Network:
 
     def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> Peer:
         beat_seconds = min(self._patience_seconds / 20, _BEAT_SECONDS)
-        most_bytes = partial(getattr, self, "most_bytes")
-        return Peer(introduced, control, data, beat_seconds=beat_seconds, most_bytes=most_bytes)
+        return Peer(
+            *(introduced, control, data),
+            beat_seconds=beat_seconds,
+            most_bytes=lambda: self.most_bytes,
+        )
 
     # Islands before this one, which it dials.
 
@@ -214,6 +215,8 @@ class Network:
         peer.over.set()
         peer.fail(CLOSED_HERE)
         peer.leave()
+        for thread in peer.threads:  # they end at once, unless `arrived` is busy
+            thread.join(_CLOSE_SECONDS / 2)
 
     def _watch(self) -> None:
         look_seconds = min(self._patience_seconds / 20, _LOOK_SECONDS)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from replicax.islands.frames import Channel, checksum, encode, pack
+from replicax.islands.frames import Channel, checksum, frame_parts, message_bytes
 from replicax.islands.messages import CONTROL, Beat, Control, Frame, State
 
 _DRAIN_SECONDS = 0.01
@@ -82,7 +82,7 @@ class Peer:
 
     def send(self, message: Control) -> None:
         """Queue `message` for the control connection."""
-        text = encode(message)
+        text = message_bytes(message)
         if self._reason is None:
             self._controls.put(text)
 
@@ -91,7 +91,7 @@ class Peer:
 
         The dtypes, shapes and checksum of the header are filled in.
         """
-        packed = pack(header, arrays)
+        packed = frame_parts(header, arrays)
         if self._reason is None:
             self._frames.put(packed)
 
@@ -104,7 +104,8 @@ class Peer:
     def look(self, now: float, gap: float, patience_seconds: float) -> None:
         """End the connections if it has been silent; `gap` is how long this process was frozen."""
         with self._lock:
-            self._heard_at += gap
+            if self._heard_at < now:
+                self._heard_at = min(self._heard_at + gap, now)
             silent_seconds = now - self._heard_at
         if now > self._close_by:
             self.fail(CLOSED_HERE)
@@ -211,7 +212,7 @@ class Peer:
                 arrived(self, header, arrays)
 
     def _send_controls(self) -> None:
-        beat = encode(Beat())
+        beat = message_bytes(Beat())
         while self._reason is None:
             try:
                 text = self._controls.get(timeout=self._beat_seconds)

@@ -1,0 +1,233 @@
+"""An island exchanges nothing with those who do not know the secret, or break the protocol."""
+
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from support.island_networks import SECRET, Island, RawIsland, islands, places
+from support.island_strangers import IslandStrangers
+from support.waiting import until
+
+from replicax.cluster.secret import Secret
+from replicax.errors import ConfigError
+from replicax.islands.entrance import MORE_VISITORS, connect
+from replicax.islands.frames import frame_parts, message_bytes
+from replicax.islands.handshake import DIALS, LISTENS, proof
+from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Hello, Proof
+from replicax.islands.place import IslandPlace
+
+FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Island, RawIsland]]:
+    """The first of two islands, and a raw one as the other."""
+    first, second = places(2)
+    other = RawIsland(second)
+    with islands([first]) as (island,):
+        yield island, other
+        other.close()
+
+
+def test_second_connections_are_refused(raw: tuple[Island, RawIsland]) -> None:
+    island, other = raw
+    with pytest.raises(ValueError, match="first"):
+        other.dial("data")
+    control = other.dial("control")
+    with pytest.raises(ValueError, match="already"):
+        other.dial("control")
+    control.end()
+    until(lambda: control.has_ended())
+    other.join()  # the first one has ended
+    for purpose in ("control", "data"):
+        with pytest.raises(ValueError, match="already"):
+            other.dial(purpose)
+    assert island.only("joined") == [(1, "raw")]
+    assert not island.only("lost")
+
+
+@pytest.mark.parametrize(
+    ("purpose", "sent"),
+    [
+        (0, b"junk junk junk"),
+        (0, struct.pack(">I", 2) + b"[]"),
+        (0, struct.pack(">I", 1 << 31)),
+        (0, struct.pack(">I", 100_000) + b"[" * 100_000),
+        (0, message_bytes(FRAME)),
+        (1, message_bytes(Beat())),
+        (1, message_bytes(msgspec.structs.replace(frame_parts(FRAME, [])[0], crc=1))),
+        (1, message_bytes(msgspec.structs.replace(FRAME, arrays=[("complex64", [1])]))),
+        (1, message_bytes(msgspec.structs.replace(FRAME, arrays=[("int8", [1 << 40])]))),
+        (1, message_bytes(msgspec.structs.replace(FRAME, arrays=[("int8", [4])])) + b"abcd"),
+    ],
+)
+def test_who_breaks_the_protocol_is_lost(
+    purpose: int, sent: bytes, raw: tuple[Island, RawIsland]
+) -> None:
+    island, other = raw
+    channels = other.join()
+    island.peer(1)
+    channels[purpose].send_bytes([sent])
+    ((index, reason),) = until(lambda: island.only("lost"))
+    assert index == 1
+    assert "protocol" in reason
+    assert not island.arrived
+    assert not island.only("heard")
+
+
+def wrong_places() -> list[IslandPlace]:
+    """Return places that do not belong to `places(2)`, but for their addresses."""
+    addresses = ("a:1", "a:2")
+    more = (*addresses, "a:3")
+    return [
+        IslandPlace(1, addresses, "ours", Secret(b"another")),
+        IslandPlace(1, addresses, "theirs", SECRET),
+        IslandPlace(1, more, "ours", SECRET),
+        IslandPlace(2, more, "ours", SECRET),
+        IslandPlace(0, addresses, "ours", SECRET),
+    ]
+
+
+@pytest.mark.parametrize("wrong", wrong_places(), ids=["secret", "job", "count", "index", "own"])
+def test_others_are_not_admitted(wrong: IslandPlace) -> None:
+    first, second = places(2)
+    with islands([first]) as (island,):
+        addresses = (*first.addresses, "a:3")[: len(wrong.addresses)]
+        stranger = RawIsland(_at(wrong, addresses))
+        for _ in range(3):
+            with pytest.raises((ValueError, OSError)):
+                stranger.dial("control")
+        stranger.close()
+        assert not island.told
+        with islands([second]):
+            island.peer(1)
+
+
+def _at(place: IslandPlace, addresses: tuple[str, ...]) -> IslandPlace:
+    return IslandPlace(place.index, addresses, place.job, place.secret)
+
+
+def test_an_island_with_another_secret_says_why_it_does_not_join() -> None:
+    first, second = places(2)
+    wrong = IslandPlace(1, second.addresses, "ours", Secret(b"another"))
+    with islands([first, wrong]) as (one, other):
+        until(lambda: other.network.troubles)
+        assert not one.told
+        assert not other.told
+
+
+def test_an_island_with_another_count_learns_the_numbers() -> None:
+    first, second = places(2)
+    wrong = _at(second, (*second.addresses, "127.0.0.1:9"))
+    with islands([first, wrong]) as (one, other):
+        until(lambda: other.network.troubles)
+        assert "2" in other.network.troubles[0]
+        assert not one.told
+
+
+def test_a_place_needs_a_secret() -> None:
+    with pytest.raises(ConfigError, match="REPLICAX_SECRET"):
+        places(2, secret=Secret())
+
+
+def test_few_strangers_are_open_at_once() -> None:
+    first, second = places(2)
+    with islands([first]) as (island,), contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(60):
+            strangers.append(connect(first.addresses[0], 10.0))
+            stack.callback(strangers[-1].close)
+        until(lambda: sum(not each.has_ended() for each in strangers) == 2 + MORE_VISITORS)
+        with islands([second]):  # it takes the place of one of them
+            island.peer(1)
+
+
+def test_slow_strangers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicax.islands.handshake.HANDSHAKE_SECONDS", 0.4)
+    (first,) = places(1)
+    with islands([first]):
+        slow = connect(first.addresses[0], 10.0)
+        started = time.monotonic()
+        for byte in struct.pack(">I", 100) + b"x" * 100:
+            if slow.has_ended():
+                break
+            with contextlib.suppress(OSError):
+                slow.send_bytes([bytes([byte])])
+            time.sleep(0.05)
+        assert slow.has_ended()
+        assert 0.3 < time.monotonic() - started < 5.0
+        slow.close()
+
+
+def flood(count: int, seed: int) -> None:
+    """Let strangers come while two islands exchange frames; assert that only these count."""
+    there = places(3)
+    with islands(there[:2]) as (one, other):
+        one.peer(1)
+        port = int(there[0].addresses[0].rpartition(":")[2])
+        strangers = IslandStrangers(there[2], port, seed)
+        for number in range(count):
+            strangers.come()
+            if number % 20 == 0:
+                here, back = len(one.arrived), len(other.arrived)
+                other.peer(0).send_arrays(FRAME, [np.arange(1000)])
+                one.peer(1).send_arrays(FRAME, [np.arange(1000)])
+                until(lambda here=here: len(one.arrived) > here)
+                until(lambda back=back: len(other.arrived) > back)
+        with islands(there[2:]) as (third,):  # strangers are still there
+            third.peer(0)
+            third.peer(1)
+            one.peer(2)
+        strangers.leave()
+        assert [index for index, _ in one.only("joined")] == [1, 2]
+        for each in (one, other):
+            until(lambda each=each: each.only("lost"))
+            assert [index for index, _ in each.only("lost")] == [2]
+
+
+def test_a_flood_of_strangers_changes_nothing(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flood(200, seed=0)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.exhaustive
+def test_a_long_flood_of_strangers_changes_nothing() -> None:
+    flood(10_000, seed=1)
+
+
+def test_a_proof_serves_for_one_connection_and_one_role(
+    raw: tuple[Island, RawIsland],
+) -> None:
+    island, other = raw
+    hello = Hello("ours", 1, 2, "raw", "control", "n" * 32)
+    listener = connect(other.place.addresses[0], 10.0)
+    listener.send(hello)
+    challenge = HANDSHAKE.decode(listener.receive())
+    assert isinstance(challenge, Challenge)
+    secret = other.place.secret
+    for wrong in (
+        proof(secret, LISTENS, hello, challenge),
+        proof(secret, DIALS, hello, msgspec.structs.replace(challenge, nonce="")),
+        proof(Secret(b"x"), DIALS, hello, challenge),
+        "",
+        "ä" * 64,
+    ):
+        channel = connect(other.place.addresses[0], 10.0)
+        channel.send(hello)
+        assert isinstance(HANDSHAKE.decode(channel.receive()), Challenge)
+        channel.send(Proof(wrong))
+        with pytest.raises(OSError, match=r"."):
+            channel.receive()
+        channel.close()
+    listener.send(Proof(proof(secret, DIALS, hello, challenge)))
+    answer = HANDSHAKE.decode(listener.receive())
+    assert answer == Proof(proof(secret, LISTENS, hello, challenge))
+    listener.close()
+    assert not island.told
