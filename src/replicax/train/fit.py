@@ -270,7 +270,7 @@ class Run(Loop):
         agreed = {
             "run": self._agreed,
             "config": self.config["parallel"],
-            "data": _data(self.config),
+            "data": {**self.config["data"], "evaluation": None},
         }
         if not self._donated:
             agreed["weights"] = sha256(self.state.params)[:16]
