@@ -140,7 +140,7 @@ class World:
         """Let one thing happen; return whether anything could."""
         for node in list(self.nodes.values()):
             if node.agreement.tie and node.runs:
-                node.agreement.go_on(node.index == min(node.agreement.view.confirmed))
+                node.agreement.go_on(node.index == node.agreement.first)
             if node.agreement.left is not None and not node.dead:
                 self.kill(node.index)  # it exits
         self._adopted()

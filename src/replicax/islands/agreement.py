@@ -72,8 +72,14 @@ class Agreement:
 
     @property
     def members(self) -> list[int]:
-        """Indices of the members of the view, sorted."""
+        """Indices of the members of the view, those that joined first before others."""
         return [] if self.view is None else [index for index, _ in self.view.members]
+
+    @property
+    def first(self) -> int:
+        """Index of the first member that holds the state, or -1."""
+        confirmed = () if self.view is None else self.view.confirmed
+        return next((index for index in self.members if index in confirmed), -1)
 
     @property
     def settled(self) -> bool:
@@ -274,7 +280,7 @@ class Agreement:
         if not new:
             return
         view = self.view
-        members = sorted({(index, start) for index, start in view.members} | new)
+        members = [*view.members, *sorted(new)]  # the first is the one that writes
         after = View(view.number + 1, members, self.members, self.committed + 1)
         self._remember(Decided(view.number, after, self.committed))
         self.view = after

@@ -256,7 +256,7 @@ class Group:
         """Members to which this island has to give the state, before its next exchange."""
         with self._changed:
             view = self.agreement.view
-            if view is None or self.place.index != min(view.confirmed, default=-1):
+            if view is None or self.place.index != self.agreement.first:
                 return []
             new = [index for index, _ in view.members if index not in view.confirmed]
             return new if view.exchange == self.agreement.committed + 1 else []
@@ -348,8 +348,7 @@ class Group:
                 if not tied:
                     self._changed.wait(_LOOK_SECONDS)
             if tied:
-                assert of.view is not None
-                asks = self.place.index == min(of.view.confirmed, default=-1)
+                asks = self.place.index == of.first
                 allowed = self.arbiter() if asks else True
                 with self._changed:
                     of.go_on(allowed)

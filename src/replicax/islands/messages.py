@@ -68,7 +68,7 @@ class View(Typed):
 
     number: int
     members: Sequence[tuple[int, str]]
-    """Index and start of each live island, sorted."""
+    """Index and start of each live island, in the order in which they joined."""
     confirmed: Sequence[int]
     """Indices of the members that are known to hold the state."""
     exchange: int
@@ -163,7 +163,7 @@ class State(Typed):
     run: str
     """In JSON: the position of the run and what else it resumes from."""
     sha256: str
-    """Of the arrays."""
+    """SHA-256 of the arrays."""
     arrays: Sequence[tuple[str, Sequence[int]]] = ()
     crc: int = 0
 
