@@ -48,7 +48,16 @@ ROOMS = {
 
 CORE = (
     *("ground", "jaxprs", "data", "placement", "models", "step", "step_builder", "mapping"),
-    *("exact", "pipeline", "first_step", "per_replica_sums", "modes", "exchanged_step", "config", "built_in_step"),
+    *(
+        "exact",
+        "pipeline",
+        "first_step",
+        "per_replica_sums",
+        "modes",
+        "exchanged_step",
+        "config",
+        "built_in_step",
+    ),
     *("program", "first_step_checks", "evaluation", "data_parallel"),
 )
 """Rooms and files of the core; each imports those before it."""

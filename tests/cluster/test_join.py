@@ -12,9 +12,9 @@ from support.processes import run_job
 
 from replicax.cluster import join
 from replicax.cluster.cluster_job import current_job
-from replicax.cluster.join import initialize
 from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError, ConfigError
+from replicax.islands.initialize import initialize
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ class World:
                 self.separate(node, other)
 
     def replace(self, index: int) -> None:
-        """Start a killed island again: it asks to join."""
+        """IslandStart a killed island again: it asks to join."""
         old = self.nodes[index]
         assert old.dead
         self.gone.append(old)
@@ -168,7 +168,8 @@ class World:
                     other = self.nodes[start[0]]
                     gone = other.start != tuple(start) or other.dead
                     if gone and not any(
-                        self.wires[each, node] for each in (other, *self.gone)
+                        self.wires[each, node]
+                        for each in (other, *self.gone)
                         if each.start == tuple(start)
                     ):
                         of.lose(start[0])

@@ -23,7 +23,7 @@ from replicax.islands.frames import (
     frame_parts,
     message_bytes,
 )
-from replicax.islands.messages import CONTROL, Frame, Have, Out, State, View
+from replicax.islands.messages import CONTROL_DECODER, Frame, Have, Out, State, View
 
 FRAME = Frame(1, 2, "a topic", [(0, 2), (5, 1)], '{"note": 1}')
 STATE = State(View(3, [(0, "a"), (1, "b")], [0], 7, [[0], []]), 7, "{}", "0" * 64)
@@ -135,7 +135,7 @@ def test_what_is_too_long_is_not_sent() -> None:
 
 
 def test_text_that_is_no_utf_8_is_sent() -> None:
-    assert CONTROL.decode(message_bytes(Out("\udcff!"))[4:]) == Out("?!")
+    assert CONTROL_DECODER.decode(message_bytes(Out("\udcff!"))[4:]) == Out("?!")
 
 
 @pytest.mark.parametrize("place", [-1, -9, 100])

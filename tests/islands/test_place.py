@@ -6,7 +6,7 @@ import pytest
 
 from replicax.cluster.secret import Secret
 from replicax.errors import ConfigError
-from replicax.islands.place import IslandPlace, find_island
+from replicax.islands.island_place import IslandPlace, find_island
 
 KEY = "the secret of this job"
 ENV = {

@@ -17,8 +17,8 @@ from replicax.errors import ConfigError
 from replicax.islands.entrance import MORE_VISITORS, connect
 from replicax.islands.frames import frame_parts, message_bytes
 from replicax.islands.handshake import DIALS, LISTENS, proof
-from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Hello, Proof
-from replicax.islands.place import IslandPlace
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting, Proof
 
 FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
 
@@ -206,7 +206,7 @@ def test_a_proof_serves_for_one_connection_and_one_role(
     raw: tuple[Island, RawIsland],
 ) -> None:
     island, other = raw
-    hello = Hello("ours", 1, 2, "raw", "control", "n" * 32)
+    hello = Greeting("ours", 1, 2, "raw", "control", "n" * 32)
     listener = connect(other.place.addresses[0], 10.0)
     listener.send(hello)
     challenge = HANDSHAKE.decode(listener.receive())

@@ -12,10 +12,10 @@ from replicax.cluster.secret import Secret
 from replicax.islands.entrance import connect
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import PURPOSES, Handshakes
+from replicax.islands.island_network import Network
+from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Frame, State
-from replicax.islands.network import Network
-from replicax.islands.peer import Peer
-from replicax.islands.place import IslandPlace
+from replicax.islands.peer import IslandPeer
 from replicax.launch.process import free_port
 
 SECRET = Secret(b"the secret of these islands")
@@ -48,30 +48,30 @@ class Island:
             lost=lambda peer, reason: self._note("lost", peer, reason),
         )
 
-    def peer(self, index: int) -> Peer:
+    def peer(self, index: int) -> IslandPeer:
         """Return a peer once it has joined."""
-        found: Peer = until(lambda: self.network.peers.get(index))
+        found: IslandPeer = until(lambda: self.network.peers.get(index))
         return found
 
     def only(self, kind: str) -> list[tuple[Any, ...]]:
         """Return what it was told of one kind, without the kind."""
         return [told[1:] for told in list(self.told) if told[0] == kind]
 
-    def _heard(self, peer: Peer, message: Control) -> None:
+    def _heard(self, peer: IslandPeer, message: Control) -> None:
         self._note("heard", peer, message)
 
-    def _arrived(self, peer: Peer, header: Frame | State, arrays: list[np.ndarray]) -> None:
+    def _arrived(self, peer: IslandPeer, header: Frame | State, arrays: list[np.ndarray]) -> None:
         self.threads.add(threading.current_thread().name)
         self.arrived.append((peer.index, header, arrays))
 
-    def _note(self, kind: str, peer: Peer, what: Any) -> None:
+    def _note(self, kind: str, peer: IslandPeer, what: Any) -> None:
         self.threads.add(threading.current_thread().name)
         self.told.append((kind, peer.index, what))
 
 
 @contextlib.contextmanager
 def islands(given: Sequence[IslandPlace], patience_seconds: float = 60.0) -> Iterator[list[Island]]:
-    """Start islands in this order, and close them in the end."""
+    """IslandStart islands in this order, and close them in the end."""
     with contextlib.ExitStack() as stack:
         started = []
         for place in given:

@@ -11,8 +11,8 @@ import msgspec
 from replicax.cluster.secret import Secret
 from replicax.islands.frames import message_bytes
 from replicax.islands.handshake import DIALS, proof
-from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Hello, Proof
-from replicax.islands.place import IslandPlace
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting, Proof
 
 MOST_OPEN = 24
 """Connections that the strangers keep open."""
@@ -76,9 +76,9 @@ class IslandStrangers:
             message_bytes(Proof(self._chance.choice([guess, "", "ä", challenge.nonce])))
         )
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> Greeting:
         chance, count = self._chance, len(self._place.addresses)
-        hello = Hello(
+        hello = Greeting(
             chance.choice([self._place.job, self._place.job, "theirs"]),
             chance.randrange(-1, count + 1),
             chance.choice([count, count, count + 1, 0]),

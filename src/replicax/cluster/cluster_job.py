@@ -14,7 +14,7 @@ from replicax.cluster.alike import compared_environment
 from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
-from replicax.core.ground.job import Alone, Exchange
+from replicax.core.ground.job import Alone, PartsExchange
 from replicax.errors import AgreementError, ReplicaxError
 
 _SLOW_SECONDS = 3600.0
@@ -32,7 +32,7 @@ class Lone(Alone):
 class Linked:
     """Job of several processes."""
 
-    exchange: Exchange | None = None
+    exchange: PartsExchange | None = None
 
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link

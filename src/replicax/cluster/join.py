@@ -1,4 +1,4 @@
-"""`initialize`: join the processes of a job and start JAX's distributed runtime."""
+"""Join the processes of a job, and start JAX's distributed runtime."""
 
 import atexit
 import contextlib
@@ -32,7 +32,7 @@ _EXEMPT = ("no_grpc_proxy", "no_proxy")
 """Variables with the hosts that gRPC reaches without a proxy; it reads the first that is set."""
 
 
-def initialize(
+def join_job(
     *,
     coordinator: str | None = None,
     processes: int | None = None,

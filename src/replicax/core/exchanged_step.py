@@ -18,7 +18,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.exact.fixed_tree import float_sums, with_means
-from replicax.core.ground.job import Exchange, Parts
+from replicax.core.ground.job import Parts, PartsExchange
 from replicax.core.ground.leaves import PyTree, from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.stateful import Stateful
@@ -66,7 +66,9 @@ class ExchangedStep:
     `whole` is the same computation as one program; it is only analysed, not run.
     """
 
-    def __init__(self, parts: StepParts, exchange: Exchange, whole: CompiledFunction[Any]) -> None:
+    def __init__(
+        self, parts: StepParts, exchange: PartsExchange, whole: CompiledFunction[Any]
+    ) -> None:
         if jax.tree.leaves(parts.shapes.reduction):
             raise ConfigError(
                 f"reduction={parts.reduction!r} with islands; it keeps state for one sum between "

@@ -9,7 +9,7 @@ import jax
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.in_flight import InFlight
-from replicax.core.ground.job import Exchange
+from replicax.core.ground.job import PartsExchange
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import Layout
@@ -100,7 +100,7 @@ class StepParts:
     compiler_options: dict[str, Any] | None
     in_flight: InFlight
     """Tracks and limits the steps that were dispatched."""
-    exchange: Exchange | None = None
+    exchange: PartsExchange | None = None
     """How parts of a batch are computed together with other jobs, if there are any."""
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.address import split_address
-from replicax.cluster.join import initialize
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.rendezvous import bound_socket, is_loopback, reach
 from replicax.cluster.watchdog import read_timeouts
 from replicax.core.ground.job import Alone, Job
 from replicax.doctor.combined import checks_or_error, finding_and_fix, has_failed
 from replicax.errors import AgreementError, ClusterError, ConfigError
+from replicax.islands.initialize import initialize
 
 PLACE = "place"
 COORDINATOR_CHECK = "coordinator"

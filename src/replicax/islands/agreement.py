@@ -21,13 +21,13 @@ from replicax.islands.messages import (
     Done,
     Frame,
     Have,
-    Member,
+    InView,
     Out,
     Suspect,
     View,
 )
 
-Start = tuple[int, str]
+IslandStart = tuple[int, str]
 """Index and start of an island."""
 _MOST_DECISIONS = 256
 """Decisions that are kept, for survivors that come late."""
@@ -44,7 +44,7 @@ class Agreement:
 
     def __init__(
         self,
-        me: Start,
+        me: IslandStart,
         send: Callable[[int, Control], None],
         is_dead: Callable[[int], bool],
     ) -> None:
@@ -65,7 +65,7 @@ class Agreement:
         self._dead: set[int] = set()
         self._done: set[int] = set()
         self._suspects: dict[int, Suspect] = {}
-        self._later: dict[int, tuple[Start, Suspect]] = {}
+        self._later: dict[int, tuple[IslandStart, Suspect]] = {}
         self._decided: dict[int, Decided] = {}
         self._frames: dict[int, dict[int, dict[int, Frame]]] = {}
         self._have: dict[int, dict[int, int]] = {}
@@ -86,7 +86,7 @@ class Agreement:
         """Whether no member of the view is suspected."""
         return self.view is not None and not self._dead and not self.tie
 
-    def is_member(self, island: Start) -> bool:
+    def is_member(self, island: IslandStart) -> bool:
         """Whether an island is a member of the view."""
         return self.view is not None and island in map(tuple, self.view.members)
 
@@ -113,7 +113,7 @@ class Agreement:
         number = -1 if self.view is None else self.view.number
         return [index for index in self.members if number not in frames.get(index, {})]
 
-    def hear(self, island: Start, message: Control) -> None:
+    def hear(self, island: IslandStart, message: Control) -> None:
         """Handle a message of the protocol."""
         index = island[0]
         if index in self._dead and self.is_member(island):
@@ -130,7 +130,7 @@ class Agreement:
                 self._done.add(index)
             case Out(reason, is_final):
                 self.left, self.is_final = self.left or reason, is_final
-            case Member(view) if self.view is None and self._is_in(view):
+            case InView(view) if self.view is None and self._is_in(view):
                 self.begin(view)
 
     def go_on(self, allowed: bool) -> None:
@@ -158,7 +158,7 @@ class Agreement:
     def _survivors(self) -> list[int]:
         return [index for index in self.members if index not in self._dead]
 
-    def _heard_suspect(self, island: Start, message: Suspect) -> None:
+    def _heard_suspect(self, island: IslandStart, message: Suspect) -> None:
         view, index = message.view, island[0]
         if self.view is None and self._is_in(view):
             self.begin(view)
@@ -297,6 +297,6 @@ def _too_few(left: int, lost: int) -> str:
     )
 
 
-def founded(members: Sequence[Start], confirmed: Sequence[int]) -> View:
+def founded(members: Sequence[IslandStart], confirmed: Sequence[int]) -> View:
     """Return the first view, of `members`, some of which are known to hold the state."""
     return View(0, sorted(members), sorted(confirmed), 0)

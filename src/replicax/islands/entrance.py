@@ -13,8 +13,8 @@ from replicax.cluster.rendezvous import is_loopback
 from replicax.errors import ClusterError
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import Handshakes
-from replicax.islands.messages import Hello, Refused
-from replicax.islands.place import IslandPlace
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import Greeting, Refusal
 from replicax.islands.variables import ISLANDS
 
 MORE_VISITORS = 16
@@ -23,7 +23,7 @@ _BIND_SECONDS = 5.0
 """How long a port may still be in use by an island that is ending."""
 _AGAIN_SECONDS = 0.1
 
-Enter = Callable[[Hello, Channel, Callable[[], None]], None]
+Enter = Callable[[Greeting, Channel, Callable[[], None]], None]
 """Called with an island that knows the secret, its connection, and what accepts it."""
 
 
@@ -122,7 +122,7 @@ class Entrance:
             self._enter(hello, stranger, accept)
         except ValueError as refusal:
             with contextlib.suppress(OSError):
-                stranger.send(Refused(str(refusal)))
+                stranger.send(Refusal(str(refusal)))
             stranger.close()
         except OSError:
             stranger.close()

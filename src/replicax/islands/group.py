@@ -16,12 +16,12 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.messages import Control, Done, Frame, Member, Out, Ready, State, View
-from replicax.islands.network import Network
+from replicax.islands.island_network import Network
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, State, View
 from replicax.islands.own_parts import OwnParts
-from replicax.islands.parts import Block, assigned, within
-from replicax.islands.peer import Peer
-from replicax.islands.place import IslandPlace
+from replicax.islands.parts import assigned
+from replicax.islands.peer import IslandPeer
 from replicax.islands.same_system import boot, is_gone
 
 _LOOK_SECONDS = 0.5
@@ -34,7 +34,7 @@ _FOUND_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Received:
+class ReceivedState:
     """The state that a member gave to this island, and where the run is."""
 
     run: Any
@@ -44,7 +44,7 @@ class Received:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class GroupChange:
     """A change of the group."""
 
     time: float
@@ -66,12 +66,12 @@ class Group:
         self.place, self._timeouts = place, timeouts
         self.arbiter: Callable[[], bool] = lambda: False
         """Decides whether to go on if as many islands are left as were lost."""
-        self.changes: list[Change] = []
+        self.changes: list[GroupChange] = []
         """Changes of the group that nobody has taken yet."""
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
-        self._state: Received | None = None
+        self._state: ReceivedState | None = None
         self._why: dict[int, str] = {}
         self._usual: list[float] = []
         self._connect()
@@ -97,28 +97,28 @@ class Group:
 
     # What the network brings.
 
-    def _joined(self, peer: Peer) -> None:
+    def _joined(self, peer: IslandPeer) -> None:
         with self._changed:
             self._past[peer.index] = (peer.boot, peer.pid)
             if self.agreement.view is not None:
-                peer.send(Member(self.agreement.view))
+                peer.send(InView(self.agreement.view))
             elif self._asks is not None:
                 peer.send(self._asks)
             self._look()
 
-    def _heard(self, peer: Peer, message: Control) -> None:
+    def _heard(self, peer: IslandPeer, message: Control) -> None:
         with self._changed:
             match message:
                 case Ready(fields):
                     self._candidates[peer.index] = peer.start, fields
                     if self._asks is not None and (why := self._difference(fields)):
                         peer.send(Out(why, is_final=True))
-                case Member():
+                case InView():
                     self._grouped.add(peer.index)
             self.agreement.hear((peer.index, peer.start), message)
             self._look()
 
-    def _arrived(self, peer: Peer, header: Frame | State, arrays: list[np.ndarray]) -> None:
+    def _arrived(self, peer: IslandPeer, header: Frame | State, arrays: list[np.ndarray]) -> None:
         with self._changed:
             if isinstance(header, State):
                 self._take(peer, header, arrays)
@@ -128,7 +128,7 @@ class Group:
                 self.agreement.receive(peer.index, header)
             self._look()
 
-    def _lost(self, peer: Peer, reason: str) -> None:
+    def _lost(self, peer: IslandPeer, reason: str) -> None:
         with self._changed:
             self.bytes[0] += peer.sent_bytes
             self.bytes[1] += peer.received_bytes
@@ -151,7 +151,7 @@ class Group:
         if of.view is not None and not self._announced:
             self._announced = True
             for peer in self.network.peers.values():
-                peer.send(Member(of.view))
+                peer.send(InView(of.view))
         self._note_changes()
         self._changed.notify_all()
 
@@ -163,7 +163,7 @@ class Group:
         joined = [index for index in members if index not in self._last_members]
         left = [index for index in self._last_members if index not in members]
         why = "; ".join(f"island {index}: {self._why.get(index, 'lost')}" for index in left)
-        self.changes.append(Change(now, of.committed + 1, joined, left, members, why))
+        self.changes.append(GroupChange(now, of.committed + 1, joined, left, members, why))
         self._last_members = members
 
     def _send(self, index: int, message: Control) -> None:
@@ -190,7 +190,7 @@ class Group:
 
     # Membership.
 
-    def enter(self, fields: Mapping[str, Any], *, has_state: bool = False) -> Received | None:
+    def enter(self, fields: Mapping[str, Any], *, has_state: bool = False) -> ReceivedState | None:
         """Become a member, once the step is compiled; return the state that another one gives.
 
         None if this island founded the group, with the state that it has; and, with `has_state`, if
@@ -272,7 +272,7 @@ class Group:
             if (peer := self.network.peers.get(index)) is not None:
                 peer.send_arrays(header, arrays)
 
-    def _take(self, peer: Peer, header: State, arrays: list[np.ndarray]) -> None:
+    def _take(self, peer: IslandPeer, header: State, arrays: list[np.ndarray]) -> None:
         """Take the state from a member, unless it is damaged or not for this start."""
         me = self.place.index, self.network.start
         if self._state is not None or me not in map(tuple, header.view.members):
@@ -282,7 +282,7 @@ class Group:
             return
         if self.agreement.view is None:
             self.agreement.begin(header.view)
-        self._state = Received(json.loads(header.run), arrays, peer.index)
+        self._state = ReceivedState(json.loads(header.run), arrays, peer.index)
 
     def finish(self) -> None:
         """Leave, as the run is complete or failed."""
@@ -327,7 +327,12 @@ class Group:
                 self._look()
                 self._wait_for(exchange, view)
         self._usual = [*self._usual[-_USUAL:], time.monotonic() - began]
-        return self._combined(exchange, own, topic)
+        with self._changed:
+            complete, frames = self.agreement.complete, self._frames.pop(exchange)
+            for old in [each for each in self._frames if each <= exchange]:
+                del self._frames[old]
+        assert complete is not None
+        return own.combined(complete, exchange, frames, topic)
 
     def _note_part(self, part: int) -> None:
         with self._changed:
@@ -366,35 +371,6 @@ class Group:
                     self._why[index] = "no progress, but heartbeats"
                     of.lose(index)
                 self._look()
-
-    def _combined(
-        self, exchange: int, own: OwnParts[Value], topic: str
-    ) -> tuple[list[Value], list[Any]]:
-        with self._changed:
-            view, frames = self.agreement.complete, self._frames.pop(exchange)
-            for old in [each for each in self._frames if each <= exchange]:
-                del self._frames[old]
-        assert view is not None
-        chosen = assigned(view, exchange, own.parts.count)
-        known: dict[Block, Value] = {}
-        notes = []
-        for index, _ in view.members:
-            for frame, arrays in frames[index]:
-                if frame.topic != topic:
-                    raise AgreementError(
-                        f"this island is at {topic!r} and island {index} at {frame.topic!r}; all "
-                        "must run the same program: start all with the same code"
-                    )
-                each = len(arrays) // max(len(frame.blocks), 1)
-                for number, block in enumerate(frame.blocks):
-                    if within(block, chosen[index]):
-                        mine = index == self.place.index
-                        given = arrays[number * each : (number + 1) * each]
-                        known[block] = own[block] if mine else own.parts.from_host(given)
-                if frame.view == view.number:
-                    note = json.loads(frame.note)
-            notes.append(note)
-        return own.combined(known), notes
 
 
 def _ends(pid: int) -> bool:

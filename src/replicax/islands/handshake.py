@@ -1,7 +1,7 @@
 """The handshake of two islands: each proves that it knows the job's secret, for this connection.
 
-Hello and Challenge carry a random nonce each; a Proof is an HMAC of both messages and of the role
-of its sender, so that it serves for no other connection, and not for the other role. What follows
+Greeting and Challenge carry a random nonce each; a Proof is an HMAC of both messages and of the
+role of its sender, so that it serves for no other connection, and not for the other role. What follows
 is neither encrypted nor signed: as in the rest of Replicax, the network itself is trusted.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 
 from replicax.cluster.secret import Secret
 from replicax.islands.frames import Channel
-from replicax.islands.messages import HANDSHAKE, Challenge, Hello, Proof, Refused
-from replicax.islands.place import IslandPlace
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import HANDSHAKE, Challenge, Greeting, Proof, Refusal
 from replicax.islands.same_system import boot
 
 HANDSHAKE_SECONDS = 5.0
@@ -27,7 +27,7 @@ Purpose = Literal["control", "data"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 DIALS, LISTENS = "replicax-island-dials", "replicax-island-listens"
 """Roles in a handshake."""
-Expected = TypeVar("Expected", Hello, Challenge, Proof)
+Expected = TypeVar("Expected", Greeting, Challenge, Proof)
 
 
 class RefusedError(ValueError):
@@ -48,7 +48,7 @@ class Handshakes:
         """
         channel.limit(HANDSHAKE_SECONDS)
         place = self._place
-        hello = Hello(
+        hello = Greeting(
             *(place.job, place.index, len(place.addresses), self._start, purpose, _nonce()),
             *(self._host, self._boot, self._pid),
         )
@@ -66,13 +66,13 @@ class Handshakes:
         channel.limit(None)
         return challenge
 
-    def answer(self, channel: Channel) -> tuple[Hello, Proof]:
+    def answer(self, channel: Channel) -> tuple[Greeting, Proof]:
         """Return what an island that has dialled says of itself, and the proof to accept it with.
 
         It knows the secret, and may learn why it is refused. `ValueError` if it is a stranger.
         """
         channel.limit(HANDSHAKE_SECONDS)
-        hello = _receive(channel, Hello)
+        hello = _receive(channel, Greeting)
         place = self._place
         if hello.job != place.job:
             raise ValueError("another job")
@@ -84,7 +84,7 @@ class Handshakes:
         _check(_receive(channel, Proof), proof(place.secret, DIALS, hello, challenge))
         return hello, Proof(proof(place.secret, LISTENS, hello, challenge))
 
-    def refusal(self, hello: Hello) -> str | None:
+    def refusal(self, hello: Greeting) -> str | None:
         """Return why an island that knows the secret cannot be one of those that dial this one."""
         index, islands = self._place.index, len(self._place.addresses)
         if hello.islands != islands:
@@ -96,7 +96,7 @@ class Handshakes:
         return None
 
 
-def proof(secret: Secret, role: str, hello: Hello, challenge: Challenge) -> str:
+def proof(secret: Secret, role: str, hello: Greeting, challenge: Challenge) -> str:
     """Return the proof of who has `role` in the handshake that began with these messages."""
     return secret.hmac(msgspec.json.encode([role, hello, challenge]))
 
@@ -111,7 +111,7 @@ def _receive(channel: Channel, kind: type[Expected]) -> Expected:
         message = HANDSHAKE.decode(text)
     except RecursionError:
         raise ValueError("a message is not nested deeply") from None
-    if isinstance(message, Refused):
+    if isinstance(message, Refusal):
         raise RefusedError(message.reason)
     if not isinstance(message, kind):
         raise ValueError(f"{type(message).__name__} instead of {kind.__name__}")

@@ -11,7 +11,7 @@ from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.watchdog import Timeouts, read_timeouts
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
-from replicax.islands.place import find_island
+from replicax.islands.island_place import find_island
 
 _Settings = ParamSpec("_Settings")
 _job: IslandJob | None = None
@@ -23,7 +23,7 @@ def _with_islands(
     """Return a function that also connects to the islands that the environment names."""
 
     @functools.wraps(join_processes)
-    def initialize(*args: _Settings.args, **settings: _Settings.kwargs) -> ClusterJob | IslandJob:
+    def with_islands(*args: _Settings.args, **settings: _Settings.kwargs) -> ClusterJob | IslandJob:
         global _job
         if _job is not None:
             return _job
@@ -36,7 +36,8 @@ def _with_islands(
         atexit.register(_job.group.finish)
         return _job
 
-    return initialize
+    with_islands.__name__ = with_islands.__qualname__ = "initialize"
+    return with_islands
 
 
-initialize = _with_islands(join.initialize)
+initialize = _with_islands(join.join_job)

@@ -10,10 +10,10 @@ import msgspec
 
 from replicax.cluster.message import Typed
 
-# The handshake: Hello and Challenge, then Proof and Proof; either side may refuse.
+# The handshake: Greeting and Challenge, then Proof and Proof; either side may refuse.
 
 
-class Hello(Typed):
+class Greeting(Typed):
     """The first message on a connection, from the island that dials."""
 
     job: str
@@ -32,7 +32,7 @@ class Hello(Typed):
 
 
 class Challenge(Typed):
-    """The answer to `Hello`: the same fields of the island that was dialled."""
+    """The answer to `Greeting`: the same fields of the island that was dialled."""
 
     job: str
     island: int
@@ -50,7 +50,7 @@ class Proof(Typed):
     hmac: str
 
 
-class Refused(Typed):
+class Refusal(Typed):
     """The connection ends; a stranger learns nothing of the job."""
 
     reason: str
@@ -84,7 +84,7 @@ class Ready(Typed):
     """In JSON: what must be equal in all islands."""
 
 
-class Member(Typed):
+class InView(Typed):
     """The sender is a member of this view."""
 
     view: View
@@ -130,7 +130,7 @@ class Done(Typed):
     """The sender has completed the run, and leaves."""
 
 
-Control = Beat | Ready | Member | Have | Suspect | Decided | Out | Done
+Control = Beat | Ready | InView | Have | Suspect | Decided | Out | Done
 
 
 class Frame(Typed):
@@ -170,8 +170,8 @@ class State(Typed):
 
 Data = Frame | State
 
-CONTROL: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
+CONTROL_DECODER: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
 DATA: msgspec.json.Decoder[Data] = msgspec.json.Decoder(Data)
-HANDSHAKE: msgspec.json.Decoder[Hello | Challenge | Proof | Refused] = msgspec.json.Decoder(
-    Hello | Challenge | Proof | Refused
+HANDSHAKE: msgspec.json.Decoder[Greeting | Challenge | Proof | Refusal] = msgspec.json.Decoder(
+    Greeting | Challenge | Proof | Refusal
 )

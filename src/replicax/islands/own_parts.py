@@ -1,12 +1,18 @@
 """The parts of an exchange that this island computes."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Generic
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic
 
 import numpy as np
 
 from replicax.core.ground.job import Parts, Value
-from replicax.islands.parts import Block, added, blocks_of, covered, within
+from replicax.errors import AgreementError
+from replicax.islands.messages import Frame, View
+from replicax.islands.parts import Block, added, assigned, blocks_of, covered, within
+
+Frames = Mapping[int, Sequence[tuple[Frame, list[np.ndarray]]]]
+"""Frames of an exchange with their arrays, by the index of their sender; own ones without."""
 
 
 class OwnParts(Generic[Value]):
@@ -16,9 +22,6 @@ class OwnParts(Generic[Value]):
         self.parts, self._note = parts, note
         self._known: dict[Block, Value] = {}
         self._sent: set[Block] = set()
-
-    def __getitem__(self, block: Block) -> Value:
-        return self._known[block]
 
     def missing(self, chosen: Collection[int]) -> tuple[list[Block], list[np.ndarray]]:
         """Compute what this island has not sent yet of the `chosen` parts; return it."""
@@ -30,8 +33,34 @@ class OwnParts(Generic[Value]):
         self._sent |= set(blocks)
         return blocks, arrays
 
-    def combined(self, known: Mapping[Block, Value]) -> list[Value]:
-        """Return the sum of all parts, or their values in order."""
+    def combined(
+        self, view: View, exchange: int, frames: Frames, topic: str
+    ) -> tuple[list[Value], list[Any]]:
+        """Return the sum of all parts, or their values in order; and the notes of all members.
+
+        Of each member only the parts count that it computes in `view`, so that all use the same.
+        """
+        chosen = assigned(view, exchange, self.parts.count)
+        known: dict[Block, Value] = {}
+        notes = {}
+        for index, _ in view.members:
+            for frame, arrays in frames[index]:
+                if frame.topic != topic:
+                    raise AgreementError(
+                        f"this island is at {topic!r} and island {index} at {frame.topic!r}; all "
+                        "must run the same program: start all with the same code"
+                    )
+                each = len(arrays) // max(len(frame.blocks), 1)
+                for number, block in enumerate(frame.blocks):
+                    if within(block, chosen[index]):
+                        given = arrays[number * each : (number + 1) * each]
+                        own = block in self._known and not given
+                        known[block] = self._known[block] if own else self.parts.from_host(given)
+                if frame.view == view.number:
+                    notes[index] = json.loads(frame.note)
+        return self._result(known), [notes[index] for index, _ in view.members]
+
+    def _result(self, known: Mapping[Block, Value]) -> list[Value]:
         if self.parts.add is not None:
             return [added((0, self.parts.count), known, self.parts.add)]
         return [known[part, 1] for part in range(self.parts.count)]

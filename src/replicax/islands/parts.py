@@ -2,11 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
 
+from replicax.core.ground.job import Value
 from replicax.islands.messages import View
 
-Value = TypeVar("Value")
 Block = tuple[int, int]
 """First part, and number of parts: a subtree of the tree over all parts."""
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from replicax.islands.frames import Channel, checksum, frame_parts, message_bytes
-from replicax.islands.messages import CONTROL, Beat, Control, Frame, State
+from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, State
 
 _DRAIN_SECONDS = 0.01
 """How long a loss waits for what was sent before it on the other connection."""
@@ -21,7 +21,7 @@ _ERROR_HERE = "an error in this process"
 
 
 class Introduced(Protocol):
-    """The part of Hello and Challenge that says who sent it."""
+    """The part of Greeting and Challenge that says who sent it."""
 
     island: int
     start: str
@@ -30,7 +30,7 @@ class Introduced(Protocol):
     pid: int
 
 
-class Peer:
+class IslandPeer:
     """Another island. Any thread may send to it; after its loss, what is sent is dropped.
 
     Four threads serve it: two receive, and two send what is queued, so that nobody waits for it.
@@ -131,9 +131,9 @@ class Peer:
 
     def run(
         self,
-        joined: Callable[["Peer"], None],
-        heard: Callable[["Peer", Control], None],
-        arrived: Callable[["Peer", Frame | State, list[np.ndarray]], None],
+        joined: Callable[["IslandPeer"], None],
+        heard: Callable[["IslandPeer", Control], None],
+        arrived: Callable[["IslandPeer", Frame | State, list[np.ndarray]], None],
     ) -> None:
         """Serve both connections until one of them ends.
 
@@ -191,7 +191,7 @@ class Peer:
         """Yield what comes on the control connection, until it ends."""
         while True:
             try:
-                message = CONTROL.decode(self._control.receive())
+                message = CONTROL_DECODER.decode(self._control.receive())
             except (OSError, ValueError, RecursionError) as error:
                 self._no_messages.set()
                 self.fail(_why(error), self._no_frames if isinstance(error, OSError) else None)
@@ -199,7 +199,7 @@ class Peer:
             yield message
 
     def _receive_frames(
-        self, arrived: Callable[["Peer", Frame | State, list[np.ndarray]], None]
+        self, arrived: Callable[["IslandPeer", Frame | State, list[np.ndarray]], None]
     ) -> None:
         while not self._ended:
             try:

@@ -25,7 +25,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.guarded import Guard, guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
-from replicax.train.members import Given, Members
+from replicax.train.members import GivenRun, Members
 from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
@@ -34,7 +34,7 @@ from replicax.train.records import CONFIG, plain_config
 from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, Stopping, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage
-from replicax.train.summary import Fit, derived, describe, run_summary
+from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
@@ -126,7 +126,10 @@ class Run(Loop):
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
-        told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
+        told |= {
+            "log_every": log_every,
+            **plain_fields(guard=guard, saving=saving, evaluation=plan),
+        }
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
         self._members = Members(dp.job)
@@ -256,27 +259,12 @@ class Run(Loop):
             return exists(self._run_dir / CONFIG)
 
     def _enter_group(self) -> None:
-        """Compile, and then join the other islands, if there are any."""
-        if not self._members.waits:
-            return
-        if not self.source.can_repeat:
-            raise ConfigError(
-                "islands with an iterator of batches, which cannot go back to the batch at which "
-                "an island joins; use a list, a loader that can be iterated again, or arrays"
-            )
-        batch = next(iter(self._first))
-        self.dp.prepare(self.state, batch)
-        programs = self.dp.program(self.state).step.compiled(self.state, batch)
-        agreed = {
-            "run": self._agreed,
-            "config": self.config["parallel"],
-            "data": {**self.config["data"], "evaluation": None},
-        }
+        """Join the other islands, if there are any."""
+        agreed = {"run": self._agreed, "parallel": self.config["parallel"]}
+        agreed["data"] = {**self.config["data"], "evaluation": None}
         if not self._donated:
             agreed["weights"] = sha256(self.state.params)[:16]
-        if self.dp.mode.bitwise:
-            agreed["bits"] = {each.name: each.digest[:16] for each in programs}
-        self._members.enter(plain_config(agreed), self.state)
+        self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         self._storage, self._ledger = None, Ledger(None)
@@ -327,7 +315,7 @@ class Run(Loop):
         if self._donated:
             self._never_finite |= params_not_finite(self.state)
 
-    def _receive(self, given: Given) -> None:
+    def _receive(self, given: GivenRun) -> None:
         """Continue the run that another island gave to this one."""
         like = abstract(self.state)
         self.records.extend(given.records)
@@ -389,18 +377,6 @@ class Run(Loop):
             lines.append(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
         for line in lines:
             self.say(line)
-
-
-def _fields(**values: Any) -> dict[str, Any]:
-    """The fields of `values` as plain numbers and names, for comparison between processes."""
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        fields = {} if value is None else vars(value)
-        plain[name] = {
-            key: each if isinstance(each, int | float | str | None) else type(each).__name__
-            for key, each in fields.items()
-        }
-    return plain
 
 
 _Settings = ParamSpec("_Settings")

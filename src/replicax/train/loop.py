@@ -26,7 +26,7 @@ from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.run_state import RunState
 from replicax.train.stopping import Interrupt, Stopping
-from replicax.train.storage import Storage
+from replicax.train.storage import RecordsFile, Storage
 from replicax.train.streams import alarm
 
 
@@ -47,6 +47,7 @@ class Loop(Running):
     _interrupt: Interrupt
     _stopping: Stopping
     _members: Members
+    _file: RecordsFile
     resumable: bool
 
     def __init__(self) -> None:
@@ -353,6 +354,7 @@ class Loop(Running):
             self._members.leave(self._stopping.leaves)
         if self._storage is not None and self._storage.follows and self.is_main:
             self._ledger = self._storage.take_over(self.records)
+            self._file.folder = self._storage.folder
             self.hooks("take_over", self)
         changes = self._members.changes(self.place.step, self.place.epoch)
         for record, line in changes:

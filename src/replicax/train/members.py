@@ -6,17 +6,19 @@ evaluate. Without islands, these are the same job, and nothing here happens.
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from replicax.core.data.feed import Feed
+from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import IslandLeftError
-from replicax.islands.group import Received
+from replicax.errors import ConfigError, IslandLeftError
+from replicax.islands.group import ReceivedState
 from replicax.islands.island_job import IslandJob
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
@@ -25,7 +27,7 @@ from replicax.wording import counted, listed
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class GivenRun:
     """A run and its state, as a member gave them to this island."""
 
     position: Position
@@ -52,7 +54,7 @@ class Members:
         self._islands = job if isinstance(job, IslandJob) else None
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
-        self.given: Given | None = None
+        self.given: GivenRun | None = None
         """The run, if another island gave it to this one."""
 
     @property
@@ -67,15 +69,25 @@ class Members:
             return bool(self.everyone.process == 0)
         return self._islands.group.place.index == 0
 
-    @property
-    def waits(self) -> bool:
-        """Whether other islands wait for this one, which then compiles before it joins."""
-        return self._islands is not None
+    def enter(
+        self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
+    ) -> None:
+        """Become a member, once the step is compiled; perhaps receive the run.
 
-    def enter(self, fields: Mapping[str, Any], state: TrainState) -> None:
-        """Become a member, as soon as this island could do a step; perhaps receive the run."""
+        `fields` are those that must be equal in all islands; `feed` begins with a usual batch.
+        """
         if self._islands is None:
             return
+        if not feed.source.can_repeat:
+            raise ConfigError(
+                "islands with an iterator of batches, which cannot go back to the batch at which "
+                "an island joins; use a list, a loader that can be iterated again, or arrays"
+            )
+        batch = next(iter(feed))
+        dp.prepare(state, batch)
+        programs = dp.program(state).step.compiled(state, batch)
+        if dp.mode.bitwise:
+            fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
         group = self._islands.group
         if group.agreement.view is not None:  # an earlier run of this program
             self.everyone.agree("the run", fields)
@@ -84,6 +96,7 @@ class Members:
         received = group.enter(fields)
         if received is not None:
             self.given = _given(received)
+            group.changes = []
 
     def give(
         self,
@@ -149,9 +162,9 @@ def _named(islands: Any) -> str:
     return listed([f"island {index}" for index in islands])
 
 
-def _given(received: Received) -> Given:
+def _given(received: ReceivedState) -> GivenRun:
     run = received.run
-    return Given(
+    return GivenRun(
         Position(**run["position"]),
         run["extra"],
         [record_from_json(text) for text in run["records"]],

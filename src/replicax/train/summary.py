@@ -235,3 +235,15 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return `loss 0.3964 accuracy 0.8513`; the loss comes first."""
     names = sorted(metrics, key=lambda name: name != "loss")
     return " ".join(f"{name} {metrics[name]:.4g}" for name in names)
+
+
+def plain_fields(**values: Any) -> dict[str, Any]:
+    """Return the fields of `values` as numbers and names, for comparison between processes."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        fields = {} if value is None else vars(value)
+        plain[name] = {
+            key: each if isinstance(each, int | float | str | None) else type(each).__name__
+            for key, each in fields.items()
+        }
+    return plain

@@ -20,7 +20,7 @@ from replicax.core.exact.combining_programs import CollectivePrograms, MicroShar
 from replicax.core.exact.part_results import PartResults
 from replicax.core.exact.replica_program import as_global
 from replicax.core.ground.in_flight import InFlight
-from replicax.core.ground.job import Exchange, Parts
+from replicax.core.ground.job import Parts, PartsExchange
 from replicax.core.ground.leaves import from_host
 from replicax.core.placement.mesh import ShardDim, sharding_of
 
@@ -30,7 +30,9 @@ class ExchangedPrograms(CollectivePrograms):
 
     on_demand = True
 
-    def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight, exchange: Exchange) -> None:
+    def __init__(
+        self, mesh: Mesh, shares: int, in_flight: InFlight, exchange: PartsExchange
+    ) -> None:
         super().__init__(mesh, shares, in_flight)
         self.exchange = exchange
 

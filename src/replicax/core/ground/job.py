@@ -24,7 +24,7 @@ class Parts(Generic[Value]):
     from_host: Callable[[list[np.ndarray]], Value]
 
 
-class Exchange(Protocol):
+class PartsExchange(Protocol):
     """Computes parts of a batch together with other jobs, which make the same calls in order."""
 
     def __call__(self, parts: Parts[Value], /) -> list[Value]:
@@ -53,7 +53,7 @@ class Job(Protocol):
     """Tracker of all steps dispatched by this process."""
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> PartsExchange | None:
         """Compute the parts of a batch together with other jobs; None if there are none."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Alone:
     """The job of one process."""
 
     process, processes = 0, 1
-    exchange: Exchange | None = None
+    exchange: PartsExchange | None = None
 
     def __init__(self) -> None:
         self.in_flight = InFlight()

@@ -11,9 +11,9 @@ import numpy as np
 from replicax.islands.entrance import Entrance, connect
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import HANDSHAKE_SECONDS, PURPOSES, Handshakes
-from replicax.islands.messages import Control, Frame, Hello, State
-from replicax.islands.peer import CLOSED_HERE, Introduced, Peer
-from replicax.islands.place import IslandPlace
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import Control, Frame, Greeting, State
+from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
 
 _AGAIN_SECONDS = 0.2
 _CONNECT_SECONDS = 1.5
@@ -44,14 +44,14 @@ class Network:
         place: IslandPlace,
         *,
         patience_seconds: float = 10.0,
-        joined: Callable[[Peer], None],
-        heard: Callable[[Peer, Control], None],
-        arrived: Callable[[Peer, Frame | State, list[np.ndarray]], None],
-        lost: Callable[[Peer, str], None],
+        joined: Callable[[IslandPeer], None],
+        heard: Callable[[IslandPeer, Control], None],
+        arrived: Callable[[IslandPeer, Frame | State, list[np.ndarray]], None],
+        lost: Callable[[IslandPeer, str], None],
     ) -> None:
         self.start = secrets.token_hex(8)
         """Random text that tells this start of the island from others."""
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, IslandPeer] = {}
         """Peers that have joined and are not lost. Each change makes a new dictionary."""
         self.most_bytes = 1 << 20
         """The limit for the arrays of a frame that arrives."""
@@ -62,7 +62,9 @@ class Network:
         self._handshakes = Handshakes(place, self.start)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._entered: dict[int, Peer] = {}  # of those that dial; until their loss is reported
+        self._entered: dict[
+            int, IslandPeer
+        ] = {}  # of those that dial; until their loss is reported
         self._waiting: dict[int, tuple[str, Channel, float]] = {}  # for the second connection
         self._replaced: set[tuple[int, str]] = set()
         self._dialled: set[Channel] = set()
@@ -101,9 +103,9 @@ class Network:
         self._threads.append(thread)
         thread.start()
 
-    def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> Peer:
+    def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> IslandPeer:
         beat_seconds = min(self._patience_seconds / 20, _BEAT_SECONDS)
-        return Peer(
+        return IslandPeer(
             *(introduced, control, data),
             beat_seconds=beat_seconds,
             most_bytes=lambda: self.most_bytes,
@@ -122,7 +124,7 @@ class Network:
                 self._live(peer)
             self._closing.wait(_AGAIN_SECONDS)
 
-    def _reach(self, other: int) -> Peer:
+    def _reach(self, other: int) -> IslandPeer:
         """Return the island `other`; `OSError` or `ValueError` if it is not there."""
         channels: list[Channel] = []
         try:
@@ -149,7 +151,7 @@ class Network:
 
     # Islands after this one, which dial it.
 
-    def _enter(self, hello: Hello, channel: Channel, accept: Callable[[], None]) -> None:
+    def _enter(self, hello: Greeting, channel: Channel, accept: Callable[[], None]) -> None:
         """Take the connection of an island that knows the secret, and serve it until it is lost.
 
         `ValueError` if it is refused, `OSError` if it has ended.
@@ -173,7 +175,7 @@ class Network:
             before.over.wait()
         self._live(peer)
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, hello: Greeting) -> str | None:
         """Return why this connection of an island that knows the secret is refused."""
         index, start = hello.island, hello.start
         if self._closing.is_set():
@@ -194,7 +196,7 @@ class Network:
 
     # Every island.
 
-    def _live(self, peer: Peer) -> None:
+    def _live(self, peer: IslandPeer) -> None:
         """Serve `peer` until it is lost, and report that."""
         with self._lock:
             serves = not self._closing.is_set()
