@@ -1,8 +1,8 @@
 """The handshake of two islands: each proves that it knows the job's secret, for this connection.
 
 Greeting and Challenge carry a random nonce each; a Proof is an HMAC of both messages and of the
-role of its sender, so that it serves for no other connection, and not for the other role. What follows
-is neither encrypted nor signed: as in the rest of Replicax, the network itself is trusted.
+role of its sender, so that it serves for no other connection, and not for the other role. What
+follows is neither encrypted nor signed: as in the rest of Replicax, the network itself is trusted.
 """
 
 import hmac

@@ -37,6 +37,8 @@ from replicax.train.storage import RecordsFile, Saving, Storage
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
+_ALIKE = "parallel", "data"
+"""Sections of the configuration that are equal in all islands."""
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
@@ -197,7 +199,8 @@ class Run(Loop):
             # Called again, as in a notebook, with a state that is used up, it can resume.
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
-            self._enter_group()
+            agreed = {"run": self._agreed, **{part: self.config[part] for part in _ALIKE}}
+            self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
@@ -257,14 +260,6 @@ class Run(Loop):
             return False
         with writing(self._run_dir):
             return exists(self._run_dir / CONFIG)
-
-    def _enter_group(self) -> None:
-        """Join the other islands, if there are any."""
-        agreed = {"run": self._agreed, "parallel": self.config["parallel"]}
-        agreed["data"] = {**self.config["data"], "evaluation": None}
-        if not self._donated:
-            agreed["weights"] = sha256(self.state.params)[:16]
-        self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         self._storage, self._ledger = None, Ledger(None)

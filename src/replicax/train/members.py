@@ -16,12 +16,13 @@ from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import numbers
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import TrainState, was_donated
 from replicax.errors import ConfigError, IslandLeftError
 from replicax.islands.group import ReceivedState
 from replicax.islands.island_job import IslandJob
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
+from replicax.train.fingerprint import sha256
 from replicax.train.records import Record, record_from_json
 from replicax.wording import counted, listed
 
@@ -86,6 +87,8 @@ class Members:
         batch = next(iter(feed))
         dp.prepare(state, batch)
         programs = dp.program(state).step.compiled(state, batch)
+        if not was_donated(state):
+            fields = {**fields, "weights": sha256(state.params)[:16]}
         if dp.mode.bitwise:
             fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
         group = self._islands.group
