@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
 TEXT = {"errors", "arguments", "wording", "table", "python_file"}
-BESIDE = {"core", "train", "cluster", "analysis", "recipes"}
+BESIDE = {"core", "train", "cluster", "analysis", "recipes", "islands"}
 ROOMS = {
     "errors": set(),
     "arguments": {"errors"},
@@ -34,6 +34,7 @@ ROOMS = {
     "remat": set(),
     "analysis": {"errors"},
     "cluster": {"arguments", "errors", "core"},
+    "islands": {"errors", "cluster"},
     "train": TEXT | {"core", "cluster", "analysis"},
     "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {"", "checks"} for verb in VERBS},

@@ -18,12 +18,13 @@ from replicax.cluster.address import join_address, split_address
 from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError, ConfigError, require
-from replicax.launch.attempt import Attempt, collected_signals
+from replicax.launch.attempt import STOPPED_EARLY, Attempt
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
+from replicax.launch.event_loop import EventLoop, collected_signals
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, free_port
-from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
+from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
 from replicax.wording import counted
 
 REACH_SECONDS = 5.0
@@ -247,8 +248,9 @@ def run_process(config: dict[str, Any]) -> int:
         place = number, coordinator, job_id, secret
         start = ProcessStart(job, *place, env, Path(os.devnull), report)
         with collected_signals() as signals:
+            loop = EventLoop(echo, signals, GRACE_SECONDS)
             try:
-                (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()
+                (ended,) = Attempt([start], loop).run()
             finally:
                 echo.close(lambda: False)
     if not ended.well:
