@@ -42,8 +42,9 @@ class SlurmOptions:
     """Partition to run in; by default, the cluster's default."""
     account: str | None = None
     """Account to charge; by default, the user's default."""
-    output: str = "slurm-%j.out"
-    """File for the output of all processes; %j is the job ID."""
+    output: str | None = None
+    """File for the output of all processes; by default slurm-%j.out, of the job's ID, or
+    slurm-%A_%a.out, of the array's ID and the island."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class KubernetesOptions:
 
 
 def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
-    """Return an sbatch script that runs `job` with one srun.
+    """Return an sbatch script that runs `job`, or each of its islands, with one srun.
 
     Raises:
         ConfigError: processes that do not divide evenly over the nodes, or a value that is invalid
@@ -90,17 +91,23 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
         "gpus-per-node": per_node * options.gpus_per_process or None,
         "cpus-per-task": None if cpus is None else _at_least("cpus_per_process", cpus, 1),
         "time": options.time,
-        "output": options.output,
+        "output": options.output or ("slurm-%A_%a.out" if job.islands else "slurm-%j.out"),
     }
     values = {name: _directive(name, value) for name, value in asked.items() if value is not None}
+    islands = job.islands and {
+        "islands": counted(job.islands, "island"),
+        "island-count": job.islands,
+        "last-island": job.islands - 1,
+    }
     return _filled(
-        "slurm.sh",
+        "slurm_islands.sh" if islands else "slurm.sh",
         {
             **values,
+            **(islands or {}),
             "processes": counted(job.processes, "process"),
             "hosts": counted(nodes, "node"),
             "devices": job.devices_per_process,
-            "restarts": job.restarts or None,
+            "restarts": job.restarts if islands else job.restarts or None,
             # srun reads the cores per task only from its own command line.
             "srun-cpus": f" --cpus-per-task={cpus}" if cpus else "",
             "command": shlex.join(job.command),
