@@ -84,6 +84,11 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
             "--pin with --on ray; Ray places the processes: leave out --pin, and set the number of "
             "cores with --cpus-per-process"
         )
+    if job.islands is not None:
+        raise ConfigError(
+            f"--islands {job.islands} with --on ray; its processes get new hosts at each start, and "
+            "islands need fixed addresses: use --on slurm or --on kubernetes, or leave --islands out"
+        )
     takes: dict[str, int] = {}
     for kind, count, least in (
         ("CPU", options.cpus_per_process, 1),
