@@ -30,8 +30,7 @@ def run_islands(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, in
     def of(number: int) -> Island:
         place = {ISLAND: str(number), ISLANDS: addresses}
         own = dataclasses.replace(context, env={**context.env, **place})
-        parts = [f".{process}" for process in range(job.processes)] if job.processes > 1 else [""]
-        names = [f"island-{number}{part}" for part in parts]
+        names = [f"island-{number}{part}" for part in _parts(job.processes)]
         return Island(number, lambda at: own.starts(names, at, number * job.processes), loop)
 
     islands = [of(number) for number in range(len(ports))]
@@ -42,8 +41,13 @@ def run_islands(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, in
 def island_labels(islands: int, processes: int) -> list[str]:
     """Return the names of all processes in the output: `island 1`, or `island 1.0` of several."""
     width = len(str(islands - 1))
-    parts = [f".{process}" for process in range(processes)] if processes > 1 else [""]
+    parts = _parts(processes)
     return [f"island {number:{width}}{part}" for number in range(islands) for part in parts]
+
+
+def _parts(processes: int) -> list[str]:
+    """Return what follows an island's number in the names of its processes."""
+    return [f".{process}" for process in range(processes)] if processes > 1 else [""]
 
 
 class Island:
@@ -86,7 +90,7 @@ class Island:
             self.attempt = None
 
     def judge(self) -> Conclusion:
-        """Return what came of its attempt, which is over, and forget it."""
+        """Return the conclusion on its attempt, which is over, and forget it."""
         attempt = self.attempt
         assert attempt is not None
         self.close()

@@ -86,8 +86,8 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
         )
     if job.islands is not None:
         raise ConfigError(
-            f"--islands {job.islands} with --on ray; its processes get new hosts at each start, and "
-            "islands need fixed addresses: use --on slurm or --on kubernetes, or leave --islands out"
+            f"--islands {job.islands} with --on ray; Ray places a job as a whole, so islands have "
+            "no addresses there: use --on slurm or --on kubernetes, or leave --islands out"
         )
     takes: dict[str, int] = {}
     for kind, count, least in (
