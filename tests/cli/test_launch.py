@@ -27,6 +27,10 @@ PYTHON = [sys.executable, "-S", "-c"]
             ["--devices-per-process 0", "at least 1"],
         ),
         (["--processes", "1", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
+        (["--islands", "0", "--", "true"], ["--islands 0", "at least 1"]),
+        (["--islands", "99", "--processes", "99", "--", "true"], ["--islands 99", "4096"]),
+        (["--islands", "2", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
+        (["--on", "slurm", "--islands", "0", "--", "true"], ["islands", "0", "at least 1"]),
         (["--processes", "1", "--grace", "-1", "--", "true"], ["--grace -1"]),
         (["--processes", "1", "--grace", "nan", "--", "true"], ["--grace nan"]),
         (["--processes", "1", "--grace", "inf", "--", "true"], ["--grace inf"]),
@@ -73,6 +77,23 @@ def test_a_job_as_it_is_shown(main: Main, folder: Path) -> None:
     assert max(map(len, (started, logs))) <= 80
     assert sorted(lines) == ["[0] --help", "[1] --help"]
     assert sorted(path.name for path in made.iterdir()) == ["process-0.log", "process-1.log"]
+
+
+def test_islands_as_they_are_shown(main: Main, folder: Path) -> None:
+    code, out, err = main("launch", "--islands", 2, "--logs", "mine", "--", *PYTHON, "print('x')")
+    assert (code, err) == (0, "")
+    started, _, *lines = out.splitlines()
+    assert started.startswith("launch 2 islands · job ")
+    assert sorted(lines) == ["[island 0] x", "[island 1] x"]
+    assert {path.name for path in Path("mine").iterdir()} == {"island-0.log", "island-1.log"}
+    code, _, err = main("launch", "--islands", 2, "--logs", "mine", "--", "true")
+    assert (code, "(island-" in one_line(err)) == (2, True)
+
+
+def test_restarts_of_an_island_have_a_number_of_their_own(main: Main) -> None:
+    for flags, number in (([], 20), (["--restarts", 3], 3)):
+        code, out, _ = main("launch", "--on", "slurm", "--islands", 2, *flags, "--", "true")
+        assert (code, f" restarts={number}\n" in out) == (0, True)
 
 
 def test_the_first_failure_is_the_last_line(main: Main) -> None:

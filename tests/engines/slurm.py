@@ -22,7 +22,7 @@ SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/controller
 SlurmdSpoolDir={folder}/node
 SlurmctldPidFile={folder}/slurmctld.pid

@@ -125,6 +125,33 @@ def test_a_batch_script_is_one_that_slurm_takes_and_runs(
 
 
 @needs_slurm
+def test_an_island_is_requeued_alone(cluster: dict[str, str], tmp_path: Path) -> None:
+    """It fails first, then stops early and is requeued, while the other runs on."""
+    script = (
+        "import os, pathlib, sys, time\n"
+        "island, process = os.environ['REPLICAX_ISLAND'], os.environ['SLURM_PROCID']\n"
+        "with open(f'starts-{island}-{process}', 'a') as file:\n"
+        "    print(os.environ['REPLICAX_ISLANDS'], os.environ['REPLICAX_JOB_ID'], file=file)\n"
+        "starts = len(pathlib.Path(f'starts-{island}-{process}').read_text().splitlines())\n"
+        "if island == '1' and starts < 3: sys.exit({1: 5, 2: 75}[starts])\n"
+        "other = pathlib.Path('starts-1-0')\n"
+        "while not (other.exists() and other.read_text().count('\\n') == 3): time.sleep(0.1)\n"
+    )
+    job = JobSpec((PYTHON, "-S", "-c", script), processes=2, restarts=3, islands=2)
+    (tmp_path / "job.sh").write_text(slurm_script(job, SlurmOptions(time="5")))
+    done = run(["sbatch", "--wait", "job.sh"], tmp_path, cluster)
+    shown = "".join(path.read_text() for path in tmp_path.glob("slurm-*.out"))
+    assert done.returncode == 0, said(done) + shown
+    starts = {
+        path.name.removeprefix("starts-"): path.read_text().splitlines()
+        for path in tmp_path.glob("starts-*")
+    }
+    counts = {name: len(lines) for name, lines in starts.items()}
+    assert counts == {"0-0": 1, "0-1": 1, "1-0": 3, "1-1": 3}, shown
+    assert len({line for lines in starts.values() for line in lines}) == 1
+
+
+@needs_slurm
 def test_a_process_that_fails_ends_the_step_with_its_cause(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:

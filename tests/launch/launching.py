@@ -52,7 +52,7 @@ def python(script: str) -> tuple[str, ...]:
 
 def run(command: Sequence[str], processes: int, folder: Path, **more: Any) -> Outcome:
     """Launch in `folder`, in silence."""
-    of_job = {"pin", "restarts", "devices_per_process"} & more.keys()
+    of_job = {"pin", "restarts", "devices_per_process", "islands"} & more.keys()
     fields = {name: more.pop(name) for name in of_job}
     job = JobSpec(tuple(command), processes, **fields)
     return launch(job, logs=folder, **{"quiet": True, **more})
@@ -66,6 +66,7 @@ def launcher(
 
     Replicax's public names, which load jax, are left out.
     """
+    of_job = {name: more.pop(name) for name in ("restarts", "islands") if name in more}
     src = Path(__file__).resolve().parents[2] / "src"
     script = f"""
 import sys, types
@@ -74,7 +75,7 @@ package.__path__ = [{str(src / "replicax")!r}]
 sys.modules["replicax"] = package
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
-job = JobSpec({tuple(command)!r}, {processes}, restarts={more.pop("restarts", 0)})
+job = JobSpec({tuple(command)!r}, {processes}, **{of_job!r})
 outcome = launch(job, logs={str(folder)!r}, **{more!r})
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.exit_code)

@@ -85,8 +85,9 @@ def _container(manifest: str) -> Any:
             ),
         ),
         ({"command": ODD + ODDER, "name": "a"}, KubernetesOptions(image="x")),
+        ({"islands": 3, "restarts": 20}, KubernetesOptions(image="x", gpus_per_process=8)),
     ],
-    ids=["least", "most", "odd"],
+    ids=["least", "most", "odd", "islands"],
 )
 def test_fits_the_schema_of_jobset(
     changes: dict[str, Any], options: KubernetesOptions, schema: Mapping[str, Any]
@@ -131,6 +132,42 @@ def test_a_pod_finds_its_place() -> None:
     assert (place.process, place.processes, place.engine) == (3, 4, "Kubernetes")
     assert place.coordinator == "run-7-workers-0-0.run-7:29400"
     assert place.job == "u-1.2"
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_pod_finds_its_island(processes: int) -> None:
+    job = _job(islands=3, processes=processes, restarts=20)
+    manifest = yaml.safe_load(jobset_manifest(job, KubernetesOptions(image="x")))
+    (group,) = manifest["spec"]["replicatedJobs"]
+    assert (group["name"], group["replicas"]) == ("islands", 3)
+    assert group["template"]["spec"]["completions"] == processes
+    policy = manifest["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 20
+    assert [rule["action"] for rule in policy["rules"]] == ["FailJobSet", "RestartJob"]
+    name = r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"  # as JobSet's webhook checks it
+    assert all(re.fullmatch(name, rule["name"]) for rule in policy["rules"])
+    (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
+    labels = {"jobset-uid": "u-1", "restart-attempt": "2", "job-index": "1"}
+    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(processes - 1)}
+    for variable in container["env"]:
+        if "value" in variable:
+            env[variable["name"]] = _expand(variable["value"], env)
+        elif secret := variable["valueFrom"].get("secretKeyRef"):
+            assert secret == {"name": "run-7", "key": "secret"}
+        else:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            name = re.fullmatch(r"metadata\.labels\['jobset\.sigs\.k8s\.io/(.*)'\]", path)
+            env[variable["name"]] = labels[name[1]]  # type: ignore[index]
+    assert env["REPLICAX_ISLAND"] == "1"
+    assert env["REPLICAX_ISLANDS"].split(",") == [
+        f"run-7-islands-{island}-0.run-7:29401" for island in range(3)
+    ]
+    assert [port["containerPort"] for port in container["ports"]] == [29400, 29401]
+    place = find_place(env)
+    assert (place.process, place.processes) == (processes - 1, processes)
+    assert place.job == "u-1"  # the same in each start of each island
+    if processes > 1:
+        assert place.coordinator == "run-7-islands-1-0.run-7:29400"
 
 
 def test_nothing_is_asked_for_that_was_not_given() -> None:

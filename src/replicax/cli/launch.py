@@ -8,6 +8,7 @@ from replicax.arguments import Count, Devices, Natural, Range
 from replicax.cli import failed
 from replicax.cli.flags import flag_value, one_of, parse, shown_as
 from replicax.errors import ConfigError, did_you_mean
+from replicax.launch.island_supervisor import RESTARTS_IN_A_ROW
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.launch.supervisor import launch as launch_here
@@ -20,6 +21,9 @@ Starts N processes of COMMAND, which train together and end together.
 
 Each gets its rank in REPLICAX_* variables, which rx.initialize() reads.
 
+With --islands M, M islands of N processes (by default 1) each hold a replica of the state and
+exchange sums; one that dies is started again by itself, and the others go on.
+
 The engines slurm, kubernetes and ray have further options: add --help after --on ENGINE."""
 
 
@@ -30,13 +34,16 @@ class LaunchOptions:
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where to run: this host, or a cluster engine."""
     processes: Annotated[Count | None, shown_as("N", "none, required")] = None
-    """Number of processes in total."""
+    """Number of processes in total; with --islands, of each island, by default 1."""
+    islands: Annotated[Count | None, shown_as("M", "none")] = None
+    """Number of islands, each of which is restarted by itself while the others go on."""
     devices_per_process: Annotated[Devices | None, shown_as("N", "none")] = None
     """Number of CPU devices that each process simulates."""
     pin: bool = False
     """Pin each process to its own CPU cores."""
-    restarts: Natural = 0
-    """Number of times that the whole job is restarted after a failure."""
+    restarts: Annotated[Natural | None, shown_as("R", "0; of an island 20")] = None
+    """Number of times that the whole job is restarted after a failure; with --islands, how often in
+    a row an island is that dies within a minute of its start."""
     name: str = "replicax"
     """Name of the job in the engine."""
 
@@ -72,10 +79,14 @@ def launch(arguments: list[str]) -> int:
     options: Any = parse("launch", both, flags)  # exits after --help
     if not command:
         raise ConfigError(f"nothing after --; give the command there: {EXAMPLE}")
-    if options.processes is None:
+    processes, restarts = (None, 0) if options.islands is None else (1, RESTARTS_IN_A_ROW)
+    processes = processes if options.processes is None else options.processes
+    if processes is None:
         raise ConfigError(f"launch without --processes; give their number: {EXAMPLE}")
-    names = [field.name for field in dataclasses.fields(JobSpec) if field.name != "command"]
-    job = JobSpec(tuple(command), **{name: getattr(options, name) for name in names})
+    restarts = restarts if options.restarts is None else options.restarts
+    names = ("devices_per_process", "pin", "name", "islands")
+    others = {name: getattr(options, name) for name in names}
+    job = JobSpec(tuple(command), processes, restarts=restarts, **others)
     code, said = run(job, options)
     return failed(said, code) if said else code
 

@@ -14,8 +14,8 @@ from replicax.errors import ClusterError
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import Handshakes
 from replicax.islands.island_place import IslandPlace
+from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting, Refusal
-from replicax.islands.variables import ISLANDS
 
 MORE_VISITORS = 16
 """Connections that may be open before they are proven, besides one per island."""

@@ -1,7 +1,9 @@
 """Launch, outside the processes: start them, on this host or through an engine, and supervise them.
 
-Read `job_spec.py`, `supervisor.py` (restarts), `attempt.py` (all processes until the last is gone),
-`process.py` with `guard.py` (nothing is left running), `cause.py` (who failed first); `scripts.py`
-and `on_ray.py` are for other engines. It imports `cluster`, and no other command. Tests:
-`tests/launch/`, and `tests/engines/`. Public: `replicax launch` (`docs/processes.md`).
+Read `job_spec.py`, `supervisor.py` (restarts), `island_supervisor.py` (islands, each restarted by
+itself), `attempt.py` (all processes until the last is gone), `event_loop.py` (outputs, signals and
+times), `process.py` with `guard.py` (nothing is left running), `cause.py` (who failed first);
+`scripts.py` and `on_ray.py` are for other engines. It imports `cluster` and the variables of
+`islands`, and no other command. Tests: `tests/launch/`, and `tests/engines/`. Public: `replicax
+launch` (`docs/processes.md`).
 """

@@ -1,21 +1,15 @@
 """One attempt to run a job: start all processes and supervise them until the last is gone."""
 
-import contextlib
-import math
-import os
-import select
+import dataclasses
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from replicax.cluster.differences import processes_text
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError
-from replicax.launch.cause import Ended, posix_signal_name
-from replicax.launch.echo import Echo, Output
-from replicax.launch.guard import PASSED, STOPPING
+from replicax.launch.cause import Ended, Failure, first_failure, posix_signal_name
+from replicax.launch.event_loop import POLL_SECONDS, EventLoop
 from replicax.launch.process import Process, ProcessStart
 
 # After the first failure: the others first get time to print why they end, then SIGTERM, then
@@ -23,58 +17,28 @@ from replicax.launch.process import Process, ProcessStart
 TERM_SECONDS = 1.0
 KILL_SECONDS = 1.4
 DRAIN_SECONDS = 0.5
-_POLL_SECONDS = 0.05
-READ_BYTES = 1 << 16
+STOPPED_EARLY = "stopped early with everything saved"
 
 
-@contextlib.contextmanager
-def collected_signals() -> Iterator[int]:
-    """Yield a descriptor from which incoming signals in `PASSED` can be read, a byte each.
+@dataclasses.dataclass(frozen=True)
+class Conclusion:
+    """Conclusion on an attempt."""
 
-    They have no other effect. Ignored signals stay ignored, such as SIGHUP under `nohup`. Outside
-    the main thread, where Python delivers no signals, none are collected.
-    """
-    with contextlib.ExitStack() as undone:
-        collected, collects = os.pipe()
-        for end in (collected, collects):
-            os.set_blocking(end, False)
-            undone.callback(os.close, end)
-        if threading.current_thread() is threading.main_thread():
-            woken = signal.set_wakeup_fd(collects, warn_on_full_buffer=False)
-            undone.callback(signal.set_wakeup_fd, woken)
-            for number in PASSED:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before = signal.signal(number, lambda *_: None)
-                    undone.callback(signal.signal, number, before)
-        yield collected
-
-
-def signals_taken(signals: int) -> list[int]:
-    """Return the signals that `collected_signals` has collected since the last call."""
-    with contextlib.suppress(BlockingIOError):
-        return [number for number in os.read(signals, 4096) if number in PASSED]
-    return []
+    exit_code: int
+    """0 if all processes are done; 75 if they stopped early with everything saved; else the exit
+    code of the first failure, 128 plus the number for a signal."""
+    failure: Failure | None = None
+    """The first failure, if one is to blame."""
+    message: str | None = None
+    """One line about the end, if it was not a normal one."""
 
 
 class Attempt:
-    """Starts all processes and supervises them.
+    """Starts the processes of a job, which end together, and supervises them in `loop`."""
 
-    `signals` is the descriptor from `collected_signals`; after a SIGINT or one of `STOPPING`, which
-    is forwarded as SIGTERM, the processes have `grace_seconds` to exit.
-    """
-
-    def __init__(
-        self, starts: Sequence[ProcessStart], echo: Echo, signals: int, grace_seconds: float
-    ) -> None:
-        self.stopped_by: int | None = None
-        self._starts, self._echo, self._signals = starts, echo, signals
-        self._grace = grace_seconds
-        self._passed: set[int] = set()
-        self._due: dict[Callable[[], None], float] = {}
-        """Scheduled actions, and their times on the clock of `time.monotonic`."""
+    def __init__(self, starts: Sequence[ProcessStart], loop: EventLoop) -> None:
+        self._starts, self._loop = starts, loop
         self._processes: list[Process] = []
-        self._listening: set[Process] = set()
-        self._reading: dict[int, Output] = {}
 
     def run(self) -> list[Ended]:
         """Return how each process ended, once all are gone.
@@ -83,135 +47,152 @@ class Attempt:
             ClusterError: the system cannot start that many processes.
         """
         try:
-            for start in self._starts:
-                try:
-                    process = Process(start, self._echo)
-                except OSError as error:
-                    raise ClusterError(
-                        f"process {start.number} of {len(self._starts)} cannot be started: "
-                        f"{error.strerror}; start fewer, or raise the limit (ulimit -n, ulimit -u)"
-                    ) from error
-                self._processes.append(process)
-                self._listening.add(process)
-                self._reading |= process.streams
-            while self._listening or self._reading:
-                self._turn()
+            self.start()
+            while not self.over:
+                self._loop.turn()
         finally:  # even after an error, nothing is left running
-            for process in self._processes:
-                process.stop(signal.SIGKILL)
-                process.close()
-        return [process.ended() for process in self._processes]
+            self.close()
+        return self.ended()
+
+    def start(self) -> None:
+        """Start all processes; after an error, close it.
+
+        Raises:
+            ClusterError: the system cannot start that many processes.
+        """
+        for start in self._starts:
+            try:
+                process = Process(start, self._loop.echo)
+            except OSError as error:
+                raise ClusterError(
+                    f"process {start.number} of {len(self._starts)} cannot be started: "
+                    f"{error.strerror}; start fewer, or raise the limit (ulimit -n, ulimit -u)"
+                ) from error
+            self._processes.append(process)
+            self._loop.listening[process] = self._listen
+            self._loop.reading |= process.streams
 
     @property
-    def told(self) -> bool:
-        """Whether this launcher received a signal to stop, or to pass on."""
-        return self.stopped_by is not None or bool(self._passed)
+    def over(self) -> bool:
+        """Whether all processes are gone and their outputs are read."""
+        return not (self._left or self._streams)
 
-    def natural(self, end: Ended) -> bool:
-        """Return whether a process ended as requested: by a forwarded signal, or by force."""
-        told = {-number for number in self._passed} | {128 + number for number in self._passed}
-        return end.well or end.forced or end.status in told
+    def close(self) -> None:
+        """Kill all that is left, and close all descriptors."""
+        for process in self._processes:
+            self._loop.listening.pop(process, None)
+            for stream in process.streams:
+                self._loop.reading.pop(stream, None)
+            process.stop(signal.SIGKILL)
+            process.close()
+        for action in (self._end_alone, self._end_left, self._kill_left, self._stop_reading):
+            self._loop.due.pop(action, None)
 
-    def _turn(self) -> None:
-        """Wait for an event, and handle it."""
-        actions: dict[int, Callable[[], None]] = {self._signals: self._pass_on}
-        actions |= {each.channel: partial(self._listen, each) for each in self._listening}
-        if not self._echo.full:  # otherwise the processes block until the output is written
-            actions |= {stream: partial(self._read, stream) for stream in self._reading}
-        poll = select.poll()
-        for descriptor in actions:
-            poll.register(descriptor, select.POLLIN)
-        if (shown_on := self._echo.waiting_for) is not None:
-            poll.register(shown_on, select.POLLOUT)
-            actions[shown_on] = self._echo.write
-        waits = [max(at - time.monotonic(), 0) for at in self._due.values()]
-        waits += [_POLL_SECONDS] if self._echo.full else []
-        for descriptor, _ in poll.poll(math.ceil(1000 * min(waits)) if waits else None):
-            actions[descriptor]()
-        if self._echo.closed and self.stopped_by is None:
-            self._stop(signal.SIGPIPE, signal.SIGTERM)
-        now = time.monotonic()
-        for action in [action for action, at in self._due.items() if at <= now]:
-            del self._due[action]
-            action()
+    def ended(self) -> list[Ended]:
+        """Return how each process ended, once it is over."""
+        return [process.ended() for process in self._processes]
 
-    def _read(self, stream: int) -> None:
-        if data := os.read(stream, READ_BYTES):
-            self._reading[stream].feed(data)
-        else:
-            self._reading.pop(stream).end()
+    def end_with_grace(self) -> list[int]:
+        """Terminate the processes that are left, with time to exit; return their numbers."""
+        left = [each.start.number for each in self._processes if each.status is None]
+        if not left or self._ending:
+            return []
+        self._loop.due[self._kill_left] = time.monotonic() + self._loop.grace_seconds
+        self._end_left()
+        return left
+
+    @property
+    def _left(self) -> list[Process]:
+        return [each for each in self._processes if each in self._loop.listening]
+
+    @property
+    def _streams(self) -> list[int]:
+        of_all = [stream for each in self._processes for stream in each.streams]
+        return [stream for stream in of_all if stream in self._loop.reading]
+
+    @property
+    def _ending(self) -> bool:
+        """Whether the time at which the rest is killed is set."""
+        return bool({self._kill_left, self._loop.kill_all} & self._loop.due.keys())
 
     def _listen(self, process: Process) -> None:
-        known, now = process.status is not None, time.monotonic()
+        loop, known, now = self._loop, process.status is not None, time.monotonic()
         if not process.listen():
-            self._listening.discard(process)
-            if not self._listening:  # an escaped process may hold the streams open forever
-                self._due[self._stop_reading] = now + DRAIN_SECONDS
+            del loop.listening[process]
+            if not self._left:  # an escaped process may hold the streams open forever
+                loop.due[self._stop_reading] = now + DRAIN_SECONDS
         if known or process.status is None or process.forced:
             return
-        if process.status == SAVED:
-            self._due.setdefault(self._end_alone, now + self._grace)  # the others should follow
+        if process.status == SAVED:  # the others should follow
+            loop.due.setdefault(self._end_alone, now + loop.grace_seconds)
         elif process.status != 0:
-            if -process.status in self._passed and self.stopped_by is None:
-                self.stopped_by = -process.status
-            if self._kill_left not in self._due:
-                self._due[self._end_left] = now + TERM_SECONDS
-                self._due[self._kill_left] = now + KILL_SECONDS
-
-    def _pass_on(self) -> None:
-        """Forward the signals that this launcher received; a second Ctrl-C kills all at once."""
-        for number in signals_taken(self._signals):
-            if number == signal.SIGINT and self.stopped_by in (signal.SIGINT, *STOPPING):
-                self._due[self._kill_left] = time.monotonic()
-                self._echo.hurry()
-            elif number == signal.SIGINT:
-                self._stop(number, number)
-            elif number in STOPPING:  # SIGHUP comes from a terminal that closes
-                self._stop(number, signal.SIGTERM)
-            else:
-                self._send(number)
-
-    def _stop(self, why: int, number: int) -> None:
-        first = self.stopped_by is None
-        self.stopped_by = self.stopped_by or why
-        self._send(number)
-        self._due.setdefault(self._kill_left, time.monotonic() + self._grace)
-        if first and why != signal.SIGPIPE:
-            self._echo.say(
-                f"replicax: {posix_signal_name(why)} forwarded; all have {self._grace:g} s to "
-                "exit, Ctrl-C kills them now",
-                error=True,
-            )
-
-    def _send(self, number: int) -> None:
-        self._passed.add(number)
-        for process in self._processes:
-            process.send(number)
+            if -process.status in loop.passed and loop.stopped_by is None:
+                loop.stopped_by = -process.status
+            if not self._ending:
+                loop.due[self._end_left] = now + TERM_SECONDS
+                loop.due[self._kill_left] = now + KILL_SECONDS
 
     def _end_alone(self) -> None:
         """Terminate the processes that did not stop early with the others, and name them."""
-        left = [each.start.number for each in self._processes if each.status is None]
-        if left and self._kill_left not in self._due:
-            self._due[self._kill_left] = time.monotonic() + self._grace
-            self._end_left()
-            self._echo.say(
+        if left := self.end_with_grace():
+            self._loop.echo.say(
                 f"replicax: the others stopped early; SIGTERM to {processes_text(left)}, which "
-                f"{'has' if len(left) == 1 else 'have'} {self._grace:g} s to exit",
+                f"{'has' if len(left) == 1 else 'have'} {self._loop.grace_seconds:g} s to exit",
                 error=True,
             )
 
     def _end_left(self) -> None:
-        for process in self._listening:
+        for process in self._left:
             process.stop(signal.SIGTERM)
 
     def _kill_left(self) -> None:
-        self._due.pop(self._end_left, None)
-        for process in self._listening:
+        self._loop.due.pop(self._end_left, None)
+        for process in self._left:
             process.stop(signal.SIGKILL)
 
     def _stop_reading(self) -> None:
-        if self._echo.full:  # not all of the output has been read
-            self._due[self._stop_reading] = time.monotonic() + _POLL_SECONDS
+        if self._loop.echo.full:  # not all of the output has been read
+            self._loop.due[self._stop_reading] = time.monotonic() + POLL_SECONDS
             return
-        while self._reading:
-            self._reading.popitem()[1].end()
+        for stream in self._streams:
+            self._loop.reading.pop(stream).end()
+
+
+def judge(loop: EventLoop, ended: Sequence[Ended]) -> Conclusion:
+    """Return the conclusion on an attempt, given how its processes ended."""
+    if all(each.status == 0 for each in ended):
+        return Conclusion(0)
+    if _stopped_early(loop, ended):
+        return Conclusion(SAVED, message=f"{STOPPED_EARLY}; start it again to resume")
+    failure = first_failure(ended)
+    stopped_by = loop.stopped_by
+    if stopped_by is None:
+        return Conclusion(failure.exit_code, failure, str(failure)) if failure else Conclusion(1)
+    why = stop_text(stopped_by)
+    if failure is None or loop.natural(ended[failure.process]):
+        return Conclusion(128 + stopped_by, message=why)
+    told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
+    return Conclusion(failure.exit_code, failure, told)
+
+
+def stop_text(stopped_by: int) -> str:
+    """Return how a message says that this signal ended the job."""
+    if stopped_by == signal.SIGPIPE:
+        return "stopped: its output was closed by the reader"
+    return f"stopped by {posix_signal_name(stopped_by)}"
+
+
+def _stopped_early(loop: EventLoop, ended: Sequence[Ended]) -> bool:
+    """Return whether some processes stopped early with all saved, and none failed by itself."""
+    saved = {number for number, each in enumerate(ended) if each.status == SAVED}
+
+    def in_order(each: Ended) -> bool:
+        if each.well:
+            return True
+        if each.report:  # it stopped because those that had saved were gone
+            return bool(each.report.blames) and saved.issuperset(each.report.blames)
+        if loop.stopped_by is None:  # it continued without the others
+            return each.forced
+        return loop.natural(each) and not each.forced  # too early to handle the signal
+
+    return bool(saved) and all(map(in_order, ended))

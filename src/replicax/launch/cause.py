@@ -14,7 +14,7 @@ from replicax.wording import shortened
 MOST_CHARACTERS = 600
 SAME_IN_A_ROW = 3
 FIRST_SECONDS = 10.0
-_USAGE = 2
+USAGE = 2
 """The exit code of a wrong flag or configuration."""
 # Parts that differ between two runs of the same error: addresses, ids, ports, counts, times.
 _INCIDENTAL = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b|\d+")
@@ -114,7 +114,7 @@ class Restarts:
             self._last.append((failure.process, words, failure.step, at_once))
         if self._total == 0:
             return ""
-        if failure and failure.exit_code == _USAGE:
+        if failure and failure.exit_code == USAGE:
             return "exit code 2 is a wrong flag or configuration: a restart will not help"
         if len(self._last) == SAME_IN_A_ROW and len({each[:2] for each in self._last}) == 1:
             steps = {step for _, _, step, _ in self._last}

@@ -6,7 +6,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -19,13 +19,17 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 
 
 class Echo:
-    """The launcher's output, queued so that a slow reader does not block it."""
+    """The launcher's output, queued so that a slow reader does not block it.
 
-    def __init__(self, processes: int, quiet: bool) -> None:
+    `labels` name the processes in the prefixes of their lines, instead of their ranks.
+    """
+
+    def __init__(self, processes: int, quiet: bool, labels: Sequence[str] = ()) -> None:
         self.closed = False
         """Whether its reader has closed it."""
         self._until = float("inf")
-        self._width = len(str(processes - 1))
+        width = len(str(processes - 1))
+        self._labels = labels or [f"{rank:{width}}" for rank in range(processes)]
         self._quiet = quiet
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._bytes = 0
@@ -48,7 +52,7 @@ class Echo:
     def lines(self, process: int, lines: list[bytes], *, error: bool) -> None:
         """Show lines of a process, given without line breaks."""
         stream = sys.stderr if error else sys.stdout
-        prefix = f"[{process:{self._width}}] ".encode()
+        prefix = f"[{self._labels[process]}] ".encode()
         if _colored(stream):
             color = _COLORS[process % len(_COLORS)]
             prefix = f"\x1b[{color}m".encode() + prefix.rstrip() + b"\x1b[0m "

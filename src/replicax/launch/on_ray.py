@@ -18,12 +18,13 @@ from replicax.cluster.address import join_address, split_address
 from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError, ConfigError, require
-from replicax.launch.attempt import Attempt, collected_signals
+from replicax.launch.attempt import STOPPED_EARLY, Attempt
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
+from replicax.launch.event_loop import EventLoop, collected_signals
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, free_port
-from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
+from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
 from replicax.wording import counted
 
 REACH_SECONDS = 5.0
@@ -82,6 +83,11 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
         raise ConfigError(
             "--pin with --on ray; Ray places the processes: leave out --pin, and set the number of "
             "cores with --cpus-per-process"
+        )
+    if job.islands is not None:
+        raise ConfigError(
+            f"--islands {job.islands} with --on ray; Ray places a job as a whole, so islands have "
+            "no addresses there: use --on slurm or --on kubernetes, or leave --islands out"
         )
     takes: dict[str, int] = {}
     for kind, count, least in (
@@ -247,8 +253,9 @@ def run_process(config: dict[str, Any]) -> int:
         place = number, coordinator, job_id, secret
         start = ProcessStart(job, *place, env, Path(os.devnull), report)
         with collected_signals() as signals:
+            loop = EventLoop(echo, signals, GRACE_SECONDS)
             try:
-                (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()
+                (ended,) = Attempt([start], loop).run()
             finally:
                 echo.close(lambda: False)
     if not ended.well:

@@ -42,6 +42,8 @@ class ProcessStart:
     """File for its failure report."""
     cores: Sequence[int] = ()
     """Cores that it may use; empty means all."""
+    row: int | None = None
+    """Its index in the launcher's output, if that is not its number."""
 
     @property
     def own_env(self) -> dict[str, str]:
@@ -95,9 +97,10 @@ class Process:
             raise
         assert self._guard.stdout
         assert self._guard.stderr
-        self._errors = Output(start.number, echo, self._log, error=True)
+        row = start.number if start.row is None else start.row
+        self._errors = Output(row, echo, self._log, error=True)
         self.streams = {
-            self._guard.stdout.fileno(): Output(start.number, echo, self._log, error=False),
+            self._guard.stdout.fileno(): Output(row, echo, self._log, error=False),
             self._guard.stderr.fileno(): self._errors,
         }
         """Its outputs, by descriptor."""

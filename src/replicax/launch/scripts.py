@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 _BLOCK = re.compile(r"^#if ([\w-]+)\n(.*?)(?:^#else\n(.*?))?^#end\n", re.DOTALL | re.MULTILINE)
 _PLACE = re.compile(r"\{\{([\w-]+)\}\}")
 _LONGEST_LABEL = 63
+_ISLAND_PORT = POD_PORT + 1
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 # As sbatch parses a time limit: 90, 90:30, 1:30:00, 2-0, 2-00:30, 2-00:30:00.
 _TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited", re.ASCII | re.IGNORECASE)
@@ -42,8 +43,9 @@ class SlurmOptions:
     """Partition to run in; by default, the cluster's default."""
     account: str | None = None
     """Account to charge; by default, the user's default."""
-    output: str = "slurm-%j.out"
-    """File for the output of all processes; %j is the job ID."""
+    output: str | None = None
+    """File for the output of all processes; by default slurm-%j.out, of the job's ID, or
+    slurm-%A_%a.out, of the array's ID and the island."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +67,14 @@ class KubernetesOptions:
 
 
 def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
-    """Return an sbatch script that runs `job` with one srun.
+    """Return an sbatch script that runs `job`, or each of its islands, with one srun.
 
     Raises:
         ConfigError: processes that do not divide evenly over the nodes, or a value that is invalid
             in an #SBATCH line.
     """
+    if job.islands is not None:
+        _at_least("islands", job.islands, 1)
     nodes, per_node = _spread(job.processes, options)
     _at_least("gpus_per_process", options.gpus_per_process, 0)
     if options.time is not None and not _TIME_LIMIT.fullmatch(options.time):
@@ -90,17 +94,23 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
         "gpus-per-node": per_node * options.gpus_per_process or None,
         "cpus-per-task": None if cpus is None else _at_least("cpus_per_process", cpus, 1),
         "time": options.time,
-        "output": options.output,
+        "output": options.output or ("slurm-%A_%a.out" if job.islands else "slurm-%j.out"),
     }
     values = {name: _directive(name, value) for name, value in asked.items() if value is not None}
+    islands = job.islands and {
+        "islands": counted(job.islands, "island"),
+        "island-count": job.islands,
+        "last-island": job.islands - 1,
+    }
     return _filled(
-        "slurm.sh",
+        "slurm_islands.sh" if islands else "slurm.sh",
         {
             **values,
+            **(islands or {}),
             "processes": counted(job.processes, "process"),
             "hosts": counted(nodes, "node"),
             "devices": job.devices_per_process,
-            "restarts": job.restarts or None,
+            "restarts": job.restarts if islands else job.restarts or None,
             # srun reads the cores per task only from its own command line.
             "srun-cpus": f" --cpus-per-task={cpus}" if cpus else "",
             "command": shlex.join(job.command),
@@ -109,13 +119,16 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
 
 
 def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
-    """Return the YAML of a JobSet whose pods are the processes of `job`.
+    """Return the YAML of a JobSet whose pods are the processes of `job`, or of its islands.
 
     Raises:
         ConfigError: a name that is not a DNS label or is too long, an empty image, or an invalid
             Kubernetes quantity.
     """
-    _check_name(job.name, job.processes)
+    if job.islands is not None:
+        _at_least("islands", job.islands, 1)
+    group = "islands" if job.islands else "workers"
+    _check_name(job, f"-{group}-{(job.islands or 1) - 1}-{job.processes - 1}-abcde")
     if not options.image.strip():
         raise ConfigError("image=''; the pods need a container image: give one")
     _at_least("gpus_per_process", options.gpus_per_process, 0)
@@ -130,6 +143,10 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
     gpus = str(options.gpus_per_process) if options.gpus_per_process else None
     limits = {"cpu": options.cpu, "memory": options.memory, "nvidia.com/gpu": gpus}
     asked = [f"{name}: {_quoted(value)}" for name, value in limits.items() if value is not None]
+    islands = job.islands or 0
+    # The first pod of each island; Kubernetes expands $(NAME) of a variable that comes before.
+    hosts = [f"{job.name}-{group}-{island}-0.{job.name}" for island in range(islands)]
+    own = f"{job.name}-{group}-{'$(REPLICAX_ISLAND)' if islands else 0}-0.{job.name}"
     # Kubernetes expands $(NAME) in the words of a command, and reads $$ as $.
     words = [_quoted(word.replace("$", "$$")) for word in job.command]
     return _filled(
@@ -143,8 +160,14 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
             "devices": job.devices_per_process,
             "image": _quoted(options.image),
             "command": "\n              - ".join(words),
-            "coordinator": _quoted(f"{job.name}-workers-0-0.{job.name}:{POD_PORT}"),
+            "islands": job.islands and counted(job.islands, "island"),
+            "pods": counted(job.processes, "pod"),
+            "group": group,
+            "replicas": job.islands or 1,
+            "addresses": _quoted(",".join(f"{host}:{_ISLAND_PORT}" for host in hosts)),
+            "coordinator": _quoted(f"{own}:{POD_PORT}"),
             "port": POD_PORT,
+            "island-port": _ISLAND_PORT,
             "limits": "\n                  ".join(asked) or None,
             "shared-memory": options.shared_memory and _quoted(options.shared_memory),
         },
@@ -191,14 +214,14 @@ def _directive(name: str, value: object) -> str:
     return text
 
 
-def _check_name(name: str, processes: int) -> None:
+def _check_name(job: JobSpec, suffix: str) -> None:
+    name = job.name
     if not _LABEL.fullmatch(name):
         raise ConfigError(
             f"name={name!r} is not a DNS label; use a lower-case letter, then lower-case letters, "
             "digits and inner hyphens: change it"
         )
-    # Kubernetes adds five characters to the name of each pod.
-    added = len(f"-workers-0-{processes - 1}-abcde")
+    added = len(suffix)  # Kubernetes adds five characters to the name of each pod
     if len(name) + added > _LONGEST_LABEL:
         raise ConfigError(
             f"name={name!r} has {len(name)} characters; pod names add {added}, and the limit is "

@@ -8,16 +8,19 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
-from replicax.launch.attempt import Attempt, collected_signals, signals_taken
-from replicax.launch.cause import Ended, Failure, Restarts, first_failure, posix_signal_name
+from replicax.launch.attempt import STOPPED_EARLY, Attempt, Conclusion, judge
+from replicax.launch.cause import Failure, Restarts, posix_signal_name
+from replicax.launch.context import LaunchContext
 from replicax.launch.echo import Echo
+from replicax.launch.event_loop import EventLoop, collected_signals, signals_taken
+from replicax.launch.island_supervisor import island_labels, run_islands
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.process import ProcessStart, core_blocks, free_port
+from replicax.launch.process import core_blocks
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
@@ -30,7 +33,6 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
 """JAX's variables of its cache: all programs, as a start compiles dozens of small ones."""
-STOPPED_EARLY = "stopped early with everything saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,62 +76,71 @@ def launch(
     """
     base = dict(os.environ if env is None else env)
     _check(job, base)
-    cores = core_blocks(job.processes) if job.pin else [()] * job.processes
-    job_id, secret = secrets.token_hex(8), secrets.token_urlsafe()
+    everything = job.processes * (job.islands or 1)
+    cores = core_blocks(everything) if job.pin else [()] * everything
+    job_id = secrets.token_hex(8)
     folder = _folder(logs, job_id)
     began = time.monotonic()
-    restarts = Restarts(job.restarts)
-    attempts = 0
-    echo = Echo(job.processes, quiet)
+    labels = island_labels(job.islands, job.processes) if job.islands else ()
+    echo = Echo(everything, quiet, labels)
     with _compilation_cache(job, base) as base, collected_signals() as signals:
-        parts = [counted(job.processes, "process")]
-        if job.devices_per_process is not None:
-            parts.append(f"{counted(job.devices_per_process, 'device')} each")
-        parts += ["pinned"] if job.pin else []
-        echo.say(f"launch {' · '.join([*parts, f'job {job_id}'])}\nlogs   {folder}/")
+        echo.say(f"launch {_size(job)} · job {job_id}\nlogs   {folder}/")
+        loop = EventLoop(echo, signals, grace_seconds)
+        context = LaunchContext(job, job_id, secrets.token_urlsafe(), base, folder, cores)
+        run = run_islands if job.islands else _run_with_restarts
         try:
-            while True:
-                attempts += 1
-                again = "" if attempts == 1 else f"-attempt-{attempts}"
-                coordinator = f"127.0.0.1:{free_port()}"
-                starts = []
-                for number in range(job.processes):
-                    log = folder / f"process-{number}{again}.log"
-                    report = log.with_suffix(".failure.json").absolute()
-                    place = number, coordinator, job_id, secret
-                    starts.append(ProcessStart(job, *place, base, log, report, cores[number]))
-                attempt = Attempt(starts, echo, signals, grace_seconds)
-                start = time.monotonic()
-                exit_code, failure, message = _judge(attempt, attempt.run())
-                if attempt.told or (failure is None and exit_code != SAVED):
-                    break
-                refused = restarts.refused(failure, time.monotonic() - start)
-                if refused is not None:
-                    message = "; ".join(filter(None, [message, refused]))
-                    break
-                echo.say(f"replicax: {failure or STOPPED_EARLY}; {restarts.progress}", error=True)
-                job_id = secrets.token_hex(8)
+            conclusion, attempts = run(context, loop)
         finally:
             echo.close(lambda: signal.SIGINT in signals_taken(signals))
     return Outcome(
-        exit_code=exit_code,
-        failure=failure,
-        stopped_by=None if attempt.stopped_by is None else posix_signal_name(attempt.stopped_by),
-        message=message,
+        exit_code=conclusion.exit_code,
+        failure=conclusion.failure,
+        stopped_by=None if loop.stopped_by is None else posix_signal_name(loop.stopped_by),
+        message=conclusion.message,
         seconds=time.monotonic() - began,
         logs=folder,
         attempts=attempts,
     )
 
 
+def _run_with_restarts(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, int]:
+    """Run a job that restarts as a whole; return its last conclusion and its number of attempts."""
+    restarts = Restarts(context.job.restarts)
+    names = [f"process-{number}" for number in range(context.job.processes)]
+    attempts = 0
+    while True:
+        attempts += 1
+        start = time.monotonic()
+        conclusion = judge(loop, Attempt(context.starts(names, attempts), loop).run())
+        if loop.told or (conclusion.failure is None and conclusion.exit_code != SAVED):
+            return conclusion, attempts
+        refused = restarts.refused(conclusion.failure, time.monotonic() - start)
+        if refused is not None:
+            message = "; ".join(filter(None, [conclusion.message, refused]))
+            return dataclasses.replace(conclusion, message=message), attempts
+        how = conclusion.failure or STOPPED_EARLY
+        loop.echo.say(f"replicax: {how}; {restarts.progress}", error=True)
+        context = dataclasses.replace(context, job_id=secrets.token_hex(8))
+
+
+def _size(job: JobSpec) -> str:
+    """Return the number of islands, processes and devices, for the first line."""
+    parts = [counted(job.processes, "process")]
+    if job.islands:
+        parts = [counted(job.islands, "island"), *([f"{parts[0]} each"] * (job.processes > 1))]
+    if job.devices_per_process is not None:
+        parts.append(f"{counted(job.devices_per_process, 'device')} each")
+    return " · ".join(parts + ["pinned"] * job.pin)
+
+
 @contextlib.contextmanager
 def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield `env`, with a folder for JAX to keep compiled programs in if the job may restart.
+    """Yield `env`, with a folder for JAX to keep compiled programs in if a part may restart.
 
     It is one of this launcher's own, so that no program of another machine or job gets there; with
     any of the variables set, the user has decided otherwise.
     """
-    if not job.restarts or set(CACHE) & set(env):
+    if not (job.restarts or job.islands) or set(CACHE) & set(env):
         yield env
         return
     with tempfile.TemporaryDirectory(prefix="replicax-compiled-", ignore_cleanup_errors=True) as at:
@@ -139,10 +150,11 @@ def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
-    if job.processes > _MOST_PROCESSES:
+    islands = f"--islands {job.islands} of " if job.islands else ""
+    if job.processes * (job.islands or 1) > _MOST_PROCESSES:
         raise ConfigError(
-            f"--processes {job.processes}; on one host it must be at most {_MOST_PROCESSES}: lower "
-            "it"
+            f"{islands}--processes {job.processes}; on one host it must be at most "
+            f"{_MOST_PROCESSES}: lower it"
         )
     program = job.command[0]
     if shutil.which(program, path=env.get("PATH", os.defpath)):
@@ -160,6 +172,8 @@ def check_numbers(job: JobSpec) -> None:
         raise ConfigError("no command to launch; it comes last, after --: -- python train.py")
     if job.processes < 1:
         raise ConfigError(f"--processes {job.processes}; a job needs at least 1: raise it")
+    if job.islands is not None and job.islands < 1:
+        raise ConfigError(f"--islands {job.islands}; a job needs at least 1: raise it")
     if job.devices_per_process is not None and job.devices_per_process < 1:
         raise ConfigError(
             f"--devices-per-process {job.devices_per_process}; each process needs at least 1: "
@@ -167,41 +181,6 @@ def check_numbers(job: JobSpec) -> None:
         )
     if job.restarts < 0:
         raise ConfigError(f"--restarts {job.restarts}; it must be at least 0: raise it")
-
-
-def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
-    """Return the exit code, the first failure if one is to blame, and a message or None."""
-    if all(each.status == 0 for each in ended):
-        return 0, None, None
-    if _stopped_early(attempt, ended):
-        return SAVED, None, f"{STOPPED_EARLY}; start it again to resume"
-    failure = first_failure(ended)
-    stopped_by = attempt.stopped_by
-    if stopped_by is None:
-        return (failure.exit_code if failure else 1), failure, str(failure) if failure else None
-    why = f"stopped by {posix_signal_name(stopped_by)}"
-    if stopped_by == signal.SIGPIPE:
-        why = "stopped: its output was closed by the reader"
-    if failure is None or attempt.natural(ended[failure.process]):
-        return 128 + stopped_by, None, why
-    told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
-    return failure.exit_code, failure, told
-
-
-def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
-    """Return whether some processes stopped early with all saved, and none failed by itself."""
-    saved = {number for number, each in enumerate(ended) if each.status == SAVED}
-
-    def in_order(each: Ended) -> bool:
-        if each.well:
-            return True
-        if each.report:  # it stopped because those that had saved were gone
-            return bool(each.report.blames) and saved.issuperset(each.report.blames)
-        if attempt.stopped_by is None:  # it continued without the others
-            return each.forced
-        return attempt.natural(each) and not each.forced  # too early to handle the signal
-
-    return bool(saved) and all(map(in_order, ended))
 
 
 def _folder(logs: str | Path | None, job_id: str) -> Path:
@@ -215,6 +194,7 @@ def _folder(logs: str | Path | None, job_id: str) -> Path:
         raise ConfigError(f"logs cannot go to {folder}: {error.strerror}; {fix}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"logs cannot go to {folder}: it is not writable; {fix}")
-    if other := next(folder.glob("process-*.*"), None):
+    others = (path for kind in ("process", "island") for path in folder.glob(f"{kind}-*.*"))
+    if other := next(others, None):
         raise ConfigError(f"{folder} has the logs of another job ({other.name}); {fix}")
     return folder
