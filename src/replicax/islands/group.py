@@ -68,6 +68,8 @@ class Group:
         """Decides whether to go on if as many islands are left as were lost."""
         self.changes: list[GroupChange] = []
         """Changes of the group that nobody has taken yet."""
+        self.most_bytes = 1 << 30
+        """The limit for the arrays of a frame that arrives."""
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
@@ -92,6 +94,7 @@ class Group:
             arrived=self._arrived,
             lost=self._lost,
         )
+        self.network.most_bytes = self.most_bytes
         me = self.place.index, self.network.start
         self.agreement = Agreement(me, self._send, self._is_dead)
 
@@ -199,6 +202,7 @@ class Group:
         Raises:
             AgreementError: an island has other `fields`, which are JSON values by name.
         """
+        self.network.most_bytes = self.most_bytes
         ready = Ready(json.dumps({**fields, "state": has_state}, sort_keys=True))
         while True:
             with self._changed:
@@ -262,7 +266,10 @@ class Group:
             return new if view.exchange == self.agreement.committed + 1 else []
 
     def give(self, run: Any, arrays: Sequence[np.ndarray]) -> None:
-        """Give the state to `newcomers`: `run` is JSON, `arrays` those of the state."""
+        """Give the state to `newcomers`: `run` is JSON, `arrays` those of the state.
+
+        The arrays are sent later, so nobody may change them.
+        """
         new = self.newcomers
         with self._changed:
             view, exchange = self.agreement.view, self.agreement.committed + 1
@@ -324,6 +331,7 @@ class Group:
                     (frame, [])
                 )
                 self.agreement.receive(self.place.index, frame)
+                own.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view)
         self._usual = [*self._usual[-_USUAL:], time.monotonic() - began]

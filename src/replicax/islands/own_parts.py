@@ -24,14 +24,17 @@ class OwnParts(Generic[Value]):
         self._sent: set[Block] = set()
 
     def missing(self, chosen: Collection[int]) -> tuple[list[Block], list[np.ndarray]]:
-        """Compute what this island has not sent yet of the `chosen` parts; return it."""
+        """Compute and return what this island has not sent yet of the `chosen` parts."""
         missing = set(chosen) - covered(block for block in self._sent if within(block, chosen))
         blocks = blocks_of(missing, self.parts.count)
         if self.parts.add is None:
             blocks = [(part, 1) for part in sorted(missing)]
         arrays = [array for block in blocks for array in self.parts.to_host(self._value(block))]
-        self._sent |= set(blocks)
         return blocks, arrays
+
+    def sent(self, blocks: Collection[Block]) -> None:
+        """Note that these blocks were sent to all members."""
+        self._sent |= set(blocks)
 
     def combined(
         self, view: View, exchange: int, frames: Frames, topic: str
@@ -76,5 +79,5 @@ class OwnParts(Generic[Value]):
                 halves = (first, size // 2), (first + size // 2, size // 2)
                 self._known[block] = self.parts.add(*map(self._value, halves))
                 for half in set(halves) - self._sent:
-                    del self._known[half]
+                    self._known.pop(half, None)
         return self._known[block]

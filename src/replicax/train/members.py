@@ -95,7 +95,7 @@ class Members:
         if group.agreement.view is not None:  # an earlier run of this program
             self.everyone.agree("the run", fields)
             return
-        group.network.most_bytes = _most_bytes(state)
+        group.most_bytes = _most_bytes(state)
         received = group.enter(fields)
         if received is not None:
             self.given = _given(received)
@@ -120,7 +120,8 @@ class Members:
             "votes": votes,
             "begins": begins,
         }
-        arrays = [np.asarray(numbers(leaf)) for leaf in jax.tree.leaves(state)]
+        # Copied, as they are sent while the next step reuses the memory of the state.
+        arrays = [np.array(numbers(leaf)) for leaf in jax.tree.leaves(state)]
         self._islands.group.give(run, arrays)
 
     @property
