@@ -85,12 +85,12 @@ class Handshakes:
         return hello, Proof(proof(place.secret, LISTENS, hello, challenge))
 
     def refusal(self, hello: Greeting) -> str | None:
-        """Return why an island that knows the secret cannot be one of those that dial this one."""
+        """Return why an island that knows the secret is no other island of this job."""
         index, islands = self._place.index, len(self._place.addresses)
         if hello.islands != islands:
             return f"the job has {islands} islands, but this one was given {hello.islands}"
-        if not index < hello.island < islands:
-            return f"island {index} is dialled by those after it, of {islands}, not {hello.island}"
+        if hello.island == index or not 0 <= hello.island < islands:
+            return f"island {index} of {islands} is dialled by the others, not by {hello.island}"
         if hello.purpose not in PURPOSES:
             return f"connections are for {' or '.join(PURPOSES)}, not {hello.purpose}"
         return None
