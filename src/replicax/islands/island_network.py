@@ -16,7 +16,8 @@ import numpy as np
 
 from replicax.islands.entrance import Entrance, connect
 from replicax.islands.frames import Channel
-from replicax.islands.handshake import HANDSHAKE_SECONDS, PURPOSES, Handshakes
+from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Handshakes
+from replicax.islands.inquiry import answer
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
@@ -184,6 +185,9 @@ class Network:
 
         `ValueError` if it is refused, `OSError` if it has ended.
         """
+        if hello.purpose == INQUIRES:
+            self._answer(hello, channel, accept)
+            return
         index, start = hello.island, hello.start
         with self._lock:
             if refusal := self._refusal(hello):
@@ -225,6 +229,23 @@ class Network:
             if self._closing.is_set() or (peer.index, peer.start) in self._replaced:
                 raise ConnectionAbortedError(CLOSED_HERE)
             return self._hold(peer)
+
+    def _answer(self, hello: Greeting, channel: Channel, accept: Callable[[], None]) -> None:
+        """Answer the questions of a `replicax doctor`."""
+        with self._lock:
+            if refusal := self._handshakes.refusal(hello):
+                raise ValueError(refusal)
+            if self._closing.is_set():
+                raise ValueError(CLOSED_HERE)
+            self._opening.add(channel)
+            accept()
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                answer(channel, trains=True)
+        finally:
+            with self._lock:
+                self._opening.remove(channel)
+            channel.close()
 
     def _refusal(self, hello: Greeting) -> str | None:
         """Return why this connection of an island that knows the secret is refused."""
