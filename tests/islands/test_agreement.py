@@ -6,7 +6,7 @@ import random
 import pytest
 
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.messages import Frame
+from replicax.islands.messages import Frame, Suspect
 
 TARGET = 6
 """Exchanges that each simulated run completes."""
@@ -256,3 +256,14 @@ def test_only_one_side_of_a_partition_goes_on(seed):
     runs = {node.index in split for node in world.nodes.values() if node.runs}
     assert len(runs) <= 1
     assert any(node.runs for node in world.nodes.values())
+
+
+def test_nobody_asks_whether_a_survivor_is_dead():
+    asked = []
+    view = founded([(n, "a") for n in range(3)], range(3))
+    of = Agreement((0, "a"), lambda to, message: None, lambda n: bool(asked.append(n)))
+    of.begin(view)
+    of.lose(2)
+    of.hear((1, "a"), Suspect(view, [2], -1, []))
+    assert of.members == [0, 1]
+    assert asked == [2]

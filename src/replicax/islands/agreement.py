@@ -204,8 +204,8 @@ class Agreement:
 
     def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
         """Leave if most of those that hold the state may go on without this island."""
-        gone = {n for n in before if n in self._done or self._is_dead(n)}
-        lost = [n for n in before if n not in left and n not in gone]
+        away = [n for n in before if n not in left and n not in self._done]
+        lost = [n for n in away if not self._is_dead(n)]  # which takes a moment if it lives
         if len(lost) > len(left) or not left:
             self.left = self.left or _too_few(len(left), len(lost))
         elif len(lost) == len(left):
