@@ -193,7 +193,13 @@ class Group:
 
     # Membership.
 
-    def enter(self, fields: Mapping[str, Any], *, has_state: bool = False) -> ReceivedState | None:
+    def enter(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        has_state: bool = False,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> ReceivedState | None:
         """Become a member, once the step is compiled; return the state that another one gives.
 
         None if this island founded the group, with the state that it has; and, with `has_state`, if
@@ -201,6 +207,7 @@ class Group:
 
         Raises:
             AgreementError: an island has other `fields`, which are JSON values by name.
+            IslandLeftError: it `stops` before that.
         """
         self.network.most_bytes = self.most_bytes
         ready = Ready(json.dumps({**fields, "state": has_state}, sort_keys=True))
@@ -209,7 +216,7 @@ class Group:
                 self._asks = ready
                 for peer in self.network.peers.values():
                     peer.send(ready)
-                self._wait_to_enter(has_state)
+                self._wait_to_enter(has_state, stops)
                 if self.agreement.left is None:
                     return self._state
                 if self.agreement.is_final:
@@ -220,9 +227,11 @@ class Group:
             with self._changed:
                 self._connect()
 
-    def _wait_to_enter(self, has_state: bool) -> None:
+    def _wait_to_enter(self, has_state: bool, stops: Callable[[], bool]) -> None:
         of, began = self.agreement, time.monotonic()
         while of.left is None and self._state is None:
+            if stops():
+                raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
             if of.view is None:
                 self._found(time.monotonic() - began, has_state)
             if of.view is not None:

@@ -200,7 +200,8 @@ class Run(Loop):
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
             agreed = {"run": self._agreed, **{part: self.config[part] for part in _ALIKE}}
-            self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
+            stops = self._is_interrupted
+            self._members.enter(plain_config(agreed), self.dp, self.state, self._first, stops)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None

@@ -77,11 +77,17 @@ class Members:
         return Stopping(interrupt, self.everyone, save_every_seconds, may_leave=may_leave)
 
     def enter(
-        self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
+        self,
+        fields: dict[str, Any],
+        dp: DataParallel,
+        state: TrainState,
+        feed: Feed,
+        stops: Callable[[], bool],
     ) -> None:
         """Become a member, once the step is compiled; perhaps receive the run.
 
-        `fields` are those that must be equal in all islands; `feed` begins with a usual batch.
+        `fields` are those that must be equal in all islands; `feed` begins with a usual batch. Once
+        it `stops`, it raises `IslandLeftError`.
         """
         if self._islands is None:
             return
@@ -102,7 +108,7 @@ class Members:
             self.everyone.agree("the run", fields)
             return
         group.most_bytes = _most_bytes(state)
-        received = group.enter(fields)
+        received = group.enter(fields, stops=stops)
         if received is not None:
             self.given = _given(received)
             group.changes = []
