@@ -134,7 +134,7 @@ class Run(Loop):
         }
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
-        self._members = Members(dp.job)
+        self._members = Members(dp.job, self._is_interrupted)
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
@@ -200,8 +200,7 @@ class Run(Loop):
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
             agreed = {"run": self._agreed, **{part: self.config[part] for part in _ALIKE}}
-            stops = self._is_interrupted
-            self._members.enter(plain_config(agreed), self.dp, self.state, self._first, stops)
+            self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None

@@ -50,10 +50,12 @@ class GivenRun:
 
 
 class Members:
-    """The islands of a run, if it has any."""
+    """The islands of a run, if it has any; `stops` tells whether to give up joining them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
+        if self._islands is not None:
+            self._islands.group.stops = stops
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
         self.given: GivenRun | None = None
@@ -77,17 +79,11 @@ class Members:
         return Stopping(interrupt, self.everyone, save_every_seconds, may_leave=may_leave)
 
     def enter(
-        self,
-        fields: dict[str, Any],
-        dp: DataParallel,
-        state: TrainState,
-        feed: Feed,
-        stops: Callable[[], bool],
+        self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
     ) -> None:
         """Become a member, once the step is compiled; perhaps receive the run.
 
-        `fields` are those that must be equal in all islands; `feed` begins with a usual batch. Once
-        it `stops`, it raises `IslandLeftError`.
+        `fields` are those that must be equal in all islands; `feed` begins with a usual batch.
         """
         if self._islands is None:
             return
@@ -108,7 +104,7 @@ class Members:
             self.everyone.agree("the run", fields)
             return
         group.most_bytes = _most_bytes(state)
-        received = group.enter(fields, stops=stops)
+        received = group.enter(fields)
         if received is not None:
             self.given = _given(received)
             group.changes = []
