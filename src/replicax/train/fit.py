@@ -135,7 +135,7 @@ class Run(Loop):
         }
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
-        self._members = Members(dp.job)
+        self._members = Members(dp.job, self._is_interrupted)
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
