@@ -134,6 +134,12 @@ class Decided(Typed):
     """The last exchange that is complete."""
 
 
+class GoOn(Typed):
+    """The first member of a view has found that its members may go on without those they lost."""
+
+    view: int
+
+
 class Out(Typed):
     """The receiver is no longer a member, or cannot become one."""
 
@@ -146,7 +152,7 @@ class Done(Typed):
     """The sender has completed the run, and leaves."""
 
 
-Control = Beat | Ready | InView | Have | Suspect | Decided | Out | Done
+Control = Beat | Ready | InView | Have | Suspect | Decided | GoOn | Out | Done
 
 
 class Frame(Typed):
