@@ -111,6 +111,8 @@ class IslandLeftError(ReplicaxError, RuntimeError):
     """This island is no longer a member of its group; start it again, and it joins."""
 
     exit_code = 75
+    is_sound = True
+    """Whether the state that it had may be saved."""
 
 
 class AgreementError(ReplicaxError, RuntimeError):
