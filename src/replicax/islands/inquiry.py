@@ -21,7 +21,7 @@ _LONGEST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Distance:
-    """What an inquiry found."""
+    """Result of an inquiry."""
 
     trains: bool
     """Whether the other end is an island of a program, and not `replicax doctor`."""
@@ -60,7 +60,7 @@ def bytes_per_second(channel: Channel, round_trip_seconds: float) -> float:
         size = _LAST_BYTES
 
 
-def answer(channel: Channel, *, trains: bool) -> None:
+def answer_inquiry(channel: Channel, *, trains: bool) -> None:
     """Answer until the other end closes; `OSError` or `ValueError` tells why it ends."""
     channel.limit(_SECONDS)
     while True:
