@@ -108,7 +108,14 @@ class ClusterError(ReplicaxError, RuntimeError):
 
 
 class IslandLeftError(ReplicaxError, RuntimeError):
-    """This island is no longer a member of its group; start it again, and it joins."""
+    """An island that is no longer a member of its group; started again, it joins.
+
+    Examples:
+        >>> try:
+        ...     result = rx.fit(dp, state, source, batch_size=32, epochs=1)
+        ... except rx.IslandLeftError as error:
+        ...     sys.exit(error.exit_code)
+    """
 
     exit_code = 75
 
