@@ -7,6 +7,7 @@
   - DivergedError           a loss or a parameter that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
   - ClusterError            processes that cannot find or join each other
+  - IslandLeftError         an island that the others went on without
   - AgreementError          processes that differ where they must agree
     - ReplicasDifferError   replicas whose states are no longer equal
   - CheckpointError         a checkpoint that cannot be written, or fails verification
