@@ -14,7 +14,8 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.waiting import until, within
 
 from replicax.errors import ClusterError
-from replicax.islands import entrance, network
+from replicax.islands import entrance
+from replicax.islands import island_network as network
 from replicax.islands.frames import message_bytes
 from replicax.islands.messages import Beat, Frame, Have, Out
 

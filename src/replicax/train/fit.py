@@ -128,6 +128,7 @@ class Run(Loop):
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
+        told["log_every"] = log_every
         told |= {
             "log_every": log_every,
             **plain_fields(guard=guard, saving=saving, evaluation=plan),
@@ -278,7 +279,7 @@ class Run(Loop):
             say=self.say,
             alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
-            follows=not self.is_main,
+            follows=self._members.follows,
         )
         self._members.arbitrate(self._storage.holds_lease)
         stack.callback(self._storage.close)
