@@ -1,6 +1,7 @@
 """Checks of a finished trial, and what it measured."""
 
 import hashlib
+import itertools
 import json
 import signal
 import statistics
@@ -109,7 +110,7 @@ def usual_step_seconds(trial: Trial) -> float | None:
     first = min(trial.struck, default=float("inf"))
     done = _first_times(trial)
     times = [at for at in done.values() if at < first]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     return statistics.median(gaps) if gaps else None
 
 

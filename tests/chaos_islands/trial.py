@@ -260,7 +260,7 @@ class Trial:
                 break
             time.sleep(_TURN_SECONDS)
             for start in self.starts:
-                # As the launcher does: what has not joined when the others are done cannot any more.
+                # As the launcher does: what has not joined before cannot any more.
                 waited = time.monotonic() - self.done_at
                 if start.lives and not self.has_stepped(start) and waited > 2.0:
                     start.killed = True
