@@ -158,17 +158,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
+    parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS), help="(2 3 4)")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--rows", type=int, default=48, help="of the global batch (48)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--steps", type=int, default=30, help="of each per round (30)")
     parser.add_argument("--dry", action="store_true", help="write no file")
-    parser.add_argument("--quick", action="store_true", help="2 and 3, 24 rows, 3 rounds of 4")
+    parser.add_argument("--quick", action="store_true", help="a dry trial: 24 rows, 3 rounds of 4")
     args = parser.parse_args()
     if args.quick:
-        args.counts, args.rows, args.rounds, args.steps = [2, 3], 24, 3, 4
-        args.dry = True
+        args.rows, args.rounds, args.steps, args.dry = 24, 3, 4, True
     for count in [*args.counts, MICRO_SHARDS]:
         if args.rows % count:
             parser.error(f"--rows {args.rows} over {count} processes or parts; choose a multiple")
@@ -219,7 +218,7 @@ def check_agreement(rounds: dict[Key, list[list[dict[str, Any]]]]) -> None:
     for key, answers in last.items():
         if len({answer["weights"] for answer in answers}) > 1:
             raise SystemExit(f"{key}: the processes have different weights: {answers}")
-    exact = {kind: answers[0]["weights"] for (kind, mode), answers in last.items() if mode == "exact"}
+    exact = {kind: each[0]["weights"] for (kind, mode), each in last.items() if mode == "exact"}
     if len(set(exact.values())) > 1:
         raise SystemExit(f"mode exact has different bits: {exact}")
     losses = {key: answers[0]["loss"] for key, answers in last.items()}
