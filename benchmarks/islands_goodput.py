@@ -9,6 +9,7 @@ counts. Writes `results/islands_goodput.json` and `docs/images/islands_goodput.p
 """
 
 import argparse
+import itertools
 import random
 import tempfile
 import time
@@ -95,9 +96,10 @@ def measure(kind: str, rate: float, longest: float, args: argparse.Namespace) ->
         try:
             run.wait(lambda: bool(run.newest()), "first step", STARTS_WITHIN_SECONDS)
             missed = disturb(run, kind, rate, longest, args.steps, drawn)
+            ended = time.time()
         finally:
             run.close()
-        return {"faults_per_hour": rate, **summary(run, args.steps, args.rows, missed)}
+        return {"faults_per_hour": rate, **summary(run, args.steps, args.rows, missed, ended)}
 
 
 def disturb(
@@ -135,23 +137,24 @@ def current_step(run: LaunchedRun) -> int:
     return max(run.newest().values(), key=lambda step: step.at).number
 
 
-def summary(run: LaunchedRun, steps: int, rows: int, missed: int) -> dict[str, Any]:
+def summary(run: LaunchedRun, steps: int, rows: int, missed: int, ended: float) -> dict[str, Any]:
     """Return the rate from the first step on, and where the time went."""
     starts = run.starts()
     order = sorted((step for start in starts for step in start.steps), key=lambda step: step.at)
     first, last = order[0], order[-1]
-    seconds = last.at - first.at
+    complete = last.number >= steps
+    seconds = (last.at if complete else ended) - first.at
     done = last.number - first.number
     computed = {step.at: step.number for step in order if step.writes}
     numbers = list(computed.values())
-    again = sum(max(a - b + 1, 0) for a, b in zip(numbers, numbers[1:], strict=False))
+    again = sum(max(a - b + 1, 0) for a, b in itertools.pairwise(numbers))
     return {
         "kills": len(run.kills),
         "missed_faults": missed,
         "starts": len(starts),
         "seconds": seconds,
         "steps_done": done,
-        "complete": last.number >= steps,
+        "complete": complete,
         "steps_done_again": again,
         "rows_per_second": done * rows / seconds,
         "seconds_between_kill_and_step": [
