@@ -280,7 +280,7 @@ class Run(Loop):
             say=self.say,
             alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
-            follows=not self.is_main,
+            follows=self._members.follows,
         )
         self._members.arbitrate(self._storage.holds_lease)
         stack.callback(self._storage.close)

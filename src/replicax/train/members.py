@@ -64,6 +64,11 @@ class Members:
         return bool(self.everyone.process == 0)
 
     @property
+    def follows(self) -> bool:
+        """Whether another island writes the folder of the run."""
+        return self._islands is not None and not self.is_main
+
+    @property
     def speaks(self) -> bool:
         """Whether this process shows the progress of the run, if it is asked to."""
         if self._islands is None:
