@@ -21,6 +21,8 @@ from replicax.islands.island_variables import ISLAND
 PROGRAM = Path(__file__).with_name("islands_fit.py")
 COUNT = 3
 STARTS_WITHIN_SECONDS = 300.0
+GRACE_SECONDS = 5.0
+"""For a run that is closed."""
 POLL_SECONDS = 0.02
 _TAIL_BYTES = 400
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -69,7 +71,8 @@ class LaunchedRun:
         self.folder, self._said = folder, folder / "launcher.txt"
         self.kills: list[Kill] = []
         many = ["--islands" if islands else "--processes", str(COUNT), "--restarts", "1000000"]
-        launch = [sys.executable, "-m", "replicax", "launch", *many, "--logs", str(folder / "logs")]
+        launch = [sys.executable, "-m", "replicax", "launch", *many, "--grace", str(GRACE_SECONDS)]
+        launch += ["--logs", str(folder / "logs")]
         program = [sys.executable, str(PROGRAM), str(folder), mode, str(steps), str(rows)]
         with self._said.open("wb") as said:
             self._launcher = subprocess.Popen(
@@ -148,16 +151,10 @@ class LaunchedRun:
         return sorted(found, key=lambda start: start.began)
 
     def close(self) -> None:
-        """Stop the run: at once, as nothing of it is needed."""
+        """Stop the run, if it has not ended."""
         if not self.ended:
-            for pid in (*_children(self._launcher.pid), self._launcher.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(30)
-        if not self.ended:
-            os.killpg(self._launcher.pid, signal.SIGKILL)
-            self._launcher.wait()
+            self._launcher.terminate()
+        self._launcher.wait()
 
 
 def _children(pid: int) -> list[int]:
