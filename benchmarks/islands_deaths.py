@@ -48,6 +48,8 @@ PRODUCTIVE_SECONDS = 15.0
 PICTURE = IMAGES / "islands_run.png"
 USUAL = 10
 """Steps around an event, whose median is the usual step."""
+LEAST_BEFORE = 2
+"""Steps that an island needs before a kill, so that its usual step is known."""
 NEAR = 2
 """Steps around a join of which the longest is taken."""
 MEMBER, JOINING, MARK = "#009E73", "#E69F00", "#D55E00"
@@ -75,7 +77,13 @@ def main() -> None:
         finally:
             run.close()
         starts = run.starts()
-    events = [told for kill in run.kills if (told := event(kill, starts)) is not None]
+    events = []
+    for kill in run.kills:
+        told = event(kill, starts)
+        if told is None:
+            print(f"no figures of the kill of island {kill.number} after {kill.at - began:.1f} s")
+        else:
+            events.append(told)
     drawn = [kill for kill in run.kills if kill.at <= drawn_until]
     times = timeline(starts, drawn, began, drawn_until, args.rows, args.bin_seconds)
     figures = {name: figure([each[name] for each in events]) for name in events[0]}
@@ -152,7 +160,7 @@ def at_random(run: LaunchedRun, args: argparse.Namespace) -> None:
 
 
 def event(kill: Kill, starts: Sequence[Start]) -> dict[str, float] | None:
-    """Return the seconds and pauses that followed a kill; None if no island came back."""
+    """Return the seconds and pauses that followed a kill; None if some are not known."""
     again = [each for each in starts if each.number == kill.number and each.began > kill.at]
     if not again or not again[0].steps:
         return None
@@ -160,7 +168,9 @@ def event(kill: Kill, starts: Sequence[Start]) -> dict[str, float] | None:
     others = [
         each
         for each in starts
-        if each.number != kill.number and each.began < kill.at and each.steps[-1].at > joined.at
+        if each.number != kill.number
+        and sum(step.at < kill.at for step in each.steps) > LEAST_BEFORE
+        and each.steps[-1].number > joined.number
     ]
     if not others:
         return None
@@ -179,11 +189,11 @@ def event(kill: Kill, starts: Sequence[Start]) -> dict[str, float] | None:
 
 
 def _pause_at(at: float, steps: Sequence[Step]) -> float:
-    """Return by how much the step at that time, or the next one, was longer than usual."""
+    """Return by how much the step at that time, or the next one, was longer than those before."""
     times = [step.at for step in steps]
     first = bisect.bisect_right(times, at)  # the first that finished after it
-    lasted = np.diff(times[max(first - USUAL, 0) : first + 2])
-    return float(max(lasted[-2:]) - np.median(lasted[:-2]))
+    before = np.diff(times[max(first - USUAL - 1, 0) : first])
+    return float(max(np.diff(times[first - 1 : first + 2])) - np.median(before))
 
 
 def _pause_at_join(number: int, steps: Sequence[Step]) -> float:
