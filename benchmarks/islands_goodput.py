@@ -24,6 +24,7 @@ from replicax.bench.plots import STYLES
 
 RATES = 0.0, 30.0, 60.0, 125.0, 250.0
 """Faults an hour."""
+STEPS = 1000
 KINDS = {"islands": "islands", "restart": "one job, restarted from its checkpoint"}
 PICTURE = IMAGES / "islands_goodput.png"
 TOLD_SECONDS = 10.0
@@ -57,10 +58,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="0 comes first")
+    parser.add_argument("--rates", nargs="+", type=float, help=f"0 comes first {RATES}")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--mode", default="jit", help="(jit)")
-    parser.add_argument("--steps", type=int, default=1000, help="of each run (1000)")
+    parser.add_argument("--steps", type=int, help=f"of each run ({STEPS})")
     parser.add_argument("--rows", type=int, default=24, help="of a batch (24)")
     parser.add_argument("--save-seconds", type=float, default=10.0, help="between checkpoints (10)")
     parser.add_argument(
@@ -73,9 +74,10 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.quick:
-        args.rates, args.steps = (0.0, 250.0), 120
+        args.rates, args.steps = args.rates or (0.0, 250.0), args.steps or 120
         if args.out == PICTURE:
             args.out = Path(tempfile.gettempdir()) / PICTURE.name
+    args.rates, args.steps = args.rates or RATES, args.steps or STEPS
     if args.rates[0] != 0:
         parser.error(f"--rates {args.rates[0]:g} first; all are relative to 0 faults: begin with 0")
     return args
