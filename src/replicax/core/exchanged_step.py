@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from replicax.core.data.batch import Batch
-from replicax.core.exact.fixed_tree import float_sums, with_means
+from replicax.core.exact.fixed_tree import FixedTree, float_sums, with_means
 from replicax.core.ground.job import Parts, PartsExchange
 from replicax.core.ground.leaves import PyTree, from_host
 from replicax.core.ground.train_state import TrainState
@@ -25,6 +25,7 @@ from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis, batch_shardings, replicated
 from replicax.core.step.accumulate import folded
 from replicax.core.step.base import Accumulator, CompiledFunction, StepSums, SumsFunction
+from replicax.core.step.reduction import REDUCTIONS
 from replicax.core.step_builder import StepParts, jitted, mapped
 from replicax.errors import ConfigError
 
@@ -75,7 +76,8 @@ class ExchangedStep:
                 "steps, and a step has a sum for each part of a batch: use 'float32'"
             )
         self.trace, self.lower = whole.trace, whole.lower
-        self._exchange, self._count = exchange, parts.micro_shards
+        self._exchange = exchange
+        self._count = FixedTree(parts.micro_shards, REDUCTIONS["float32"]).micro_batches(1)
         where, everywhere = batch_shardings(parts.mesh), replicated(parts.mesh)
         placed = parts.total if parts.apply is None else parts.total[0]
         self._placed = placed, everywhere

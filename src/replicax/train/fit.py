@@ -32,7 +32,7 @@ from replicax.train.progress import open_progress
 from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
 from replicax.train.run_state import RunState, first_batch
-from replicax.train.stopping import Interrupt, Stopping, is_any_open
+from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 
@@ -204,9 +204,7 @@ class Run(Loop):
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
-            everyone = self._members.everyone
-            may_leave = everyone is not self.dp.job
-            self._stopping = Stopping(self._interrupt, everyone, clock, may_leave=may_leave)
+            self._stopping = self._members.stopping(self._interrupt, clock)
             self._resume()
             self._meet_members(begins=True)
             self.dp.job.in_flight.forget()  # notes of a run that ended with an error

@@ -24,6 +24,7 @@ from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
 from replicax.train.records import Record, record_from_json
+from replicax.train.stopping import Interrupt, Stopping
 from replicax.wording import counted, listed
 
 
@@ -74,6 +75,11 @@ class Members:
         if self._islands is None:
             return bool(self.everyone.process == 0)
         return self._islands.group.place.index == 0
+
+    def stopping(self, interrupt: Interrupt, save_every_seconds: float | None) -> Stopping:
+        """Return what turns the requests of all processes into decisions."""
+        may_leave = self._islands is not None
+        return Stopping(interrupt, self.everyone, save_every_seconds, may_leave=may_leave)
 
     def enter(
         self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
