@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.cluster.variables import PROCESS_ID
+from replicax.core.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
 from replicax.islands.island_variables import ISLAND
 
 PROGRAM = Path(__file__).with_name("islands_fit.py")
@@ -74,13 +75,16 @@ class LaunchedRun:
         launch = [sys.executable, "-m", "replicax", "launch", *many, "--grace", str(GRACE_SECONDS)]
         launch += ["--logs", str(folder / "logs")]
         program = [sys.executable, str(PROGRAM), str(folder), mode, str(steps), str(rows)]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        if mode == "exact":  # which requires it on CPUs
+            env[THREADS_VARIABLE] = str(MICRO_SHARDS)
         with self._said.open("wb") as said:
             self._launcher = subprocess.Popen(
                 [*launch, "--", *program, str(save_seconds)],
                 stdout=said,
                 stderr=said,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+                env=env,
                 start_new_session=True,
             )
 
