@@ -110,6 +110,13 @@ class Channel:
             raise ValueError(f"arrays with the checksum {crc}; their header has {header.crc}")
         return header, arrays
 
+    def skip(self, count: int) -> None:
+        """Receive `count` bytes, and forget them."""
+        chunk = memoryview(bytearray(min(count, _CHUNK_BYTES)))
+        while count:
+            self._fill(chunk[: min(count, len(chunk))])
+            count -= min(count, len(chunk))
+
     def send_bytes(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send all bytes of `buffers`, without copying them together."""
         waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
