@@ -6,7 +6,7 @@ import random
 import pytest
 
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.messages import Frame
+from replicax.islands.messages import Decided, Frame, GoOn, Out, Suspect, View
 
 TARGET = 6
 """Exchanges that each simulated run completes."""
@@ -139,8 +139,8 @@ class World:
     def turn(self) -> bool:
         """Let one thing happen; return whether anything could."""
         for node in list(self.nodes.values()):
-            if node.agreement.tie and node.runs:
-                node.agreement.go_on(node.index == node.agreement.first)
+            if node.agreement.tie and node.runs and node.index == node.agreement.first:
+                node.agreement.go_on(True)
             if node.agreement.left is not None and not node.dead:
                 self.kill(node.index)  # it exits
         self._adopted()
@@ -236,7 +236,7 @@ def test_twenty_thousand_runs_agree():
 
 @pytest.mark.parametrize("seed", range(100))
 def test_only_one_side_of_a_partition_goes_on(seed):
-    world = World(seed, 3 + seed % 3, proven=False)
+    world = World(seed, 3 + seed % 3, proven=seed % 2 == 0)
     world.start()
     split = world.random.sample(sorted(world.nodes), len(world.nodes) // 2)
     at = world.random.randrange(2, 80)
@@ -248,11 +248,84 @@ def test_only_one_side_of_a_partition_goes_on(seed):
                         world.separate(one, other)
         if turn > at:
             for node in world.nodes.values():
-                if node.agreement.tie:  # the lease is held by the side of island 0
+                of = node.agreement
+                if of.tie and node.index == of.first:  # island 0's side holds the lease
                     node.agreement.go_on((node.index in split) == (0 in split))
         if not world.turn() and turn > at:
             break
     world.check()
     runs = {node.index in split for node in world.nodes.values() if node.runs}
-    assert len(runs) <= 1
-    assert any(node.runs for node in world.nodes.values())
+    assert len(runs) == 1
+    equal = 2 * len(split) == len(world.nodes)
+    assert runs == {(0 in split) if equal else False}
+    assert sum(node.runs for node in world.nodes.values()) == len(world.nodes) - len(split)
+
+
+def test_who_leaves_tells_nobody_to_leave():
+    sent = []
+    view = founded([(n, "a") for n in range(3)], range(3))
+    of = Agreement((0, "a"), lambda to, message: sent.append((to, message)), lambda n: False)
+    of.begin(view)
+    of.lose(1)
+    of.lose(2)
+    assert of.left is not None
+    assert not [message for _, message in sent if isinstance(message, Out)]
+
+
+def tied() -> tuple[Agreement, list]:
+    """Return island 1 of 4, which is left with the first one."""
+    sent = []
+    view = founded([(n, "a") for n in range(4)], range(4))
+    of = Agreement((1, "a"), lambda to, message: sent.append((to, message)), lambda n: False)
+    of.begin(view)
+    of.lose(2)
+    of.lose(3)
+    of.hear((0, "a"), Suspect(view, [2, 3], -1, []))
+    assert of.tie
+    sent.clear()
+    return of, sent
+
+
+def test_a_tie_ends_when_the_first_one_goes_on():
+    of, sent = tied()
+    of.hear((2, "a"), GoOn(1))
+    assert of.tie
+    of.hear((0, "a"), GoOn(1))
+    assert (of.settled, of.left) == (True, None)
+    assert [(to, type(message)) for to, message in sent] == [(2, Out), (3, Out)]
+
+
+def test_a_tie_ends_also_if_the_first_one_went_on_before():
+    again = Agreement((1, "a"), lambda to, message: None, lambda n: False)
+    again.begin(founded([(n, "a") for n in range(4)], range(4)))
+    again.hear((0, "a"), GoOn(1))
+    again.lose(2)
+    again.lose(3)
+    again.hear((0, "a"), Suspect(again.view, [2, 3], -1, []))
+    assert again.settled
+
+
+def test_who_loses_the_first_one_in_a_tie_leaves():
+    of, _ = tied()
+    of.lose(0)
+    assert of.left is not None
+
+
+def test_a_decision_of_another_island_is_counted_too():
+    view = founded([(n, "a") for n in range(3)], range(3))
+    after = View(1, [(2, "a")], [2], 0)
+    of = Agreement((2, "a"), lambda to, message: None, lambda n: False)
+    of.begin(view)
+    of.hear((1, "a"), Decided(0, after, -1))
+    assert of.left is not None
+
+
+def test_nobody_asks_whether_a_survivor_is_dead():
+    asked = []
+    view = founded([(n, "a") for n in range(3)], range(3))
+    of = Agreement((0, "a"), lambda to, message: None, lambda n: bool(asked.append(n)))
+    of.begin(view)
+    of.lose(2)
+    of.hear((1, "a"), Suspect(view, [2], -1, []))
+    assert of.members == [0, 1]
+    assert asked == [2]

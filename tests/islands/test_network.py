@@ -14,8 +14,9 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.waiting import until, within
 
 from replicax.errors import ClusterError
-from replicax.islands import entrance, network
+from replicax.islands import entrance
 from replicax.islands.frames import message_bytes
+from replicax.islands.island_network import REPLACED
 from replicax.islands.messages import Beat, Frame, Have, Out
 
 FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
@@ -174,10 +175,10 @@ def test_a_new_start_replaces_one_that_is_still_joined(raw: tuple[Island, RawIsl
     until(lambda: len(island.told) == 3)
     assert island.told == [
         ("joined", 1, "raw"),
-        ("lost", 1, network.REPLACED),
+        ("lost", 1, REPLACED),
         ("joined", 1, "new"),
     ]
-    with pytest.raises(ValueError, match=network.REPLACED):
+    with pytest.raises(ValueError, match=REPLACED):
         old.dial("control")  # two that run at once do not replace each other for ever
     assert island.peer(1).start == "new"
     new.close()

@@ -14,7 +14,7 @@ from replicax.islands.frames import Channel
 from replicax.islands.handshake import PURPOSES, Handshakes
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import Control, Frame, State
+from replicax.islands.messages import Beat, Control, Frame, State
 from replicax.islands.peer import IslandPeer
 from replicax.launch.process import free_port
 
@@ -71,7 +71,7 @@ class Island:
 
 @contextlib.contextmanager
 def islands(given: Sequence[IslandPlace], patience_seconds: float = 60.0) -> Iterator[list[Island]]:
-    """IslandStart islands in this order, and close them in the end."""
+    """Start islands in this order, and close them in the end."""
     with contextlib.ExitStack() as stack:
         started = []
         for place in given:
@@ -98,6 +98,8 @@ class RawIsland:
     def join(self) -> tuple[Channel, Channel]:
         """Return both connections."""
         control, data = map(self.dial, PURPOSES)
+        if self.place.index < self.other:  # it decides which connections count
+            control.send(Beat())
         return control, data
 
     def close(self) -> None:

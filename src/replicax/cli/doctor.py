@@ -31,8 +31,8 @@ class DoctorOptions(JsonOptions):
     """Checks the installation, the devices, and the processes of a job and what connects them.
 
     Run it alone, or started like the job that has trouble: under replicax launch, srun, mpirun, or
-    in the pods. Process 0 then shows the results of all processes. The exit code is 1 if there is a
-    problem.
+    in the pods. Process 0 then shows the results of all processes, and each island its way to the
+    others (replicax launch --islands 3 --restarts 0). The exit code is 1 if there is a problem.
     """
 
     largest_mb: Positive = 64.0

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.arguments import Positive
+from replicax.arguments import Count, Positive
 from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
@@ -46,6 +46,10 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """Tokens to train on (rows if the recipe has no tokens), to derive the device-hours from."""
     noise_scale: Annotated[str | None, shown_as("ROWS|FOLDER", "none")] = None
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
+    islands: Annotated[Count | None, shown_as("N", "none")] = None
+    """Islands, each with such a target, that compute the batch together (launch --islands)."""
+    between: Annotated[str | None, shown_as("RATE, ROUND TRIP", "none")] = None
+    """The network between islands: "1 Gbit/s, 20 ms"."""
     by_formula: bool = False
     """Do not run the target's compiler."""
     run: Annotated[str | None, shown_as("NAME", "plan, recipe and time")] = None
@@ -83,6 +87,8 @@ def plan(arguments: list[str]) -> int:
             wished_rows=wished,
             noise_scale=noise_scale,
             transformer=_transformer(recipe),
+            islands=options.islands,
+            between=options.between,
             by_formula=options.by_formula,
             show=show,
         )

@@ -289,7 +289,7 @@ def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
     """Raise `AgreementError` if the processes start from different models or seeds."""
     leaves = jax.tree.leaves(model)
     shared = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
-    if job.processes > 1 and not shared:
+    if (job.processes > 1 or job.exchange is not None) and not shared:
         job.agree("the initial model", {"seed": seed, **describe_leaves(model)})
 
 

@@ -114,7 +114,7 @@ def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
         ahead.append(statistics.median(each[process][0] - each[0][0] for each in rounds))
         bounds.append(min(max(each[process][1], each[0][1]) for each in rounds))
     spread, bound = max(ahead) - min(ahead), max(bounds)
-    found = f"within {_text(spread)} of each other, ± {_text(bound)}"
+    found = f"within {seconds_text(spread)} of each other, ± {seconds_text(bound)}"
     figures = {"seconds_ahead_of_process_0": ahead, "within_seconds": bounds}
     if spread - bound <= MOST_SECONDS:
         return [Check(CLOCKS, "", PASS, found, figures=figures)]
@@ -125,5 +125,6 @@ def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
     return [Check(CLOCKS, "", NOTE, found, fix, figures)]
 
 
-def _text(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+def seconds_text(seconds: float) -> str:
+    """Return a text such as `0.25 ms` or `1.5 s`."""
+    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.2f} ms"

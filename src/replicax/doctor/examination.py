@@ -15,6 +15,7 @@ from replicax.cluster.place import Place
 from replicax.core.ground.job import Alone, Job
 from replicax.doctor import device_checks, joined
 from replicax.doctor.between import CLOCKS, DIFFERENCES, check_clocks, check_surroundings
+from replicax.doctor.between_islands import ISLANDS_CHECK, check_islands
 from replicax.doctor.combined import (
     STYLE,
     checks_or_error,
@@ -27,6 +28,7 @@ from replicax.doctor.device_checks import DEVICES, MESH, REDUCTION
 from replicax.doctor.installation import LIMITS, VERSIONS, check_limits, check_versions
 from replicax.doctor.joined import COORDINATOR_CHECK, JOINED, PLACE
 from replicax.doctor.shared_folders import FOLDER, check_folders
+from replicax.islands.island_variables import ISLAND, ISLANDS
 
 PART_SECONDS = 0.5
 """Time for the others to read the reason from process 0, before JAX's runtime aborts them."""
@@ -107,6 +109,9 @@ class Examination:
             COORDINATOR_CHECK,
             lambda: joined.check_coordinator(self.place, self.timeout_seconds, self.say),
         )
+
+        if ISLAND in env or ISLANDS in env:
+            self._check(ISLANDS_CHECK, lambda: check_islands(env, self.timeout_seconds, self.say))
 
     def _placed(self) -> list[Check]:
         rows, self.place = joined.check_place(os.environ)

@@ -20,6 +20,7 @@ from replicax.islands.messages import (
     Decided,
     Done,
     Frame,
+    GoOn,
     Have,
     InView,
     Out,
@@ -61,7 +62,10 @@ class Agreement:
         self.is_final = False
         """Whether it cannot become one again."""
         self.tie = False
-        """Whether as many members were lost as are left; `go_on` decides."""
+        """Whether as many members were lost as are left; `go_on` of the first one decides."""
+        self._lost: list[int] = []  # they are told once this island goes on without them
+        self._going: dict[int, int] = {}
+        """The newest view with which an island goes on, as its first member."""
         self._dead: set[int] = set()
         self._done: set[int] = set()
         self._suspects: dict[int, Suspect] = {}
@@ -128,17 +132,32 @@ class Agreement:
                 self._advance()
             case Done():
                 self._done.add(index)
+            case GoOn(view):
+                self._going[index] = view
+                self._advance()
             case Out(reason, is_final):
                 self.left, self.is_final = self.left or reason, is_final
             case InView(view) if self.view is None and self._is_in(view):
                 self.begin(view)
 
     def go_on(self, allowed: bool) -> None:
-        """Decide a tie."""
-        self.tie = False
-        if not allowed:
+        """Decide a tie, as the first member; the others follow."""
+        if allowed:
+            self._go_on()
+        else:
             self.left = self.left or _too_few(1, 1)
         self._advance()
+
+    def _go_on(self) -> None:
+        """Go on in this view, and tell those that were lost, if they can be reached."""
+        assert self.view is not None
+        self.tie = False
+        if self.first == self.me[0]:
+            for index in self.members:
+                if index != self.me[0]:
+                    self._send(index, GoOn(self.view.number))
+        for index in self._lost:
+            self._send(index, Out("the others no longer heard this island"))
 
     # Deaths.
 
@@ -150,6 +169,8 @@ class Agreement:
         self._dead |= new
         told = Suspect(self.view, sorted(self._dead), self.committed, list(self.parts))
         self._suspects[self.me[0]] = told
+        if self.tie and self.first in self._dead:  # before it could say who goes on
+            self.left = self.left or _too_few(1, 1)
         for index in self._survivors():
             if index != self.me[0]:
                 self._send(index, told)
@@ -198,32 +219,36 @@ class Agreement:
             committed + 1,
             [list(each.parts) if each.committed == committed else [] for each in told],
         )
-        self._count_votes(sure, after.confirmed)
         self._adopt(Decided(view.number, after, committed))
         return True
 
+    def _adopt(self, decided: Decided) -> None:
+        """Take part in the view after this one, unless most others may go on without it."""
+        assert self.view is not None
+        before, after = self.view, decided.after
+        self._remember(decided)
+        if decided.committed > self.committed:
+            self._commit(decided.committed)
+        if not self._is_in(after):
+            self.left = self.left or "the others went on without this island"
+            return
+        sure = self.members if decided.committed >= before.exchange else before.confirmed
+        self._count_votes(sure, after.confirmed)
+        staying = set(map(tuple, after.members))
+        self._lost = [index for index, start in before.members if (index, start) not in staying]
+        self.view = after
+        if self.left is None and not self.tie:
+            self._go_on()
+        self._changed_view()
+
     def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
         """Leave if most of those that hold the state may go on without this island."""
-        gone = {n for n in before if n in self._done or self._is_dead(n)}
-        lost = [n for n in before if n not in left and n not in gone]
+        away = [n for n in before if n not in left and n not in self._done]
+        lost = [n for n in away if not self._is_dead(n)]  # which takes a moment if it lives
         if len(lost) > len(left) or not left:
             self.left = self.left or _too_few(len(left), len(lost))
         elif len(lost) == len(left):
             self.tie = True
-
-    def _adopt(self, decided: Decided) -> None:
-        assert self.view is not None
-        self._remember(decided)
-        if decided.committed > self.committed:
-            self._commit(decided.committed)
-        if not self._is_in(decided.after):
-            self.left = self.left or "the others went on without this island"
-            return
-        for index, start in self.view.members:
-            if (index, start) not in map(tuple, decided.after.members):
-                self._send(index, Out("the others no longer heard this island"))
-        self.view = decided.after
-        self._changed_view()
 
     def _remember(self, decided: Decided) -> None:
         self._decided[decided.before] = decided
@@ -240,8 +265,12 @@ class Agreement:
 
     def _advance(self) -> None:
         """Decide or complete whatever can be."""
-        while self.view is not None and self.left is None and not self.tie:
-            if self._dead:
+        while self.view is not None and self.left is None:
+            if self.tie and self._going.get(self.first) != self.view.number:
+                return
+            if self.tie:
+                self._go_on()
+            elif self._dead:
                 if not self._decide():
                     return
             elif not self._completed():

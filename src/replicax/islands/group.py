@@ -24,8 +24,7 @@ from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
 from replicax.islands.same_system import boot, is_gone
 
-_LOOK_SECONDS = 0.5
-_AGAIN_SECONDS = 0.2
+_LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 _USUAL = 20
 """Number of recent exchanges whose median time is the usual one."""
 _ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
@@ -66,6 +65,8 @@ class Group:
         self.place, self._timeouts = place, timeouts
         self.arbiter: Callable[[], bool] = lambda: False
         """Decides whether to go on if as many islands are left as were lost."""
+        self.stops: Callable[[], bool] = lambda: False
+        """Tells whether to give up joining the others."""
         self.changes: list[GroupChange] = []
         """Changes of the group that nobody has taken yet."""
         self.most_bytes = 1 << 30
@@ -201,6 +202,7 @@ class Group:
 
         Raises:
             AgreementError: an island has other `fields`, which are JSON values by name.
+            IslandLeftError: it `stops` before that.
         """
         self.network.most_bytes = self.most_bytes
         ready = Ready(json.dumps({**fields, "state": has_state}, sort_keys=True))
@@ -223,6 +225,8 @@ class Group:
     def _wait_to_enter(self, has_state: bool) -> None:
         of, began = self.agreement, time.monotonic()
         while of.left is None and self._state is None:
+            if self.stops():
+                raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
             if of.view is None:
                 self._found(time.monotonic() - began, has_state)
             if of.view is not None:
@@ -357,12 +361,11 @@ class Group:
                     return None
                 if of.settled:
                     return of.view
-                tied = of.tie
-                if not tied:
+                asks = of.tie and self.place.index == of.first
+                if not asks:
                     self._changed.wait(_LOOK_SECONDS)
-            if tied:
-                asks = self.place.index == of.first
-                allowed = self.arbiter() if asks else True
+            if asks:
+                allowed = self.arbiter()
                 with self._changed:
                     of.go_on(allowed)
                     self._look()

@@ -23,8 +23,10 @@ HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""
 LONGEST_HANDSHAKE_BYTES = 4096
 """The limit for each message of it, which may come from anyone."""
-Purpose = Literal["control", "data"]
-PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+Purpose = Literal["control", "data", "inquiry"]
+INQUIRES: Purpose = "inquiry"
+PURPOSES: tuple[Purpose, ...] = ("control", "data")
+"""The connections of a pair."""
 DIALS, LISTENS = "replicax-island-dials", "replicax-island-listens"
 """Roles in a handshake."""
 Expected = TypeVar("Expected", Greeting, Challenge, Proof)
@@ -85,14 +87,14 @@ class Handshakes:
         return hello, Proof(proof(place.secret, LISTENS, hello, challenge))
 
     def refusal(self, hello: Greeting) -> str | None:
-        """Return why an island that knows the secret cannot be one of those that dial this one."""
+        """Return why an island that knows the secret is no other island of this job."""
         index, islands = self._place.index, len(self._place.addresses)
         if hello.islands != islands:
             return f"the job has {islands} islands, but this one was given {hello.islands}"
-        if not index < hello.island < islands:
-            return f"island {index} is dialled by those after it, of {islands}, not {hello.island}"
-        if hello.purpose not in PURPOSES:
-            return f"connections are for {' or '.join(PURPOSES)}, not {hello.purpose}"
+        if hello.island == index or not 0 <= hello.island < islands:
+            return f"island {index} of {islands} is dialled by the others, not by {hello.island}"
+        if hello.purpose not in get_args(Purpose):
+            return f"connections are for {' or '.join(get_args(Purpose))}, not {hello.purpose}"
         return None
 
 

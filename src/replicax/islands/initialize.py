@@ -3,12 +3,15 @@
 import atexit
 import functools
 import os
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import ParamSpec
 
 from replicax.cluster import join
 from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.watchdog import Timeouts, read_timeouts
+from replicax.errors import IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
@@ -34,10 +37,23 @@ def _with_islands(
         timeouts = patience if isinstance(patience, Timeouts) else read_timeouts(os.environ)
         _job = IslandJob(job, Group(place, timeouts))
         atexit.register(_job.group.finish)
+        _watch_exceptions()
         return _job
 
     with_islands.__name__ = with_islands.__qualname__ = "initialize"
     return with_islands
+
+
+def _watch_exceptions() -> None:
+    """Let an island that has left the others end with the exit code that says so."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if isinstance(error, IslandLeftError):
+            raise SystemExit(error.exit_code)
+
+    sys.excepthook = hook
 
 
 initialize = _with_islands(join.join_job)

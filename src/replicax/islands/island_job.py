@@ -1,5 +1,7 @@
 """The job of one island, and the job of all islands together."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,14 +30,21 @@ class IslandJob:
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
         self.everyone = Everyone(self)
-        self.agree, self.agree_on_text = inner.agree, inner.agree_on_text
+        self.facts: dict[str, str] = {}
+        """Digests, by topic, of what all islands must agree on before they exchange anything."""
+        self.agree_on_text = inner.agree_on_text
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
         self.move, self.rest = inner.move, inner.rest
 
+    def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
+        self.inner.agree(topic, fields)
+        text = json.dumps(fields, sort_keys=True, default=str)
+        self.facts[topic] = hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def exchange(self, parts: Parts[Value], /) -> list[Value]:
         if self.group.agreement.view is None:  # in a loop of the user's own
-            self.group.enter({}, has_state=True)
+            self.group.enter({"facts": self.facts, "parts": parts.count}, has_state=True)
         return self.group.exchange(parts)[0]
 
 

@@ -1,4 +1,10 @@
-"""The network of the islands of a job: two connections between each pair, as long as both live."""
+"""The network of the islands of a job: two connections between each pair, as long as both live.
+
+Each island dials all others, so that a start at another address reaches those that know only the
+old one. Of each pair, the island with the lower index decides which connections count: it accepts
+those that the other has dialled, or says on its own that they count (with a `Beat`). So both ends
+always use the same ones, whatever crosses.
+"""
 
 import contextlib
 import secrets
@@ -10,9 +16,10 @@ import numpy as np
 
 from replicax.islands.entrance import Entrance, connect
 from replicax.islands.frames import Channel
-from replicax.islands.handshake import HANDSHAKE_SECONDS, PURPOSES, Handshakes
+from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Handshakes
+from replicax.islands.inquiry import answer
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import Control, Frame, Greeting, State
+from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
 
 _AGAIN_SECONDS = 0.2
@@ -56,36 +63,33 @@ class Network:
         self.most_bytes = 1 << 20
         """The limit for the arrays of a frame that arrives."""
         self.troubles: dict[int, str] = {}
-        """Why an island that this one dials has not joined yet, by index."""
+        """Why this island could not reach another one that has not joined yet, by index."""
         self._place, self._patience_seconds = place, patience_seconds
         self._joined, self._heard, self._arrived, self._lost = joined, heard, arrived, lost
         self._handshakes = Handshakes(place, self.start)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._entered: dict[
-            int, IslandPeer
-        ] = {}  # of those that dial; until their loss is reported
+        self._held: dict[int, IslandPeer] = {}  # from its connections to the report of its loss
         self._waiting: dict[int, tuple[str, Channel, float]] = {}  # for the second connection
         self._replaced: set[tuple[int, str]] = set()
-        self._dialled: set[Channel] = set()
+        self._opening: set[Channel] = set()  # that no peer owns yet
         self._threads: list[threading.Thread] = []
-        # The last island is dialled by none, but its port shows that it runs only once.
         self._entrance = Entrance(place, self._handshakes, self._enter)
         self._begin("watches", self._watch)
-        for other in range(place.index):
+        for other in {*range(len(place.addresses))} - {place.index}:
             self._begin(f"dials-{other}", self._dial, other)
 
     def close(self) -> None:
         """End all connections, once everything is sent or a second has passed, and all threads."""
         with self._lock:
             self._closing.set()
-            peers = list({*self.peers.values(), *self._entered.values()})
+            peers = list({*self.peers.values(), *self._held.values()})
             waiting, self._waiting = self._waiting, {}
-            dialled = list(self._dialled)
+            opening = list(self._opening)
         deadline = time.monotonic() + _CLOSE_SECONDS
         for peer in peers:
             peer.close()
-        for channel in dialled:
+        for channel in opening:
             channel.end()
         for _, channel, _ in waiting.values():
             channel.close()
@@ -111,69 +115,137 @@ class Network:
             most_bytes=lambda: self.most_bytes,
         )
 
-    # Islands before this one, which it dials.
+    def _hold(self, peer: IslandPeer) -> IslandPeer | None:
+        """Let `peer` be the one with its index from now on; return the one before, which ends."""
+        before = self._held.get(peer.index)
+        if before is not None:
+            before.fail(REPLACED)
+        self._held[peer.index] = peer
+        self.troubles.pop(peer.index, None)
+        return before
+
+    # Connections that this island dials.
 
     def _dial(self, other: int) -> None:
         while not self._closing.is_set():
-            try:
-                peer = self._reach(other)
-            except (OSError, ValueError) as error:
-                self.troubles[other] = str(error)
-            else:
-                self.troubles.pop(other, None)
-                self._live(peer)
+            if other not in self._held:
+                self._reach(other)
             self._closing.wait(_AGAIN_SECONDS)
 
-    def _reach(self, other: int) -> IslandPeer:
-        """Return the island `other`; `OSError` or `ValueError` if it is not there."""
+    def _reach(self, other: int) -> None:
+        """Dial the island `other`, and serve it until it is lost, if the connections count."""
         channels: list[Channel] = []
         try:
-            starts = []
-            for purpose in PURPOSES:
-                channel = connect(self._place.addresses[other], _CONNECT_SECONDS)
-                channels.append(channel)
-                with self._lock:
-                    self._dialled.add(channel)
-                if self._closing.is_set():
-                    raise ConnectionAbortedError(CLOSED_HERE)
-                challenge = self._handshakes.dial(channel, other, purpose)
-                starts.append(challenge.start)
-            if starts[0] != starts[1]:
-                raise ValueError(REPLACED)
-            return self._peer(challenge, *channels)
-        except BaseException:
+            peer, before = self._dialled(other, channels)
+        except (OSError, ValueError) as error:
             for channel in channels:
                 channel.close()
-            raise
+            with self._lock:
+                if other not in self._held:
+                    self.troubles[other] = str(error)
+            return
         finally:
             with self._lock:
-                self._dialled.difference_update(channels)
+                self._opening.difference_update(channels)
+        self._live(peer, before)
 
-    # Islands after this one, which dial it.
+    def _dialled(self, other: int, channels: list[Channel]) -> tuple[IslandPeer, IslandPeer | None]:
+        """Return the island `other` and the peer that it replaces; open `channels` to it."""
+        starts = []
+        for purpose in PURPOSES:
+            channel = connect(self._place.addresses[other], _CONNECT_SECONDS)
+            channels.append(channel)
+            with self._lock:
+                self._opening.add(channel)
+            if self._closing.is_set():
+                raise ConnectionAbortedError(CLOSED_HERE)
+            challenge = self._handshakes.dial(channel, other, purpose)
+            starts.append(challenge.start)
+        with self._lock:
+            if self._closing.is_set():
+                raise ConnectionAbortedError(CLOSED_HERE)
+            if starts[0] != starts[1] or (other, starts[0]) in self._replaced:
+                raise ValueError(REPLACED)
+            held, decides = self._held.get(other), self._decides(other)
+            # An address may be an old one: who has dialled this island since is not replaced.
+            if held is not None and (decides or held.start != starts[0]):
+                raise ValueError(f"island {other} has connected meanwhile")
+            if decides:
+                channels[0].send(Beat())  # a few bytes, which the system takes at once
+            peer = self._peer(challenge, *channels)
+            return peer, self._hold(peer)
+
+    def _decides(self, other: int) -> bool:
+        return self._place.index < other
+
+    # Connections that others dial.
 
     def _enter(self, hello: Greeting, channel: Channel, accept: Callable[[], None]) -> None:
         """Take the connection of an island that knows the secret, and serve it until it is lost.
 
         `ValueError` if it is refused, `OSError` if it has ended.
         """
+        if hello.purpose == INQUIRES:
+            self._answer(hello, channel, accept)
+            return
         index, start = hello.island, hello.start
         with self._lock:
             if refusal := self._refusal(hello):
                 raise ValueError(refusal)
             accept()  # a few bytes, which the system takes at once
-            before, waiting = self._entered.get(index), self._waiting.pop(index, None)
+            held, waiting = self._held.get(index), self._waiting.pop(index, None)
             if waiting is None or hello.purpose == "control":
                 if waiting is not None:
                     waiting[1].close()
-                if before is not None:
-                    self._replaced.add((index, before.start))
-                    before.fail(REPLACED)
+                if held is not None:
+                    self._replaced.add((index, held.start))
+                    held.fail(REPLACED)
                 self._waiting[index] = start, channel, time.monotonic() + HANDSHAKE_SECONDS
                 return
-            peer = self._entered[index] = self._peer(hello, waiting[1], channel)
-        if before is not None:
-            before.over.wait()
-        self._live(peer)
+            peer = self._peer(hello, waiting[1], channel)
+            if decides := self._decides(index):
+                before = self._hold(peer)
+            else:
+                self._opening |= {waiting[1], channel}
+        if not decides:
+            try:
+                before = self._decided(peer, waiting[1])
+            except (OSError, ValueError, RecursionError):
+                waiting[1].close()
+                channel.close()
+                return
+            finally:
+                with self._lock:
+                    self._opening -= {waiting[1], channel}
+        self._live(peer, before)
+
+    def _decided(self, peer: IslandPeer, control: Channel) -> IslandPeer | None:
+        """Wait until the other end says that these connections count; return the peer before."""
+        control.limit(HANDSHAKE_SECONDS)
+        if not isinstance(CONTROL_DECODER.decode(control.receive()), Beat):
+            raise ValueError("another message first")
+        control.limit(None)
+        with self._lock:
+            if self._closing.is_set() or (peer.index, peer.start) in self._replaced:
+                raise ConnectionAbortedError(CLOSED_HERE)
+            return self._hold(peer)
+
+    def _answer(self, hello: Greeting, channel: Channel, accept: Callable[[], None]) -> None:
+        """Answer the questions of a `replicax doctor`."""
+        with self._lock:
+            if refusal := self._handshakes.refusal(hello):
+                raise ValueError(refusal)
+            if self._closing.is_set():
+                raise ValueError(CLOSED_HERE)
+            self._opening.add(channel)
+            accept()
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                answer(channel, trains=True)
+        finally:
+            with self._lock:
+                self._opening.remove(channel)
+            channel.close()
 
     def _refusal(self, hello: Greeting) -> str | None:
         """Return why this connection of an island that knows the secret is refused."""
@@ -184,8 +256,8 @@ class Network:
             return wrong
         if (index, start) in self._replaced:
             return REPLACED
-        entered, waiting = self._entered.get(index), self._waiting.get(index)
-        if entered is not None and entered.start == start:
+        held, waiting = self._held.get(index), self._waiting.get(index)
+        if held is not None and held.start == start:
             return f"this start of island {index} is connected already"
         same = waiting is not None and waiting[0] == start
         if hello.purpose == "data":
@@ -196,8 +268,10 @@ class Network:
 
     # Every island.
 
-    def _live(self, peer: IslandPeer) -> None:
-        """Serve `peer` until it is lost, and report that."""
+    def _live(self, peer: IslandPeer, before: IslandPeer | None) -> None:
+        """Serve `peer` until it is lost, and report that, once the loss of `before` is reported."""
+        if before is not None:
+            before.over.wait()
         with self._lock:
             serves = not self._closing.is_set()
             if serves:
@@ -212,8 +286,8 @@ class Network:
             with _reported():
                 self._lost(peer, peer.reason)
         with self._lock:
-            if self._entered.get(peer.index) is peer:
-                del self._entered[peer.index]
+            if self._held.get(peer.index) is peer:
+                del self._held[peer.index]
         peer.over.set()
         peer.fail(CLOSED_HERE)
         peer.leave()
@@ -229,7 +303,7 @@ class Network:
             # If this process was frozen, it cannot tell whether others were.
             frozen_seconds = gap if gap > self._patience_seconds / 2 else 0.0
             with self._lock:
-                peers = {*self.peers.values(), *self._entered.values()}
+                peers = {*self.peers.values(), *self._held.values()}
                 late = [i for i, (_, _, by) in self._waiting.items() if now > by]
                 for index in late:
                     self._waiting.pop(index)[1].close()

@@ -23,7 +23,7 @@ class Greeting(Typed):
     start: str
     """Random text that differs in each start of an island."""
     purpose: str
-    """`control` or `data`."""
+    """`control`, `data`, or `inquiry` of `replicax doctor`."""
     nonce: str
     host: str = ""
     boot: str = ""
@@ -54,6 +54,22 @@ class Refusal(Typed):
     """The connection ends; a stranger learns nothing of the job."""
 
     reason: str
+
+
+class Question(Typed):
+    """A question of `replicax doctor`, on a connection of its own."""
+
+    bytes: int = 0
+    """Number of bytes that follow, and are received before the answer."""
+
+
+class Answer(Typed):
+    """The answer to `Question`."""
+
+    time: float
+    """Seconds since 1970."""
+    trains: bool
+    """Whether the sender is an island of a program, and not `replicax doctor`."""
 
 
 class Beat(Typed):
@@ -118,6 +134,12 @@ class Decided(Typed):
     """The last exchange that is complete."""
 
 
+class GoOn(Typed):
+    """The first member of a view has found that its members may go on without those they lost."""
+
+    view: int
+
+
 class Out(Typed):
     """The receiver is no longer a member, or cannot become one."""
 
@@ -130,7 +152,7 @@ class Done(Typed):
     """The sender has completed the run, and leaves."""
 
 
-Control = Beat | Ready | InView | Have | Suspect | Decided | Out | Done
+Control = Beat | Ready | InView | Have | Suspect | Decided | GoOn | Out | Done
 
 
 class Frame(Typed):
@@ -172,6 +194,7 @@ Data = Frame | State
 
 CONTROL_DECODER: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
 DATA: msgspec.json.Decoder[Data] = msgspec.json.Decoder(Data)
+INQUIRY: msgspec.json.Decoder[Question | Answer] = msgspec.json.Decoder(Question | Answer)
 HANDSHAKE: msgspec.json.Decoder[Greeting | Challenge | Proof | Refusal] = msgspec.json.Decoder(
     Greeting | Challenge | Proof | Refusal
 )

@@ -32,7 +32,7 @@ def plan_table(plan: Plan) -> list[str]:
         [*_header(plan)],
         [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *labelled("first", plan.first)],
         [*_memory(plan), *_changes(plan)],
-        _traffic(plan),
+        [*_traffic(plan), *_islands(plan)],
         [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
         [text for note in plan.notes for text in labelled("note", note)],
     )
@@ -264,6 +264,23 @@ def _traffic(plan: Plan) -> list[str]:
         lines.append(("minimum", "", "", least, f"sends {traffic.share:.2f} x this"))
     warned = labelled("note", traffic.warning) if traffic.warning else []
     return [*columns("sends", lines), *warned]
+
+
+def _islands(plan: Plan) -> Iterator[str]:
+    found = plan.islands
+    if found is None:
+        return
+    sent, received = (size_text(max(each)) for each in (found.sent_bytes, found.received_bytes))
+    text = (
+        f"{counted(found.islands, 'island')}, {counted(found.parts, 'part')} of "
+        f"{size_text(found.sums_bytes)} per step: one sends up to {sent} and receives up to "
+        f"{received}"
+    )
+    if found.link is not None and found.seconds is not None:
+        text += f"; {time_text(found.seconds)} over {found.link.text}"
+    if found.share is not None:
+        text += f", at most {percent(found.share)} of a step"
+    yield from labelled("sums", text)
 
 
 def _scaling(plan: Plan) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from replicax.core.placement.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
+from replicax.plan.island_exchange import IslandExchange
 from replicax.plan.memory_formula import MemoryFormula, OnPaper
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
@@ -169,6 +170,8 @@ class Plan:
     """Deviations from the request, and unknowns."""
     on_paper: OnPaper | None = None
     """For a transformer whose sizes are given."""
+    islands: IslandExchange | None = None
+    """The exchange of the islands, if any; all else is of one island with the whole batch."""
 
     @property
     def replicas(self) -> int:

@@ -20,6 +20,7 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
 from replicax.plan.compiler import Compiler, compiler_for
+from replicax.plan.island_exchange import IslandExchange, IslandLink, island_exchange, parse_link
 from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
 from replicax.plan.memory_formula import Transformer, tree_bytes
 from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
@@ -181,6 +182,20 @@ class _Planner:
             else None,
         )
 
+    def islands(
+        self, islands: int, link: IslandLink | None, step: TargetStep, speeds: tuple[Speed, ...]
+    ) -> IslandExchange:
+        metrics = step.program.metrics if step.program is not None else 1
+        sums = self.steps.island_sums_bytes(self.dp, metrics)
+        seconds = None
+        if speeds and speeds[0].rows == step.need.rows:
+            seconds = speeds[0].step.seconds
+        self.notes.append(
+            f"memory and speed are those of one island with the whole batch; with {islands} "
+            f"islands, each computes parts of 1/{self.dp.micro_shards} of it, one by one"
+        )
+        return island_exchange(islands, self.dp.micro_shards, sums, link, seconds)
+
 
 @typed
 def plan(
@@ -196,6 +211,8 @@ def plan(
     wished_rows: Positive | None = None,
     noise_scale: Positive | None = None,
     transformer: Transformer | None = None,
+    islands: Count | None = None,
+    between: str | None = None,
     by_formula: bool = False,
     show: ShowProgress | None = None,
 ) -> Plan:
@@ -226,16 +243,23 @@ def plan(
         wished_rows: total rows to train on; the plan reports the device-hours.
         noise_scale: the gradient noise scale in rows, if a run measured it.
         transformer: the sizes of a transformer, to add the back-of-the-envelope formula.
+        islands: number of islands, each of which is such a target and computes parts of the batch;
+            the plan then has the bytes of their exchange.
+        between: the network between islands, to report the exchange's time: the rate of each and
+            the round-trip time, such as `1 Gbit/s, 20 ms`.
         by_formula: do not use the compiler.
         show: called with a line of progress before each step.
 
     Raises:
         ConfigError: an unknown target, or a size that its chip does not come in; a compiler of
             another version than jax requires; mesh axes that do not divide the devices; several
-            processes; rows or a noise scale not above 0.
+            processes; rows or a noise scale not above 0; `between` without islands or units.
         CompilerError: the compiler fails.
     """
     _check(wished_rows, noise_scale)
+    if between is not None and islands is None:
+        raise ConfigError(f"between={between!r} without islands; give their number: islands=2")
+    link = None if between is None else parse_link(between)
     target = parse_target(target) if isinstance(target, str) else target
     dp = in_fit(dp, model, target)
     if changes is not None:
@@ -251,6 +275,7 @@ def plan(
         shown = _shown(step.need, largest)
         speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
         traffic = planner.traffic(shown[0]) if shown else None
+        exchange = None if islands is None else planner.islands(islands, link, step, speeds)
     replicas, room = replica_count(dp.mesh), target.chip.usable_bytes
     batches = [replicas * need.rows for need in (step.need, largest) if need is not None]
     planned = Plan(
@@ -279,6 +304,7 @@ def plan(
         first="",
         notes=tuple(dict.fromkeys(planner.notes)),
         on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
+        islands=exchange,
     )
     return dataclasses.replace(planned, first=first_change(dp, planned))
 

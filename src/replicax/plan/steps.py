@@ -14,6 +14,7 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
+from replicax.core.exact.fixed_tree import float_sums
 from replicax.core.ground.traced_for import cuda_capability, traced_for
 from replicax.core.placement.mesh import (
     STAGE,
@@ -37,7 +38,12 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.memory_formula import MemoryFormula, memory_formula, shard_of_device
+from replicax.plan.memory_formula import (
+    MemoryFormula,
+    memory_formula,
+    shard_of_device,
+    tree_bytes,
+)
 from replicax.plan.planned import Need
 from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded
@@ -176,6 +182,13 @@ class StepCache:
         trained = jax.tree.leaves(only_read(params, program.objective.read))
         sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
         return sums_bytes(trained, metrics, sent)
+
+    def island_sums_bytes(self, dp: DataParallel, metrics: int) -> int:
+        """Return the bytes of the sums of a part, which islands exchange whole."""
+        program = dp.program(self._model)
+        trained = jax.tree.leaves(only_read(program.shapes.params, program.objective.read))
+        statistics = jax.eval_shape(float_sums, program.shapes.extras)
+        return sums_bytes(trained, metrics) + tree_bytes(statistics)
 
     @property
     def _capability(self) -> float | None:

@@ -1,12 +1,11 @@
 """`Run`, a training run as an object, and `fit`, a whole run in one call."""
 
 import contextlib
-import inspect
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -15,7 +14,15 @@ from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import Metrics, TrainState, check_unused, was_donated
-from replicax.errors import ConfigError, DivergedError, StateError, Terminated, interrupted
+from replicax.errors import (
+    ConfigError,
+    DivergedError,
+    IslandLeftError,
+    ReplicaxError,
+    StateError,
+    Terminated,
+    interrupted,
+)
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -35,6 +42,7 @@ from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import RecordsFile, Saving, Storage
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
+from replicax.train.to_its_end import to_its_end
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _ALIKE = "parallel", "data"
@@ -128,13 +136,11 @@ class Run(Loop):
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
-        told |= {
-            "log_every": log_every,
-            **plain_fields(guard=guard, saving=saving, evaluation=plan),
-        }
+        told |= {"log_every": log_every}
+        told |= plain_fields(guard=guard, saving=saving, evaluation=plan)
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
-        self._members = Members(dp.job)
+        self._members = Members(dp.job, self._is_interrupted)
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
@@ -240,6 +246,8 @@ class Run(Loop):
         if raised[1] is not None:  # passed to every open context: the run did not complete
             if self._stream is not None:
                 self._open.callback(self._stream.close)
+            if isinstance(raised[1], IslandLeftError):
+                self._save_what_is_left()
             self._open.__exit__(*raised)
             return
         with self._open:
@@ -250,6 +258,13 @@ class Run(Loop):
         if self.result.interrupted and self._given_interrupt is None and not is_any_open():
             ctrl_c = self._stopping.signal == signal.SIGINT
             raise interrupted(self.result) if ctrl_c else Terminated(self.result)
+
+    def _save_what_is_left(self) -> None:
+        """Save the state of an island that had to leave, if no other has taken over the folder."""
+        if self._storage is not None and self._resumable and not self._storage.follows:
+            with contextlib.suppress(ReplicaxError):
+                self._follow(0)
+                self._storage.finish(self.state, *self._run_state.save_state())
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
@@ -372,30 +387,4 @@ class Run(Loop):
             self.say(line)
 
 
-_Settings = ParamSpec("_Settings")
-
-
-def _to_its_end(run: Callable[_Settings, Run]) -> Callable[_Settings, Fit]:
-    """Return a function with the arguments of `run` that steps on all batches of the run."""
-
-    def fit(*arguments: _Settings.args, **settings: _Settings.kwargs) -> Fit:
-        with run(*arguments, **settings) as running:
-            for batch in running:
-                running.step(batch)
-        return running.result
-
-    signature = inspect.signature(run).replace(return_annotation=Fit)
-    fit.__signature__ = signature  # type: ignore[attr-defined]
-    fit.__qualname__ = "fit"
-    fit.__doc__ = """Train for a number of epochs or steps: an `rx.Run` from start to end.
-
-    Takes the arguments of `rx.Run`, and raises the same errors.
-
-    Examples:
-        >>> result = rx.fit(dp, state, source, batch_size=256, epochs=10, eval_source=held_out)
-        >>> result.metrics["loss"], dp.model(result.state)
-    """
-    return fit
-
-
-fit = _to_its_end(Run)
+fit = to_its_end(Run)

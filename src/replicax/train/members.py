@@ -50,10 +50,12 @@ class GivenRun:
 
 
 class Members:
-    """The islands of a run, if it has any."""
+    """The islands of a run, if it has any; `stops` tells whether to give up joining them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
+        if self._islands is not None:
+            self._islands.group.stops = stops
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
         self.given: GivenRun | None = None

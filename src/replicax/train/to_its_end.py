@@ -1,0 +1,33 @@
+"""A whole run in one call."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from replicax.train.summary import Fit
+
+_Settings = ParamSpec("_Settings")
+
+
+def to_its_end(run: Callable[_Settings, Any]) -> Callable[_Settings, Fit]:
+    """Return a function with the arguments of `run` that steps on all batches of the run."""
+
+    def fit(*arguments: _Settings.args, **settings: _Settings.kwargs) -> Fit:
+        with run(*arguments, **settings) as running:
+            for batch in running:
+                running.step(batch)
+        result: Fit = running.result
+        return result
+
+    signature = inspect.signature(run).replace(return_annotation=Fit)
+    fit.__signature__ = signature  # type: ignore[attr-defined]
+    fit.__qualname__ = "fit"
+    fit.__doc__ = """Train for a number of epochs or steps: an `rx.Run` from start to end.
+
+    Takes the arguments of `rx.Run`, and raises the same errors.
+
+    Examples:
+        >>> result = rx.fit(dp, state, source, batch_size=256, epochs=10, eval_source=held_out)
+        >>> result.metrics["loss"], dp.model(result.state)
+    """
+    return fit

@@ -1,0 +1,245 @@
+"""Disturb runs of several islands with every kind of fault, and check that nobody can tell.
+
+    python tests/chaos_islands/chaos.py --faults kill,freeze --trials 40 --seed 7
+    python tests/chaos_islands/chaos.py --trials 1000 --json benchmarks/results/islands_faults.json
+
+Trial i has the seed SEED + i, which determines its fault's details: `--faults F --seed S --trials
+1` repeats one. Only times differ.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from chaos.disk import Disk, can_mount, mounted
+from chaos_islands.checks import (
+    check_done,
+    comparable,
+    is_equal,
+    join_pauses,
+    read_checkpoint,
+    read_records,
+    recovery_seconds,
+    usual_step_seconds,
+)
+from chaos_islands.faults import FAULTS, Fault
+from chaos_islands.results import Outcome, add_to_file, table
+from chaos_islands.sizes import MICRO_SHARDS, STEPS
+from chaos_islands.trial import JOB, SAVED, Reference, Trial
+from support.fork_server import ForkServer
+
+TESTS = Path(__file__).resolve().parents[1]
+_STEP_SECONDS = 0.02
+_MOST_ATTEMPTS = 4
+
+
+class Harness:
+    """Runs trials, several at a time, and keeps only the folders of failed ones."""
+
+    def __init__(self, results: Path | None = None) -> None:
+        self._results = results
+        base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self.folder = Path(tempfile.mkdtemp(prefix="replicax-islands-", dir=base))
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("REPLICAX_", "XLA_", "JAX_", "CHAOS_"))
+        }
+        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        self._env = {
+            **kept,
+            "JAX_PLATFORMS": "cpu",
+            "NPROC": str(MICRO_SHARDS),
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+        }
+        self._cache = {"CHAOS_CACHE": str(self.folder / "compiled")}
+        self._server = ForkServer(self._env)
+        self._failed = False
+        self.reference = self._undisturbed()
+        self._compile()
+
+    def __enter__(self) -> "Harness":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.close()
+        if self._failed:
+            print(f"the folders of failed trials are in {self.folder}")
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _undisturbed(self) -> Reference:
+        """Return the run of one process that is no island; its programs serve all trials."""
+        compiling = {**self._cache, "CHAOS_COMPILES": "1"}
+        first, again = (
+            self._alone(self.folder / name, env)
+            for name, env in (("first", compiling), ("again", self._cache))
+        )
+        if first.result != again.result or comparable(first.records) != comparable(again.records):
+            raise RuntimeError("two undisturbed runs differ")
+        return again
+
+    def _compile(self) -> None:
+        """Compile the programs of islands, and what a resumed run needs."""
+        for name in ("islands", "islands-again"):
+            env = {**self._cache, "CHAOS_COMPILES": "1"}
+            trial = Trial(self._server, self.folder / name, name, 0, 2, env, linked=False)
+            trial.begin()
+            if name == "islands-again" and trial.reach(STEPS // 2):
+                for start in trial.starts:
+                    start.kill()
+            trial.finish()
+            trial.close()
+            check_done(trial, self.reference, quiet=name == "islands")
+            if trial.wrong:
+                raise RuntimeError(f"{name}: {trial.wrong}")
+
+    def _alone(self, folder: Path, env: dict[str, str]) -> Reference:
+        folder.mkdir()
+        child = self._server.fork([str(JOB), str(folder)], env, folder / "out", folder / "err")
+        self._server.wait([child], 300.0)
+        if child.status != 0:
+            raise RuntimeError(f"an undisturbed run: {child.status}, {child.err.read_text()}")
+        (result,) = (folder / "notes").glob("*.result")
+        run = folder / "run"
+        return Reference(json.loads(result.read_text()), read_records(run), read_checkpoint(run))
+
+    def run(self, faults: Sequence[str], trials: int, seed: int, jobs: int = 1) -> list[Outcome]:
+        """Run trials of these kinds of fault, which take turns."""
+        outcomes = []
+        with concurrent.futures.ThreadPoolExecutor(jobs) as executor:
+            todo = [
+                executor.submit(self._one, faults[number % len(faults)], number)
+                for number in range(seed, seed + trials)
+            ]
+            try:
+                for done in concurrent.futures.as_completed(todo):
+                    outcome = done.result()
+                    outcomes.append(outcome)
+                    self._failed |= bool(outcome.wrong)
+                    print(outcome.line(), flush=True)
+                    if self._results is not None:
+                        add_to_file(self._results, outcome, _environment())
+            finally:
+                executor.shutdown(cancel_futures=True)
+        return outcomes
+
+    def _one(self, fault: str, seed: int) -> Outcome:
+        """Run one trial, again if its fault came too late."""
+        for attempt in range(_MOST_ATTEMPTS):
+            outcome = self._try(fault, seed, attempt)
+            if outcome.wrong or not outcome.missed:
+                break
+        return outcome
+
+    def _try(self, name: str, seed: int, attempt: int) -> Outcome:
+        fault, began = FAULTS[name], time.monotonic()
+        islands = random.Random(f"islands of {name} {seed}").choice(fault.islands)
+        folder = self.folder / f"{name}-{seed}-{attempt}"
+        env = {
+            **self._cache,
+            "CHAOS_STEP_SECONDS": str(_STEP_SECONDS),
+            "REPLICAX_STALL_SECONDS": "8",
+            **fault.env,
+        }
+        with _disk(fault, folder) as disk:
+            trial = Trial(
+                *(self._server, folder, name, seed, islands, env), linked=fault.linked, disk=disk
+            )
+            if attempt:
+                trial.chance.seed(f"{name} {seed} {attempt}")
+            try:
+                trial.begin()
+                fault.inject(trial)
+                trial.finish()
+                if not trial.hung:
+                    check_done(trial, self.reference, quiet=fault.quiet)
+            except Exception as error:  # what a broken run leaves may be unreadable
+                trial.wrong.append(f"{type(error).__name__}: {error}")
+            finally:
+                trial.close()
+            outcome = Outcome(
+                fault=name,
+                seed=seed,
+                islands=islands,
+                how="; ".join(trial.told),
+                missed=trial.missed,
+                equal=is_equal(trial, self.reference),
+                hung=trial.hung,
+                starts=len(trial.starts),
+                left=sum(start.child.status == SAVED for start in trial.starts),
+                seconds=time.monotonic() - began,
+                usual_step_seconds=usual_step_seconds(trial),
+                recovery_seconds=recovery_seconds(trial),
+                join_seconds=join_pauses(trial),
+                wrong=trial.wrong,
+            )
+            if outcome.wrong and disk is not None:
+                shutil.copytree(folder / "run", folder / "kept")
+        if not outcome.wrong:
+            shutil.rmtree(folder, ignore_errors=True)
+        return outcome
+
+
+@contextlib.contextmanager
+def _disk(fault: Fault, folder: Path) -> Iterator[Disk | None]:
+    if fault.disk and can_mount():
+        with mounted(folder / "run") as disk:
+            yield disk
+    else:
+        yield None
+
+
+def _environment() -> dict[str, object]:
+    import timing
+
+    return timing.environment()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chaos.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="faults:\n" + "\n".join(f"  {name:16}{f.what}" for name, f in FAULTS.items()),
+    )
+    parser.add_argument("--faults", default=",".join(FAULTS), help="kinds, by commas; all")
+    parser.add_argument("--trials", type=int, default=2 * len(FAULTS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the outcomes to it")
+    options = parser.parse_args(arguments)
+    faults = options.faults.split(",")
+    for name in set(faults) - set(FAULTS):
+        parser.error(f"no fault {name!r}; there are {', '.join(FAULTS)}")
+    began = time.monotonic()
+    with Harness(options.json) as harness:
+        outcomes = harness.run(faults, options.trials, options.seed, options.jobs)
+    seconds = time.monotonic() - began
+    print("\n".join(table(outcomes)))
+    failed = sum(bool(outcome.wrong) for outcome in outcomes)
+    equal = sum(outcome.equal for outcome in outcomes)
+    print(
+        f"{len(outcomes)} trials, {failed} failed, {equal} with the bits of the undisturbed run; "
+        f"{seconds:.0f} s, {seconds / len(outcomes):.1f} s a trial"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

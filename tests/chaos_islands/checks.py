@@ -1,0 +1,147 @@
+"""Checks of a finished trial, and what it measured."""
+
+import hashlib
+import itertools
+import json
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+from chaos_islands.sizes import SEEN_ONCE_AN_EPOCH, STEPS
+from chaos_islands.trial import SAVED, Reference, Trial
+
+_OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
+_OF_ISLANDS = "islands"
+
+
+def check_done(trial: Trial, reference: Reference, *, quiet: bool) -> None:
+    """Check all that must hold at the end, whatever the fault was."""
+    _check_codes(trial, quiet)
+    results = trial.results()
+    trial.check(results, "no island has completed the run")
+    for name, result in results.items():
+        for part in ("step", "params", "state"):
+            mine, its = str(result[part])[:16], str(reference.result[part])[:16]
+            trial.check(mine == its, f"{part} of {name} is {mine}, undisturbed {its}")
+        wrong = {row: n for row, n in enumerate(result["seen"]) if n != SEEN_ONCE_AN_EPOCH}
+        trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
+    for start in trial.starts:
+        done = f"{start.island}-{start.child.pid}" in results
+        trial.check(done or start.child.status, f"island {start.island} ended with 0 too early")
+    _check_records(trial, reference)
+    _check_checkpoint(trial, reference)
+
+
+def is_equal(trial: Trial, reference: Reference) -> bool:
+    """Return whether all final states are that of the undisturbed run, and there is one."""
+    results = trial.results().values()
+    return bool(results) and all(r["state"] == reference.result["state"] for r in results)
+
+
+def _check_codes(trial: Trial, quiet: bool) -> None:
+    for number, start in enumerate(trial.starts):
+        code, allowed = start.child.status, {0, SAVED}
+        if start.killed:
+            allowed |= {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM}
+        if start.terminated:
+            allowed |= {-signal.SIGTERM, 128 + signal.SIGTERM}
+        if quiet:
+            allowed = {0}
+        trial.check(code in allowed, f"start {number}, of island {start.island}, ended with {code}")
+
+
+def _check_records(trial: Trial, reference: Reference) -> None:
+    """Check that each step is recorded once, in order, with the figures of the undisturbed run."""
+    records = read_records(trial.folder / "run")
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    trial.check(steps == list(range(1, STEPS + 1)), f"steps on record: {steps}")
+    mine, its = comparable(records), comparable(reference.records)
+    if mine != its:
+        differ = next(
+            (f"{a} and not {b}" for a, b in zip(mine, its, strict=False) if a != b),
+            f"{len(mine)} and not {len(its)} records",
+        )
+        trial.wrong.append(f"records differ from the undisturbed run's: {differ}")
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+
+
+def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what must be the same to the bit: all but times, and who was there."""
+    return [
+        {name: value for name, value in record.items() if name not in _OF_TIME}
+        for record in records
+        if record["kind"] != _OF_ISLANDS
+    ]
+
+
+def _check_checkpoint(trial: Trial, reference: Reference) -> None:
+    """Check that the newest checkpoint is complete, and has the final state."""
+    checkpoints = trial.folder / "run" / "checkpoints"
+    left = [path.name for path in checkpoints.iterdir() if not path.name.startswith("step-")]
+    trial.check(not left, f"left in the checkpoints' folder: {left}")
+    trial.check(
+        read_checkpoint(trial.folder / "run") == reference.checkpoint,
+        "the newest checkpoint is not that of the undisturbed run",
+    )
+
+
+def read_checkpoint(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of the newest state, and check the sums in its manifest."""
+    newest = max((run / "checkpoints").glob("step-*"))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    paths = [path for path in newest.rglob("*") if path.is_file()]
+    found = {
+        path.relative_to(newest).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if path.name != "manifest.json"
+    }
+    told = {name: file["sha256"][0] for name, file in manifest["files"].items()}
+    if told != found:
+        raise AssertionError(f"{newest} does not have the files of its manifest")
+    return {"step": manifest["position"]["step"], **found}
+
+
+def usual_step_seconds(trial: Trial) -> float | None:
+    """Return the median time between two steps before the first fault."""
+    first = min(trial.struck, default=float("inf"))
+    done = _first_times(trial)
+    times = [at for at in done.values() if at < first]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return statistics.median(gaps) if gaps else None
+
+
+def _first_times(trial: Trial) -> dict[int, float]:
+    """Return when each step was first done, in order of steps."""
+    done: dict[int, float] = {}
+    for at, step, _ in trial.steps():
+        done.setdefault(step, at)
+    return dict(sorted(done.items()))
+
+
+def recovery_seconds(trial: Trial) -> list[float]:
+    """Return the time from each fault during training to the next step that nobody had done."""
+    found, done = [], _first_times(trial)
+    for struck in trial.struck:
+        before = [step for step, at in done.items() if at <= struck]
+        after = [at for step, at in done.items() if at > struck and step > max(before, default=0)]
+        if before and after:
+            found.append(min(after) - struck)
+    return found
+
+
+def join_pauses(trial: Trial) -> list[float]:
+    """Return the time between the steps before and after which an island joined a running one."""
+    found, done = [], _first_times(trial)
+    firsts: dict[str, tuple[float, int]] = {}
+    for at, step, name in trial.steps():
+        firsts.setdefault(name, (at, step))
+    steps = trial.steps()
+    for name, (_, step) in firsts.items():
+        both = {n for _, s, n in steps if s == step} & {n for _, s, n in steps if s == step - 1}
+        if both - {name}:
+            found.append(done[step] - done[step - 1])
+    return found

@@ -1,0 +1,323 @@
+"""One disturbed run: starts its islands, starts each again that ends, and knows how far all are."""
+
+import contextlib
+import dataclasses
+import json
+import random
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from chaos.disk import Disk
+from chaos_islands.links import Links
+from chaos_islands.sizes import STEPS
+from support.fork_server import Child, ForkServer
+
+from replicax.launch.process import free_port
+
+JOB = Path(__file__).resolve().parent / "job.py"
+NOTE = struct.Struct("<dq")
+SAVED = 75
+MOST_SECONDS = 120.0
+"""Time from the last disturbance to the end, after which a run hangs."""
+REST_SECONDS = 15.0
+"""Time from the first island that is done to the end of all others."""
+_TURN_SECONDS = 0.01
+
+
+@dataclasses.dataclass
+class Reference:
+    """The undisturbed run."""
+
+    result: dict[str, Any]
+    records: list[dict[str, Any]]
+    checkpoint: dict[str, str]
+    """SHA-256 of each file of the state that was saved last."""
+
+
+@dataclasses.dataclass
+class Start:
+    """One start of an island."""
+
+    island: int
+    child: Child
+    killed: bool = False
+    """Whether the trial ended it."""
+    terminated: bool = False
+    """Whether the trial asked it to end."""
+    stopped: bool = False
+
+    @property
+    def lives(self) -> bool:
+        return self.child.status is None
+
+    def kill(self) -> None:
+        self.killed = True
+        self.child.signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.child.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.stopped = False
+        self.child.signal(signal.SIGCONT)
+
+
+class Trial:
+    """A run of several islands in `folder`, whose fault its seed determines.
+
+    A thread starts each island again that ended, 0.1 to 1 s later, as the launcher would, until one
+    is done.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        folder: Path,
+        fault: str,
+        seed: int,
+        islands: int,
+        env: dict[str, str],
+        *,
+        linked: bool,
+        disk: Disk | None = None,
+    ) -> None:
+        self.server, self.folder, self.islands, self.env = server, folder, islands, env
+        self.fault, self.seed, self.disk = fault, seed, disk
+        self.chance = random.Random(f"{fault} {seed}")
+        self.wrong: list[str] = []
+        self.hung = False
+        self.missed = False
+        """Whether the run was over before the fault."""
+        self.told: list[str] = []
+        self.struck: list[float] = []
+        """Times of faults, on the clock of the notes."""
+        self.starts: list[Start] = []
+        self.done_at: float | None = None
+        self._waits = random.Random(f"waits of {fault} {seed}")
+        self._held: set[int] = set()
+        self._due: dict[int, float] = {}
+        self._closing = False
+        self._moved_at = time.monotonic()
+        (folder / "out").mkdir(parents=True, exist_ok=True)
+        ports: set[int] = set()
+        while len(ports) < islands:
+            ports.add(free_port())
+        self.ports = list(ports)
+        self.links = Links(self.ports) if linked else None
+        self._lock = threading.RLock()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+
+    # Islands.
+
+    def begin(self) -> None:
+        """Start all islands, and from now on each that ends."""
+        with self._lock:
+            for island in range(self.islands):
+                self._start(island)
+        self._keeper.start()
+
+    def of(self, island: int) -> Start:
+        """Return the newest start of an island."""
+        with self._lock:
+            return next(s for s in reversed(self.starts) if s.island == island)
+
+    def living(self) -> list[int]:
+        return [island for island in range(self.islands) if self.of(island).lives]
+
+    def hold(self, islands: Iterable[int]) -> None:
+        """Start these islands no more, until `free`."""
+        with self._lock:
+            self._held |= set(islands)
+
+    def free(self) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def environment(self, island: int) -> dict[str, str]:
+        addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        if self.links is not None:
+            addresses = self.links.addresses(island)
+        place = {"REPLICAX_ISLAND": str(island), "REPLICAX_ISLANDS": addresses}
+        return {**self.env, **place, "REPLICAX_SECRET": "s", "REPLICAX_JOB_ID": self.folder.name}
+
+    def _start(self, island: int) -> None:
+        out = self.folder / "out" / f"{len(self.starts)}-{island}"
+        child = self.server.fork(
+            [str(JOB), str(self.folder)],
+            self.environment(island),
+            out.with_suffix(".out"),
+            out.with_suffix(".err"),
+        )
+        self.starts.append(Start(island, child))
+
+    def _keep(self) -> None:
+        while not self._closing:
+            with self._lock:
+                now = time.monotonic()
+                for island in range(self.islands):
+                    start = self.of(island)
+                    if start.lives:
+                        continue
+                    if start.child.status == 0 and self.done_at is None:
+                        self.done_at = now
+                    if self.done_at is not None or island in self._held:
+                        continue
+                    wait = self._waits.uniform(0.1, 1.0)
+                    if now >= self._due.setdefault(island, now + wait):
+                        del self._due[island]
+                        self._start(island)
+            time.sleep(_TURN_SECONDS)
+
+    # Progress.
+
+    def steps(self) -> list[tuple[float, int, str]]:
+        """Return time, step and start of all steps done so far, in order of time."""
+        found = []
+        for path in (self.folder / "notes").glob("*.steps"):
+            with contextlib.suppress(FileNotFoundError):
+                data = path.read_bytes()
+                whole = data[: len(data) // NOTE.size * NOTE.size]
+                found += [(at, step, path.stem) for at, step in NOTE.iter_unpack(whole)]
+        return sorted(found)
+
+    @property
+    def step(self) -> int:
+        """The last step that an island has done."""
+        last = 0
+        for path in (self.folder / "notes").glob("*.steps"):
+            with path.open("rb") as file:
+                size = path.stat().st_size // NOTE.size
+                if size:
+                    file.seek((size - 1) * NOTE.size)
+                    last = max(last, NOTE.unpack(file.read(NOTE.size))[1])
+        return last
+
+    def has_stepped(self, start: Start) -> bool:
+        """Whether this start has done a step."""
+        path = self.folder / "notes" / f"{start.island}-{start.child.pid}.steps"
+        return path.exists() and path.stat().st_size > 0
+
+    def until(self, true: Callable[[], Any], seconds: float = MOST_SECONDS) -> bool:
+        """Wait until `true`; False if the run is over before, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            if self.done_at is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.003)
+        return self.done_at is None
+
+    def reach(self, step: int, more_seconds: float = 0.0) -> bool:
+        """Wait until an island has done `step` steps, and a moment more."""
+        if not self.until(lambda: self.step >= step):
+            self.missed = not self.struck
+            return False
+        return self.pause(more_seconds)
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; False if the run is over before."""
+        self.until(lambda: False, seconds)
+        if self.done_at is not None:
+            self.missed = not self.struck
+        return self.done_at is None
+
+    def any_moment(self) -> bool:
+        """Wait for a moment of the run, at times before its first step; False if it is over."""
+        if self.chance.random() < 0.1:
+            return self.pause(self.chance.uniform(0.0, 1.5))
+        return self.a_step()
+
+    def a_step(self, first: int = 1, last: int = STEPS - 8) -> bool:
+        """Wait for any moment of the training."""
+        return self.reach(self.chance.randrange(first, last + 1), self.chance.uniform(0, 0.04))
+
+    def strike(self, what: str) -> None:
+        """Note that a fault begins now."""
+        self.struck.append(time.time())
+        self._moved_at = time.monotonic()
+        self.told.append(f"{what} at step {self.step}")
+
+    # The end.
+
+    def finish(self) -> None:
+        """Wait for the end of all islands."""
+        self.free()
+        began = time.monotonic()
+        while time.monotonic() - began < MOST_SECONDS and self.done_at is None:
+            time.sleep(_TURN_SECONDS)
+        self._closing = True
+        self._keeper.join()
+        if self.done_at is None:
+            self._hang(f"not done {MOST_SECONDS:g} s after the last fault, at step {self.step}")
+            return
+        while any(start.lives for start in self.starts):
+            if time.monotonic() - self.done_at > REST_SECONDS:
+                break
+            time.sleep(_TURN_SECONDS)
+            for start in self.starts:
+                # As the launcher does: what has not joined before cannot any more.
+                waited = time.monotonic() - self.done_at
+                if start.lives and not self.has_stepped(start) and waited > 2.0:
+                    start.killed = True
+                    start.child.signal(signal.SIGTERM)
+        if any(start.lives for start in self.starts):
+            self._hang(f"not all ended {REST_SECONDS:g} s after one was done")
+
+    def _hang(self, why: str) -> None:
+        self.hung = True
+        self.wrong.append(why)
+        living = [start for start in self.starts if start.lives]
+        for start in living:
+            start.child.signal(signal.SIGUSR1)  # writes the stacks of its threads
+        time.sleep(1.0)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        self._closing = True
+        if self._keeper.ident is not None:
+            self._keeper.join()
+        left = [start.child for start in self.starts if start.lives]
+        for child in left:
+            child.signal(signal.SIGKILL)
+        self.server.wait(left, 10.0)
+        if self.links is not None:
+            self.links.close()
+
+    def check(self, holds: Any, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(otherwise)
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Return what each start that completed the run says of it, by its name."""
+        found = sorted((self.folder / "notes").glob("*.result"))
+        return {path.stem: json.loads(path.read_text()) for path in found}
+
+    def pick(self, count: int, among: Collection[int] | None = None) -> list[int]:
+        """Draw islands; every second time the writing one is among them."""
+        islands = list(range(self.islands) if among is None else among)
+        chosen = self.chance.sample(islands, min(count, len(islands)))
+        writer = self.writer()
+        if writer in islands and writer not in chosen and self.chance.random() < 0.4:
+            chosen[0] = writer
+        return sorted(chosen)
+
+    def writer(self) -> int:
+        """Return the island that writes the folder now, or -1: it has done the first step here.
+
+        That is the one whose present start has done steps for the longest time.
+        """
+        first: dict[int, float] = {}
+        for at, _, name in self.steps():
+            island, pid = map(int, name.split("-"))
+            if self.of(island).child.pid == pid and self.of(island).lives:
+                first.setdefault(island, at)
+        # Those that began together have done the first step at about the same time.
+        if not first:
+            return -1
+        least = min(first.values())
+        return min(island for island, at in first.items() if at < least + 0.1)
