@@ -107,16 +107,19 @@ class LaunchedRun:
         return found
 
     def kill(self, number: int) -> bool:
-        """Kill a process; return whether it ran."""
+        """Kill a process; return whether it ran, once it does not."""
         pid = self.live().get(number)
         if pid is None:
             return False
         at = time.time()
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGKILL)
-            self.kills.append(Kill(at, number, pid))
-            return True
-        return False
+        except ProcessLookupError:
+            return False
+        self.kills.append(Kill(at, number, pid))
+        while self.live().get(number) == pid:
+            time.sleep(POLL_SECONDS / 4)
+        return True
 
     def newest(self) -> dict[int, Step]:
         """Return the newest step of each start that has done one, by process ID."""
