@@ -22,6 +22,7 @@ from replicax.errors import (
     StateError,
     Terminated,
     interrupted,
+    require,
 )
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
@@ -209,6 +210,8 @@ class Run(Loop):
             if self._run_dir is not None and (rows := some_rows(self.source)) is not None:
                 size = self.source.batch_size  # traced before other islands wait for this one
                 self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
+            if self.resumable:
+                require("orbax.checkpoint", "checkpoints")  # takes a while, too
             self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
