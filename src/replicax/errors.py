@@ -119,6 +119,8 @@ class IslandLeftError(ReplicaxError, RuntimeError):
     """
 
     exit_code = 75
+    is_sound = True
+    """Whether the state that it had may be saved."""
 
 
 class AgreementError(ReplicaxError, RuntimeError):

@@ -11,12 +11,14 @@ from replicax.arguments import Count, typed
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState
-from replicax.core.placement.mesh import replica_count
+from replicax.core.placement.mesh import is_data_only, replica_count
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
+from replicax.islands.island_job import IslandJob
 from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
 from replicax.train.hook import Hook, Running
+from replicax.train.island_audit import IslandAudit
 from replicax.wording import counted, listed, named, size_text
 
 RESTORES = 3
@@ -63,10 +65,11 @@ def _parts(array: jax.Array) -> dict[str, np.ndarray]:
 
 
 class Audit(Hook):
-    """Compares all replicated state bitwise across devices, every `every` steps.
+    """Compares all replicated state bitwise across devices and islands, every `every` steps.
 
     If it may have to go back, it keeps the state of the last clean audit in host memory and waits
-    for the devices at each audit. See docs/audit.md.
+    for the devices at each audit. Of islands, those that a majority outvotes leave, and receive
+    its state when they are started again. See docs/audit.md.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.Audit(every=100)])
@@ -80,13 +83,16 @@ class Audit(Hook):
         ConfigError: `every` below 1 or an unknown action; when the run starts: nothing to compare,
             or a source that cannot go back.
         ReplicasDifferError: in the run: the replicas are no longer equal.
+        IslandLeftError: in the run: most islands hold another state than this one.
         DivergedError: in the run: the state is no longer finite, and no device is at fault.
     """
 
     _fingerprint: Fingerprint
+    _islands: IslandAudit | None
     _good: RunPosition | None
     _snapshot: Snapshot | None
     _never_finite: set[str]
+    _done: list[Dispatched]
 
     @typed
     def __init__(self, every: Count, on_divergence: str = "stop") -> None:
@@ -100,9 +106,11 @@ class Audit(Hook):
 
     def start(self, run: Running) -> None:
         """Audit the state that the run starts from."""
-        two = replica_count(run.dp.mesh) == 2  # a replay shows which one is right
+        two = (
+            self._islands is None and replica_count(run.dp.mesh) == 2
+        )  # a replay shows which one is right
         self._keeps = self._restoring or (two and run.source.can_repeat)
-        self._done: list[Dispatched] = []
+        self._done = []
         self._good = self._snapshot = None
         self.clean = self.restores = 0
         table = self._fingerprint.take(run.state)
@@ -117,14 +125,32 @@ class Audit(Hook):
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Dispatch the fingerprints of the state if this step is to be audited."""
         if step.place.step % self._every == 0:
+            if self._islands is not None:
+                self._compare_islands(run, self._islands, step.place)
+                return
             step.attached[_TABLE] = self._fingerprint.take(run.state)
             if self._keeps:
                 run.wait()
+
+    def _compare_islands(self, run: Running, islands: IslandAudit, place: RunPosition) -> None:
+        """Compare right after a step is dispatched: that is the same moment in all islands."""
+        table = self._fingerprint.take(run.state)
+        line = islands.compare(run.state, table, place.step)
+        self._check_finite(run, table, place)
+        if line is None:
+            self.clean += 1
+            return
+        run.alarm(line)
+        if run.resumable:
+            run.save()  # the island that wrote the last checkpoint may be the one that left
 
     def step(self, run: Running, step: Dispatched) -> None:
         self._done.append(step)
 
     def settle(self, run: Running, due: bool) -> None:
+        if self._islands is not None:
+            self._done.clear()
+            return
         done, self._done = self._done, []
         tables = [(s.attached[_TABLE], s.place) for s in done if _TABLE in s.attached]
         if any(self._is_over(run, *each, done) for each in tables):
@@ -150,6 +176,16 @@ class Audit(Hook):
 
     def before_run(self, run: Running) -> None:
         self._fingerprint = Fingerprint(run.state)
+        self._islands, self._done = None, []
+        if isinstance(run.dp.job, IslandJob):
+            shards = run.dp.layout.splits_optimizer or not is_data_only(run.dp.mesh)
+            self._islands = IslandAudit(run.dp.job, self._fingerprint, shards=shards)
+            if self._restoring:
+                raise ConfigError(
+                    "on_divergence='restore' with islands; one that is outvoted receives the state "
+                    "of the others when it is started again: leave it out"
+                )
+            return
         if run.dp.mesh.devices.size == 1:
             raise ConfigError(
                 "an audit on 1 device; an audit compares copies across devices, so there "
@@ -169,6 +205,10 @@ class Audit(Hook):
     def _say_what_is_audited(self, run: Running, two: bool) -> None:
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
+        if self._islands is not None:
+            size = size_text(of.compared_bytes + of.alone_bytes)
+            run.say(f"audit  {steps}: {len(of.leaves)} leaves, {size}, of each island")
+            return
         run.say(
             f"audit  {steps}: {len(of.compared)} leaves, {size_text(of.compared_bytes)} on each "
             f"of {run.dp.mesh.devices.size} devices"
@@ -190,7 +230,13 @@ class Audit(Hook):
         if differences := self._fingerprint.differences(table):
             self._diverged(run, differences, place, done)
             return True
-        # The optimizer state alone may have become non-finite.
+        self._check_finite(run, table, place)
+        self.clean += 1
+        self._keep_good(run, place)
+        return False
+
+    def _check_finite(self, run: Running, table: jax.Array, place: RunPosition) -> None:
+        """Raise `DivergedError` if the state, perhaps only the optimizer's, is no longer finite."""
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
             why = (
@@ -199,9 +245,6 @@ class Audit(Hook):
                 "learning rate, or clip the gradient"
             )
             self._fail(run, DivergedError(why))
-        self.clean += 1
-        self._keep_good(run, place)
-        return False
 
     def _keep_good(self, run: Running, place: RunPosition) -> None:
         self._good, self._in_a_row = place, 0

@@ -249,7 +249,7 @@ class Run(Loop):
         if raised[1] is not None:  # passed to every open context: the run did not complete
             if self._stream is not None:
                 self._open.callback(self._stream.close)
-            if isinstance(raised[1], IslandLeftError):
+            if isinstance(raised[1], IslandLeftError) and raised[1].is_sound:
                 self._save_what_is_left()
             self._open.__exit__(*raised)
             return
