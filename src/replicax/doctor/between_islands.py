@@ -61,7 +61,7 @@ class _Inquiries:
         self, place: IslandPlace, timeout_seconds: float, say: Callable[[str], None]
     ) -> None:
         self.own: list[Check] = []
-        """What is wrong with this island itself."""
+        """Faults of this island itself."""
         self._place, self._say = place, say
         self._deadline = time.monotonic() + timeout_seconds
         self._handshakes = Handshakes(place, secrets.token_hex(8))

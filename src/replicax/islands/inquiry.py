@@ -21,7 +21,7 @@ _LONGEST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Distance:
-    """What an inquiry found."""
+    """Result of an inquiry."""
 
     trains: bool
     """Whether the other end is an island of a program, and not `replicax doctor`."""

@@ -117,20 +117,22 @@ def check_islands(mode: Mode, bits: Callable[[int], Bits], is_own: bool) -> Chec
 
     `bits(1)` are those of one device.
     """
-    name = f"{mode}, {ISLANDS} islands"
+    name = f"{mode}, {ISLANDS_COMPARED} islands"
     try:
-        one, islands = bits(1), bits(ISLANDS)
+        one, islands = bits(1), bits(ISLANDS_COMPARED)
     except ReplicaxError as error:
         return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
     if one == islands:
-        text = f"the same bits as on 1 device, with the sums of {ISLANDS} islands exchanged"
+        text = (
+            f"the same bits as on 1 device, with the sums of {ISLANDS_COMPARED} islands exchanged"
+        )
         return Check("parity", name, PASS, text, "", {"sha256": islands.digest})
     verdict: Verdict = FAIL if is_own else NOTE
     text = f"other bits than on 1 device: {one.parting(islands)}"
     return Check("parity", name, verdict, text, CAUSE, {"sha256": islands.digest})
 
 
-ISLANDS = 3
+ISLANDS_COMPARED = 3
 """Number of simulated islands: none divides the micro-shards."""
 CAUSE = "a program was compiled differently, or is not deterministic; report it"
 
