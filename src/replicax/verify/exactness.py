@@ -112,7 +112,7 @@ def check_exactness(
     return Check("parity", name, verdict, text, CAUSE, figures)
 
 
-def check_islands(mode: Mode, bits: Callable[[int], Bits], is_own: bool) -> Check:
+def check_simulated_islands(mode: Mode, bits: Callable[[int], Bits], is_own: bool) -> Check:
     """Return the row that compares `bits` of several islands, which exchange sums, with one device.
 
     `bits(1)` are those of one device.

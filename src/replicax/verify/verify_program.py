@@ -20,7 +20,7 @@ from replicax.verify.exactness import (
     bits_of_islands,
     bits_on,
     check_exactness,
-    check_islands,
+    check_simulated_islands,
     replica_counts,
 )
 from replicax.verify.facts import examine_subject
@@ -132,7 +132,9 @@ def _checks(
             yield check_exactness(mode, counts, bits, is_own, show)
             if is_own or chosen:
                 show(f"parity: bits of {mode} on islands")
-                yield check_islands(mode, partial(bits_of_islands, subject, facts, mode), is_own)
+                yield check_simulated_islands(
+                    mode, partial(bits_of_islands, subject, facts, mode), is_own
+                )
         elif mode.bitwise:
             yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
     try:
