@@ -17,7 +17,7 @@ from replicax.errors import ClusterError
 from replicax.islands.entrance import Entrance, connect
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import INQUIRES, Handshakes, RefusedError
-from replicax.islands.inquiry import Distance, bytes_per_second, inquire, reply
+from replicax.islands.inquiry import Distance, answer_inquiry, bytes_per_second, inquire
 from replicax.islands.island_place import IslandPlace, find_island
 from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting
@@ -61,7 +61,7 @@ class _Inquiries:
         self, place: IslandPlace, timeout_seconds: float, say: Callable[[str], None]
     ) -> None:
         self.own: list[Check] = []
-        """Faults of this island itself."""
+        """Problems of this island itself."""
         self._place, self._say = place, say
         self._deadline = time.monotonic() + timeout_seconds
         self._handshakes = Handshakes(place, secrets.token_hex(8))
@@ -99,7 +99,7 @@ class _Inquiries:
         with self._changed:
             self._answering.add(channel)
         with contextlib.suppress(OSError, ValueError):
-            reply(channel, trains=False)
+            answer_inquiry(channel, trains=False)
         with self._changed:
             self._answering.remove(channel)
             self._asked_by.add(hello.island)

@@ -60,7 +60,7 @@ def bytes_per_second(channel: Channel, round_trip_seconds: float) -> float:
         size = _LAST_BYTES
 
 
-def reply(channel: Channel, *, trains: bool) -> None:
+def answer_inquiry(channel: Channel, *, trains: bool) -> None:
     """Answer until the other end closes; `OSError` or `ValueError` tells why it ends."""
     channel.limit(_SECONDS)
     while True:

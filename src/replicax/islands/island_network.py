@@ -17,7 +17,7 @@ import numpy as np
 from replicax.islands.entrance import Entrance, connect
 from replicax.islands.frames import Channel
 from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Handshakes
-from replicax.islands.inquiry import reply
+from replicax.islands.inquiry import answer_inquiry
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
@@ -241,7 +241,7 @@ class Network:
             accept()
         try:
             with contextlib.suppress(OSError, ValueError):
-                reply(channel, trains=True)
+                answer_inquiry(channel, trains=True)
         finally:
             with self._lock:
                 self._opening.remove(channel)

@@ -7,7 +7,7 @@ from replicax.errors import ConfigError
 from replicax.islands.exchange_bytes import exchange_bytes
 from replicax.islands.parts import dealt
 
-BETWEEN = "1 Gbit/s, 20 ms"
+LINK_EXAMPLE = "1 Gbit/s, 20 ms"
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BITS = {"bit": 8.0, "B": 1.0}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -54,12 +54,12 @@ def parse_link(text: str) -> IslandLink:
     if match is None:
         raise ConfigError(
             f"between={text!r}; it must be a rate and a round-trip time, with units: write "
-            f"{BETWEEN!r}"
+            f"{LINK_EXAMPLE!r}"
         )
     rate, scale, unit, time, of = match.groups()
     link = IslandLink(text.strip(), float(rate) * _SCALES[scale] / _BITS[unit], 0.0)
     if not link.bytes_per_second:
-        raise ConfigError(f"between={text!r}; the rate must be above 0: write {BETWEEN!r}")
+        raise ConfigError(f"between={text!r}; the rate must be above 0: write {LINK_EXAMPLE!r}")
     return IslandLink(link.text, link.bytes_per_second, float(time) * _SECONDS[of])
 
 
