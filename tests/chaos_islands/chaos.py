@@ -191,7 +191,7 @@ class Harness:
                 seed=seed,
                 islands=islands,
                 how="; ".join(trial.told),
-                missed=trial.missed,
+                missed=trial.missed or not trial.struck,
                 equal=is_equal(trial, self.reference),
                 hung=trial.hung,
                 starts=len(trial.starts) or len({name for _, _, name in trial.steps()}),
