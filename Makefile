@@ -22,7 +22,7 @@ runnable = $(shell for name in $(1); do \
 ARGS ?=
 
 .PHONY: help train data peers engines compilers loggers test test-fast test-all test-everything \
-	test-times newest tier unpinned chaos check bench gpu docs tutorials lock clean
+	test-times newest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
@@ -35,6 +35,7 @@ help:
 	@echo 'make test-times measure the tests, and put the table into CONTRIBUTING.md'
 	@echo 'make check      lint, formatting, types'
 	@echo 'make chaos      inject faults into training runs (ARGS="--trials 1000")'
+	@echo 'make chaos-islands  the same to runs of several islands (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
 	@echo 'make gpu        measure Replicax on this machine'\''s GPU, 8 minutes (ARGS="--only bits")'
 	@echo 'make docs       build the documentation into build/site, readable without a network'
@@ -192,6 +193,9 @@ test-times: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
+
+chaos-islands: $(STAMP)
+	$(BIN)/python tests/chaos_islands/chaos.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -36,6 +36,7 @@ from replicax.errors import CompilerError as CompilerError
 from replicax.errors import ConfigError as ConfigError
 from replicax.errors import DataError as DataError
 from replicax.errors import DivergedError as DivergedError
+from replicax.errors import IslandLeftError as IslandLeftError
 from replicax.errors import LossError as LossError
 from replicax.errors import MissingDependencyError as MissingDependencyError
 from replicax.errors import ReplicasDifferError as ReplicasDifferError
@@ -163,6 +164,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "Guard",
     "Hook",
     "Interrupt",
+    "IslandLeftError",
     "Job",
     "KeepBest",
     "LearningRate",

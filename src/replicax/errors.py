@@ -7,6 +7,7 @@
   - DivergedError           a loss or a parameter that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
   - ClusterError            processes that cannot find or join each other
+  - IslandLeftError         an island that the others went on without
   - AgreementError          processes that differ where they must agree
     - ReplicasDifferError   replicas whose states are no longer equal
   - CheckpointError         a checkpoint that cannot be written, or fails verification
@@ -108,7 +109,14 @@ class ClusterError(ReplicaxError, RuntimeError):
 
 
 class IslandLeftError(ReplicaxError, RuntimeError):
-    """This island is no longer a member of its group; start it again, and it joins."""
+    """An island that is no longer a member of its group; started again, it joins.
+
+    Examples:
+        >>> try:
+        ...     result = rx.fit(dp, state, source, batch_size=32, epochs=1)
+        ... except rx.IslandLeftError as error:
+        ...     sys.exit(error.exit_code)
+    """
 
     exit_code = 75
     is_sound = True

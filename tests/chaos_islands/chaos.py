@@ -47,9 +47,15 @@ _MOST_ATTEMPTS = 4
 
 
 class Harness:
-    """Runs trials, several at a time, and keeps only the folders of failed ones."""
+    """Runs trials, several at a time, and keeps only the folders of failed ones.
 
-    def __init__(self, results: Path | None = None) -> None:
+    Args:
+        results: a file to which each outcome is added.
+        programs: a folder of compiled programs, which are then taken on trust; by default they are
+            compiled anew, and only undisturbed runs write them.
+    """
+
+    def __init__(self, results: Path | None = None, programs: Path | None = None) -> None:
         self._results = results
         base = "/dev/shm" if Path("/dev/shm").is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="replicax-islands-", dir=base))
@@ -66,11 +72,15 @@ class Harness:
             "OPENBLAS_NUM_THREADS": "1",
             "PYTHONPATH": path,
         }
-        self._cache = {"CHAOS_CACHE": str(self.folder / "compiled")}
+        self._cache = {"CHAOS_CACHE": str(programs or self.folder / "compiled")}
         self._server = ForkServer(self._env)
         self._failed = False
-        self.reference = self._undisturbed()
-        self._compile()
+        if programs is not None:
+            self._cache |= {"CHAOS_COMPILES": "1"}
+            self.reference = self._alone(self.folder / "undisturbed", self._cache)
+        else:
+            self.reference = self._undisturbed()
+            self._compile()
 
     def __enter__(self) -> "Harness":
         return self
@@ -104,7 +114,7 @@ class Harness:
                     start.kill()
             trial.finish()
             trial.close()
-            check_done(trial, self.reference, quiet=name == "islands")
+            check_done(trial, self.reference, {0})
             if trial.wrong:
                 raise RuntimeError(f"{name}: {trial.wrong}")
 
@@ -163,11 +173,15 @@ class Harness:
             if attempt:
                 trial.chance.seed(f"{name} {seed} {attempt}")
             try:
-                trial.begin()
+                if fault.launched:
+                    trial.launch()
+                else:
+                    trial.begin()
                 fault.inject(trial)
                 trial.finish()
                 if not trial.hung:
-                    check_done(trial, self.reference, quiet=fault.quiet)
+                    codes = {0} if fault.quiet else {0, SAVED, *fault.codes}
+                    check_done(trial, self.reference, codes)
             except Exception as error:  # what a broken run leaves may be unreadable
                 trial.wrong.append(f"{type(error).__name__}: {error}")
             finally:
@@ -177,10 +191,10 @@ class Harness:
                 seed=seed,
                 islands=islands,
                 how="; ".join(trial.told),
-                missed=trial.missed,
+                missed=trial.missed or not trial.struck,
                 equal=is_equal(trial, self.reference),
                 hung=trial.hung,
-                starts=len(trial.starts),
+                starts=len(trial.starts) or len({name for _, _, name in trial.steps()}),
                 left=sum(start.child.status == SAVED for start in trial.starts),
                 seconds=time.monotonic() - began,
                 usual_step_seconds=usual_step_seconds(trial),

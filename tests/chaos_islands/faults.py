@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +32,8 @@ class Fault:
         linked: whether the islands reach each other through a proxy.
         quiet: whether no island may end early.
         disk: whether the run has a small disk of its own.
+        launched: whether `replicax launch` starts the islands.
+        codes: exit codes that an island may have, besides 0 and 75.
     """
 
     what: str
@@ -39,6 +43,8 @@ class Fault:
     linked: bool = False
     quiet: bool = False
     disk: bool = False
+    launched: bool = False
+    codes: Sequence[int] = ()
 
 
 # Deaths.
@@ -196,6 +202,21 @@ def fresh_left(trial: Trial) -> None:
         _kill(trial, [island for island in range(trial.islands) if island != victim])
 
 
+def launched(trial: Trial) -> None:
+    """Kill islands of `replicax launch`, which starts them again."""
+    for _ in range(trial.chance.choice((1, 1, 2, 3))):
+        if not trial.a_step():
+            return
+        pids = trial.pids()
+        count = trial.chance.choice((1, 1, 2, len(pids)))
+        victims = trial.chance.sample(sorted(pids), min(count, len(pids)))
+        trial.strike(f"kill {_named(sorted(victims))} under the launcher")
+        for island in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[island], signal.SIGKILL)
+        trial.pause(trial.chance.uniform(0.0, 2.0))
+
+
 def term(trial: Trial) -> None:
     """SIGTERM to one or all."""
     if trial.any_moment():
@@ -205,7 +226,7 @@ def term(trial: Trial) -> None:
         for island in victims:
             start = trial.of(island)
             start.terminated = True
-            start.child.signal(15)
+            start.child.signal(signal.SIGTERM)
 
 
 # Frozen and slow islands.
@@ -404,6 +425,7 @@ def disk_full(trial: Trial) -> None:
     trial.disk.empty()
 
 
+THREE = (3,)
 FAULTS = {
     "kill": Fault("kill -9 of one at any time", kill),
     "kill-two": Fault("kill -9 of two at once", kill_two),
@@ -428,6 +450,17 @@ FAULTS = {
     "slow-link": Fault("slow connections", slow_link, linked=True, quiet=True),
     "strangers": Fault("strangers at the ports", strangers, quiet=True),
     "disk-full": Fault(
-        "disk full, perhaps a death", disk_full, env={"CHAOS_SAVE_EVERY": "3"}, disk=True
+        "disk full, perhaps a death",
+        disk_full,
+        env={"CHAOS_SAVE_EVERY": "3"},
+        disk=True,
+        codes=(1,),  # after three saves that failed a run stops, as without islands
+    ),
+    "launch": Fault(
+        "kill -9 under replicax launch",
+        launched,
+        THREE,
+        {"CHAOS_STEP_SECONDS": "0.1"},  # its starts import everything anew
+        launched=True,
     ),
 }

@@ -10,11 +10,13 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Wire:
-    """Everything that flows between two islands, of which `after` dials `before`."""
+    """Everything that flows between two islands, of which each dials the other.
 
-    def __init__(self, after: int, before: int, port: int) -> None:
-        self.pair = after, before
-        self._to = "127.0.0.1", port
+    `ports` are those on which they listen.
+    """
+
+    def __init__(self, pair: tuple[int, int], ports: tuple[int, int]) -> None:
+        self.pair = pair
         self._flows = threading.Event()
         self._flows.set()
         self._closing = False
@@ -22,9 +24,15 @@ class Wire:
         self._open: list[socket.socket] = []
         self._traps: dict[int, tuple[int, Callable[[bytes], bytes | None]]] = {}
         self._delay_seconds, self._bytes_per_second = 0.0, float("inf")
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listening: list[socket.socket] = []
+        self.ports: dict[int, int] = {}
+        """The port at which an island reaches the other one."""
+        for dialler, other, port in ((*pair, ports[1]), (*pair[::-1], ports[0])):
+            listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+            self._listening.append(listening)
+            self.ports[dialler] = listening.getsockname()[1]
+            arguments = listening, dialler, other, port
+            threading.Thread(target=self._accept, args=arguments, daemon=True).start()
 
     def stall(self) -> None:
         """Let nothing through; what is sent waits, as packets that are sent again and again."""
@@ -56,32 +64,32 @@ class Wire:
 
     def close(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+        for listening in self._listening:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+            listening.close()
         self.cut()
         self._flows.set()
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket, dialler: int, other_end: int, port: int) -> None:
         while not self._closing:
             try:
-                dialled, _ = self._listening.accept()
+                dialled, _ = listening.accept()
             except OSError:
                 return
             self._flows.wait()
             try:
-                other = socket.create_connection(self._to, timeout=2.0)
+                other = socket.create_connection(("127.0.0.1", port), timeout=2.0)
                 other.settimeout(None)
             except OSError:
                 dialled.close()
                 continue
-            after, before = self.pair
             for each in (dialled, other):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open += [dialled, other]
             left = [2]
-            for sender, ways in ((after, (dialled, other)), (before, (other, dialled))):
+            for sender, ways in ((dialler, (dialled, other)), (other_end, (other, dialled))):
                 threading.Thread(target=self._pump, args=(sender, *ways, left), daemon=True).start()
 
     def _pump(self, sender: int, source: socket.socket, to: socket.socket, left: list[int]) -> None:
@@ -125,7 +133,7 @@ class Links:
     def __init__(self, ports: list[int]) -> None:
         self._ports = ports
         self.wires = {
-            (after, before): Wire(after, before, ports[before])
+            (after, before): Wire((after, before), (ports[after], ports[before]))
             for after in range(len(ports))
             for before in range(after)
         }
@@ -133,8 +141,9 @@ class Links:
     def addresses(self, island: int) -> str:
         """Return the addresses of all islands, as one of them reaches them."""
         ports = list(self._ports)
-        for before in range(island):
-            ports[before] = self.wires[island, before].port
+        for pair, wire in self.wires.items():
+            if island in pair:
+                ports[sum(pair) - island] = wire.ports[island]
         return ",".join(f"127.0.0.1:{port}" for port in ports)
 
     def between(self, one: Collection[int], other: Collection[int]) -> list[Wire]:

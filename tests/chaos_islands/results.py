@@ -77,7 +77,12 @@ def add(results: dict[str, Any], outcome: Outcome) -> None:
     ):
         all_of = of.setdefault(f"all_{name}_ms", [])
         all_of += [round(1000 * each) for each in seconds]
-        of[f"{name}_ms"] = summary(all_of)
+
+
+def add_summaries(of: dict[str, Any]) -> None:
+    """Add summaries of all times to the results of a fault."""
+    for name in ("recovery", "join_pause", "usual_step"):
+        of[f"{name}_ms"] = summary(of[f"all_{name}_ms"])
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:
@@ -94,6 +99,7 @@ def add_to_file(path: Path, outcome: Outcome, environment: Mapping[str, Any]) ->
     told = json.loads(path.read_text()) if path.exists() else {}
     told["environment"] = dict(environment)
     add(told.setdefault("faults", {}), outcome)
+    add_summaries(told["faults"][outcome.fault])
     kinds = told["faults"].values()
     told["all"] = {
         name: sum(kind[name] for kind in kinds)
@@ -112,6 +118,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         add(results, outcome)
     yield _row(_HEAD)
     for kind, of in sorted(results.items()):
+        add_summaries(of)
         numbers = [of[name] for name in ("runs", "failures", "hangs", "restarts")]
         back, joins = of["recovery_ms"], of["join_pause_ms"]
         cells = [kind, *map(str, numbers)]

@@ -6,6 +6,8 @@ import json
 import random
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -99,11 +101,11 @@ class Trial:
         """Times of faults, on the clock of the notes."""
         self.starts: list[Start] = []
         self.done_at: float | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
         self._waits = random.Random(f"waits of {fault} {seed}")
         self._held: set[int] = set()
         self._due: dict[int, float] = {}
         self._closing = False
-        self._moved_at = time.monotonic()
         (folder / "out").mkdir(parents=True, exist_ok=True)
         ports: set[int] = set()
         while len(ports) < islands:
@@ -174,6 +176,37 @@ class Trial:
                         self._start(island)
             time.sleep(_TURN_SECONDS)
 
+    # Under `replicax launch`.
+
+    def launch(self) -> None:
+        """Let `replicax launch` start all islands, and each that ends."""
+        command = [sys.executable, "-m", "replicax", "launch", "--islands", str(self.islands)]
+        command += ["--logs", str(self.folder / "logs"), "--"]
+        command += [sys.executable, str(JOB), str(self.folder)]
+        env = {**self.server.env, **self.env}
+        with (self.folder / "out" / "launch").open("wb") as told:
+            launcher = self.launcher = subprocess.Popen(command, env=env, stdout=told, stderr=told)
+
+        def wait() -> None:
+            launcher.wait()
+            self.done_at = time.monotonic()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def pids(self) -> dict[int, int]:
+        """Return the process of the newest start of each island that has begun to train."""
+        paths = (self.folder / "notes").glob("*.steps")
+        found = sorted(paths, key=lambda path: path.stat().st_ctime_ns)
+        return {int(path.stem.split("-")[0]): int(path.stem.split("-")[1]) for path in found}
+
+    def _finish_launched(self, launcher: "subprocess.Popen[bytes]") -> None:
+        try:
+            launcher.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._hang(f"replicax launch is there {MOST_SECONDS:g} s after the last fault")
+            launcher.kill()
+        self.check(launcher.wait() == 0, f"the launcher ended with {launcher.returncode}")
+
     # Progress.
 
     def steps(self) -> list[tuple[float, int, str]]:
@@ -239,13 +272,15 @@ class Trial:
     def strike(self, what: str) -> None:
         """Note that a fault begins now."""
         self.struck.append(time.time())
-        self._moved_at = time.monotonic()
         self.told.append(f"{what} at step {self.step}")
 
     # The end.
 
     def finish(self) -> None:
         """Wait for the end of all islands."""
+        if self.launcher is not None:
+            self._finish_launched(self.launcher)
+            return
         self.free()
         began = time.monotonic()
         while time.monotonic() - began < MOST_SECONDS and self.done_at is None:
@@ -259,9 +294,8 @@ class Trial:
             if time.monotonic() - self.done_at > REST_SECONDS:
                 break
             time.sleep(_TURN_SECONDS)
-            for start in self.starts:
-                # As the launcher does: what has not joined when the others are done cannot any more.
-                waited = time.monotonic() - self.done_at
+            waited = time.monotonic() - self.done_at
+            for start in self.starts:  # as the launcher does: it cannot join any more
                 if start.lives and not self.has_stepped(start) and waited > 2.0:
                     start.killed = True
                     start.child.signal(signal.SIGTERM)
@@ -281,6 +315,8 @@ class Trial:
         self._closing = True
         if self._keeper.ident is not None:
             self._keeper.join()
+        if self.launcher is not None:
+            self.launcher.kill()
         left = [start.child for start in self.starts if start.lives]
         for child in left:
             child.signal(signal.SIGKILL)

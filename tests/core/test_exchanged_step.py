@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from support.exchanges import Simulated
 
 import replicax as rx
 from replicax.core.ground.job import Job
+from replicax.verify.simulated_islands import SimulatedIslands
 
 ROWS, BATCH = 60, 16
 RNG = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def assert_close(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 def test_three_islands_compute_what_one_device_does(
     mode: str, layout: str, devices: int, accumulate: int
 ) -> None:
-    job = Simulated(3)
+    job = SimulatedIslands(3)
     options = {"mode": mode, "layout": layout, "micro_shards": 4, "accumulate": accumulate}
     assert_close(train(devices, job, **options), train(1, mode="single"))
     assert job.exchanges == 12  # 8 steps and 4 batches of an evaluation
@@ -110,7 +110,7 @@ def test_three_islands_compute_what_one_device_does(
 
 @pytest.mark.parametrize("islands", [1, 2, 3, 5, 6, 7, 8])
 def test_any_number_of_islands_has_the_bits_of_one_device(islands: int) -> None:
-    found = train(1, Simulated(islands), mode="exact", loss=noisy)
+    found = train(1, SimulatedIslands(islands), mode="exact", loss=noisy)
     for one, other in zip(found, train(1, mode="exact", loss=noisy), strict=True):
         assert one.tobytes() == other.tobytes()
 
@@ -132,7 +132,7 @@ def test_every_kind_of_step_has_the_bits_of_one_device(name: str, devices: int) 
     options = {**EXACT[name]}
     if "model" in options:
         options["model"] = options["model"]()
-    found = train(devices, Simulated(3), mode="exact", **options)
+    found = train(devices, SimulatedIslands(3), mode="exact", **options)
     for one, other in zip(found, train(1, mode="exact", **options), strict=True):
         assert one.tobytes() == other.tobytes()
 
@@ -140,21 +140,21 @@ def test_every_kind_of_step_has_the_bits_of_one_device(name: str, devices: int) 
 def test_batch_statistics_are_the_means_of_the_parts() -> None:
     model = normed_model()
     options = {"loss": normed, "model": model, "source": FULL}
-    found = train(1, Simulated(3), mode="jit", **options)
+    found = train(1, SimulatedIslands(3), mode="jit", **options)
     wanted = train(1, mode="exact", **options)
     assert_close(found, wanted)
 
 
 def test_random_numbers_differ_between_parts_and_not_between_islands() -> None:
     options = {"mode": "jit", "loss": noisy, "micro_shards": 4}
-    alone = train(1, Simulated(1), **options)
-    for one, other in zip(train(1, Simulated(3), **options), alone, strict=True):
+    alone = train(1, SimulatedIslands(1), **options)
+    for one, other in zip(train(1, SimulatedIslands(3), **options), alone, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_own_steps_need_mode_exact(mode: str) -> None:
-    dp = rx.DataParallel(step=own_step, mode=mode, job=Simulated(2))
+    dp = rx.DataParallel(step=own_step, mode=mode, job=SimulatedIslands(2))
     with pytest.raises(rx.ConfigError, match="exact"):
         dp.init(MODEL)
 
@@ -165,14 +165,16 @@ def test_rows_that_mix_across_parts_are_refused() -> None:
         return values - values.mean()
 
     mesh = rx.make_mesh(devices=jax.devices()[:1])
-    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, job=Simulated(2))
+    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, job=SimulatedIslands(2))
     state = dp.init(MODEL)
     with pytest.raises(rx.LossError):
         dp.step(state, next(iter(dp.feed(FULL, BATCH))))
 
 
 def test_parts_are_a_power_of_two() -> None:
-    dp = rx.DataParallel(squared, optax.sgd(0.1), mode="jit", micro_shards=6, job=Simulated(2))
+    dp = rx.DataParallel(
+        squared, optax.sgd(0.1), mode="jit", micro_shards=6, job=SimulatedIslands(2)
+    )
     with pytest.raises(rx.ConfigError, match="8"):
         dp.init(MODEL)
 
@@ -188,7 +190,7 @@ def test_state_of_a_reduction_is_refused() -> None:
             return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axis), sums), own
 
     dp = rx.DataParallel(
-        squared, optax.sgd(0.1), mode="shard_map", reduction=Feedback(), job=Simulated(2)
+        squared, optax.sgd(0.1), mode="shard_map", reduction=Feedback(), job=SimulatedIslands(2)
     )
     with pytest.raises(rx.ConfigError, match="float32"):
         dp.init(MODEL)

@@ -22,6 +22,7 @@ from replicax.islands.frames import (
     checksum,
     frame_parts,
     message_bytes,
+    prefixed,
 )
 from replicax.islands.messages import CONTROL_DECODER, Frame, Have, Out, State, View
 
@@ -62,6 +63,11 @@ def refuse(sent: bytes, pair: tuple[Channel, Channel], named: str) -> None:
         here.receive_frame(MOST)
     here.close()
     sending.join()
+
+
+def told(length: int) -> bytes:
+    """Return what comes before a message of this length, with a checksum of 0."""
+    return struct.pack(">III", length, length ^ 0xFFFFFFFF, 0)
 
 
 def kinds(name: str, chance: random.Random) -> list[np.ndarray]:
@@ -135,7 +141,7 @@ def test_what_is_too_long_is_not_sent() -> None:
 
 
 def test_text_that_is_no_utf_8_is_sent() -> None:
-    assert CONTROL_DECODER.decode(message_bytes(Out("\udcff!"))[4:]) == Out("?!")
+    assert CONTROL_DECODER.decode(message_bytes(Out("\udcff!"))[12:]) == Out("?!")
 
 
 @pytest.mark.parametrize("place", [-1, -9, 100])
@@ -196,13 +202,15 @@ def test_headers_are_refused_before_memory_is_allocated(
 @pytest.mark.parametrize(
     "sent",
     [
-        struct.pack(">I", LONGEST_MESSAGE_BYTES + 1),
-        struct.pack(">I", 0xFFFFFFFF) + b"x" * 100,
+        told(LONGEST_MESSAGE_BYTES + 1),
+        told(0xFFFFFFFF) + b"x" * 100,
         b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack(">I", 0),
+        told(0),
+        prefixed(b""),
+        struct.pack(">I", 2) * 3 + b"{}",
         message_bytes(Have(1, 2)),
-        struct.pack(">I", 100_000) + b"[" * 100_000,
-        struct.pack(">I", 4) + b"\xff\xfe\x00\x01",
+        prefixed(b"[" * 100_000),
+        prefixed(b"\xff\xfe\x00\x01"),
     ],
 )
 def test_what_is_no_header(sent: bytes, pair: tuple[Channel, Channel]) -> None:
@@ -220,14 +228,17 @@ def malformed(chance: random.Random) -> bytes:
     dtypes = chance.sample(list(EXCHANGED_DTYPES), 3)
     arrays = [array for name in dtypes for array in kinds(name, chance)]
     sent = bytearray(raw(chance.choice([FRAME, STATE]), arrays))
-    header = 4 + int.from_bytes(sent[:4], "big")
+    header = 12 + int.from_bytes(sent[:4], "big")
     match chance.randrange(5):
         case 0:  # flipped bits
             for _ in range(chance.randrange(1, 9)):
                 sent[chance.randrange(len(sent))] ^= 1 << chance.randrange(8)
-        case 1:  # bytes of the header
+        case 1:  # bytes of the header, which its sender means so
             for _ in range(chance.randrange(1, 4)):
-                sent[chance.randrange(4, header)] = chance.choice(b'[]{}",-0123456789ex \\\xff\x00')
+                sent[chance.randrange(12, header)] = chance.choice(
+                    b'[]{}",-0123456789ex \\\xff\x00'
+                )
+            sent[:header] = prefixed(bytes(sent[12:header]))
         case 2:  # a piece missing, or twice
             start, count = chance.randrange(len(sent)), chance.randrange(1, 40)
             sent[start : start + chance.choice([0, count])] = sent[start : start + count] * (
@@ -237,7 +248,7 @@ def malformed(chance: random.Random) -> bytes:
             sent = bytearray(chance.randbytes(chance.randrange(300)))
         case _:  # noise in a message
             noise = chance.randbytes(chance.randrange(300))
-            sent = bytearray(struct.pack(">I", chance.choice([len(noise), 7, 1 << 30])) + noise)
+            sent = bytearray(chance.choice([prefixed(noise), told(7) + noise, told(1 << 30)]))
     return bytes(sent)
 
 
@@ -266,6 +277,19 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = socket.create_connection(server.getsockname())
         return server.accept()[0], there
+
+
+def test_any_flipped_bit_is_noticed() -> None:
+    sent = raw(FRAME, [np.arange(3, dtype=np.float32)])
+    for bit in range(8 * len(sent)):
+        here, there = map(Channel, socket_pair())
+        there.send_bytes(
+            [sent[: bit // 8] + bytes([sent[bit // 8] ^ 1 << bit % 8]) + sent[bit // 8 + 1 :]]
+        )
+        with pytest.raises(ValueError, match=r"\d"):  # and the connection stays open meanwhile
+            here.receive_frame(MOST)
+        here.close()
+        there.close()
 
 
 def test_malformed_frames_are_refused() -> None:

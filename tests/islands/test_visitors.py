@@ -1,7 +1,6 @@
 """An island exchanges nothing with those who do not know the secret, or break the protocol."""
 
 import contextlib
-import struct
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from support.waiting import until
 from replicax.cluster.secret import Secret
 from replicax.errors import ConfigError
 from replicax.islands.entrance import MORE_VISITORS, connect
-from replicax.islands.frames import frame_parts, message_bytes
+from replicax.islands.frames import frame_parts, message_bytes, prefixed
 from replicax.islands.handshake import DIALS, LISTENS, proof
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting, Proof
@@ -54,9 +53,9 @@ def test_second_connections_are_refused(raw: tuple[Island, RawIsland]) -> None:
     ("purpose", "sent"),
     [
         (0, b"junk junk junk"),
-        (0, struct.pack(">I", 2) + b"[]"),
-        (0, struct.pack(">I", 1 << 31)),
-        (0, struct.pack(">I", 100_000) + b"[" * 100_000),
+        (0, prefixed(b"[]")),
+        (0, prefixed(b"[]")[:4] + b"\0" * 8),
+        (0, prefixed(b"[" * 100_000)),
         (0, message_bytes(FRAME)),
         (1, message_bytes(Beat())),
         (1, message_bytes(msgspec.structs.replace(frame_parts(FRAME, [])[0], crc=1))),
@@ -151,7 +150,7 @@ def test_slow_strangers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with islands([first]):
         slow = connect(first.addresses[0], 10.0)
         started = time.monotonic()
-        for byte in struct.pack(">I", 100) + b"x" * 100:
+        for byte in prefixed(b"x" * 100):
             if slow.has_ended():
                 break
             with contextlib.suppress(OSError):

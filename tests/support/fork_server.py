@@ -59,6 +59,7 @@ class ForkServer:
     """
 
     def __init__(self, env: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+        self.env = dict(env)
         ours, its = socket.socketpair()
         with its:
             self._server = subprocess.Popen(

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 
 from replicax.cluster.secret import Secret
-from replicax.islands.frames import message_bytes
+from replicax.islands.frames import message_bytes, prefixed
 from replicax.islands.handshake import DIALS, proof
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting, Proof
@@ -55,8 +55,8 @@ class IslandStrangers:
             chance.choice(
                 [
                     *(b"", b"\0", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(300)),
-                    *(struct.pack(">I", 4097), struct.pack(">I", 4096) + b"[" * 4096),
-                    *(b"\xff" * 100_000, struct.pack(">I", 2) + b"{}", message_bytes(Beat())),
+                    *(prefixed(b"x" * 4097)[:12], prefixed(b"[" * 4096)),
+                    *(b"\xff" * 100_000, prefixed(b"{}"), message_bytes(Beat())),
                     *(message_bytes(Frame(0, 0, "", [], "")), message_bytes(Proof("0" * 64))),
                     *(hello, hello[: chance.randrange(len(hello))], hello * 3),
                     hello.replace(b"control", b"\xff\xfe\xfd control"),
@@ -69,7 +69,7 @@ class IslandStrangers:
         hello = self._hello()
         stranger.sendall(message_bytes(hello))
         stranger.settimeout(0.5)
-        challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[4:])
+        challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[12:])
         assert isinstance(challenge, Challenge)
         guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, challenge)
         stranger.sendall(

@@ -37,6 +37,7 @@ def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
         *(f"jit, 2 micro-batches, {batch}" for batch in batches),
         *(f"exact, {batch}" for batch in batches),
         "exact, 1, 2, 4 devices",
+        "exact, 3 islands",
     ]
     assert cases == names
 

@@ -1,1 +1,23 @@
-"""Islands: jobs that each hold a replica of the state, and exchange sums between programs."""
+"""Islands: jobs that each hold a replica of the state, and exchange sums between programs.
+
+After `docs/islands.md`, read in this order:
+
+    island_variables.py   environment variables, and
+    island_place.py       what they say: index, addresses, secret
+    messages.py           everything that travels between two islands
+    parts.py              which island computes which parts, and the tree that adds them
+    agreement.py          who lives, and which exchanges are complete; without threads or sockets
+    own_parts.py          the parts of one exchange: computed, sent, combined
+    group.py              this island among the others: enters, exchanges, gives the state
+    same_system.py        whether a process of this host is gone
+    frames.py             arrays on a socket, with lengths checked
+    handshake.py          both sides prove that they know the secret
+    entrance.py           the listening port
+    peer.py               the two connections to one other island
+    island_network.py     connections to all of them, again and again
+    island_job.py         the jobs that the core and a run are handed
+    initialize.py         `rx.initialize`
+
+It imports `errors`, `arguments`, `cluster`, and of the core only `core.ground`. Tests:
+`tests/islands/`; faults with processes in `tests/chaos_islands/`. Public: `rx.initialize`.
+"""

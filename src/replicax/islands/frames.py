@@ -1,8 +1,9 @@
 """Messages and arrays on a connection between islands.
 
-A message is its length in 4 bytes, then JSON. The header of a frame is a message too; the bytes of
-its arrays follow. Nothing received is executed, and every length is checked before memory is
-allocated for it.
+A message is its length, the length with all bits flipped, and the CRC-32 of what follows, of 4
+bytes each, then JSON. The header of a frame is a message too; the bytes of its arrays follow, with
+a CRC-32 in the header. So a bit that was flipped on the way ends the connection, and counts for
+nothing. Nothing received is executed, and every length is checked before memory is allocated.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from replicax.islands.messages import DATA, Data
 
 LONGEST_MESSAGE_BYTES = 1 << 22
 """The limit for a control message, and for the header of a frame."""
-_LENGTH = struct.Struct(">I")
+_PREFIX = struct.Struct(">III")
+_ALL_BITS = 0xFFFFFFFF
 _CHUNK_BYTES = 1 << 20
 """Received at once; the checksum then finds these bytes in the processor's cache."""
 _MOST_BUFFERS = 512
@@ -72,13 +74,17 @@ class Channel:
 
     def receive(self, most_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
         """Return the JSON of the next message, which has at most `most_bytes`."""
-        prefix = bytearray(_LENGTH.size)
+        prefix = bytearray(_PREFIX.size)
         self._fill(memoryview(prefix))
-        (length,) = _LENGTH.unpack(prefix)
+        length, flipped, crc = _PREFIX.unpack(prefix)
+        if length ^ flipped != _ALL_BITS:
+            raise ValueError(f"the length {length}, but flipped {flipped}")
         if length > most_bytes:
             raise ValueError(f"a message of {length} bytes; at most {most_bytes} are allowed")
         text = bytearray(length)
         self._fill(memoryview(text))
+        if zlib.crc32(text) != crc:
+            raise ValueError(f"a message with the checksum {zlib.crc32(text)} instead of {crc}")
         return bytes(text)
 
     def send_frame(self, header: Data, arrays: Sequence[memoryview]) -> None:
@@ -164,7 +170,7 @@ class Channel:
 
 
 def message_bytes(message: Typed) -> bytes:
-    """Return `message` with its length; `ClusterError` if it is too long."""
+    """Return `message` with its prefix; `ClusterError` if it is too long."""
     try:
         text = msgspec.json.encode(message)
     except UnicodeEncodeError:  # such as the name of a file that is not UTF-8
@@ -175,7 +181,12 @@ def message_bytes(message: Typed) -> bytes:
             f"a {type(message).__name__} of {len(text)} bytes for another island; at most "
             f"{LONGEST_MESSAGE_BYTES} are allowed: exchange less at once"
         )
-    return _LENGTH.pack(len(text)) + text
+    return prefixed(text)
+
+
+def prefixed(text: bytes) -> bytes:
+    """Return `text` after what `Channel.receive` expects before it."""
+    return _PREFIX.pack(len(text), len(text) ^ _ALL_BITS, zlib.crc32(text)) + text
 
 
 def frame_parts(header: Data, arrays: Sequence[np.ndarray]) -> tuple[Data, list[memoryview]]:

@@ -22,6 +22,7 @@ from replicax.errors import (
     StateError,
     Terminated,
     interrupted,
+    require,
 )
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.curves import Curves
@@ -206,6 +207,11 @@ class Run(Loop):
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)
             agreed = {"run": self._agreed, **{part: self.config[part] for part in _ALIKE}}
+            if self._run_dir is not None and (rows := some_rows(self.source)) is not None:
+                size = self.source.batch_size  # traced before other islands wait for this one
+                self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
+            if self.resumable:
+                require("orbax.checkpoint", "checkpoints")  # takes a while, too
             self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
@@ -278,9 +284,6 @@ class Run(Loop):
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
-        if (rows := some_rows(self.source)) is not None:  # else taken from the first batch
-            size = self.source.batch_size
-            self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
         self._storage = Storage(
             self._run_dir,
             self.config,

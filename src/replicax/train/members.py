@@ -17,6 +17,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState, was_donated
+from replicax.core.placement.layout import copied
 from replicax.errors import ConfigError, IslandLeftError
 from replicax.islands.group import ReceivedState
 from replicax.islands.island_job import IslandJob
@@ -98,10 +99,11 @@ class Members:
                 "an island joins; use a list, a loader that can be iterated again, or arrays"
             )
         batch = next(iter(feed))
-        dp.prepare(state, batch)
-        programs = dp.program(state).step.compiled(state, batch)
         if not was_donated(state):
             fields = {**fields, "weights": sha256(state.params)[:16]}
+            with self._islands.rehearsal():
+                dp.step(copied(state), batch)  # compiles all that a step runs
+        programs = dp.program(state).step.compiled(state, batch)
         if dp.mode.bitwise:
             fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
         group = self._islands.group

@@ -9,6 +9,7 @@ import jax
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
+from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes import Mode
 from replicax.core.placement.mesh import replica_count
@@ -17,6 +18,7 @@ from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE
 from replicax.verify.facts import Facts
+from replicax.verify.simulated_islands import SimulatedIslands
 from replicax.verify.subject import Case, Subject
 
 _STEPS = 2
@@ -110,6 +112,28 @@ def check_exactness(
     return Check("parity", name, verdict, text, CAUSE, figures)
 
 
+def check_simulated_islands(mode: Mode, bits: Callable[[int], Bits], is_own: bool) -> Check:
+    """Return the row that compares `bits` of several islands, which exchange sums, with one device.
+
+    `bits(1)` are those of one device.
+    """
+    name = f"{mode}, {ISLANDS_COMPARED} islands"
+    try:
+        one, islands = bits(1), bits(ISLANDS_COMPARED)
+    except ReplicaxError as error:
+        return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
+    if one == islands:
+        text = (
+            f"the same bits as on 1 device, with the sums of {ISLANDS_COMPARED} islands exchanged"
+        )
+        return Check("parity", name, PASS, text, "", {"sha256": islands.digest})
+    verdict: Verdict = FAIL if is_own else NOTE
+    text = f"other bits than on 1 device: {one.parting(islands)}"
+    return Check("parity", name, verdict, text, CAUSE, {"sha256": islands.digest})
+
+
+ISLANDS_COMPARED = 3
+"""Number of simulated islands: none divides the micro-shards."""
 CAUSE = "a program was compiled differently, or is not deterministic; report it"
 
 
@@ -126,8 +150,17 @@ def replica_counts(dp: DataParallel) -> list[int]:
 
 def bits_on(subject: Subject, facts: Facts, mode: Mode, devices: int) -> Bits:
     """Return the bits of `subject` on this many devices."""
-    case = Case(mode, 1, devices)
-    dp = subject.parallel(case)
+    return _bits_of_case(subject, facts, Case(mode, 1, devices), None)
+
+
+def bits_of_islands(subject: Subject, facts: Facts, mode: Mode, islands: int) -> Bits:
+    """Return the bits of `subject` on this many islands of one device."""
+    job = SimulatedIslands(islands) if islands > 1 else None
+    return _bits_of_case(subject, facts, Case(mode, 1, 1), job)
+
+
+def _bits_of_case(subject: Subject, facts: Facts, case: Case, job: Job | None) -> Bits:
+    dp = subject.parallel(case) if job is None else subject.with_job(case, job)
     batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)
     state = subject.placed(case, subject.state)
     dp.prepare(state, batch)

@@ -16,6 +16,7 @@ from jax.tree_util import keystr
 
 from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
+from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
@@ -258,6 +259,12 @@ class Subject:
         _, inner = state.opt_state
         after = self._apply(state.params, inner, gradient, np.float32(results[LOSS]))
         return {f"params{path}": value for path, value in step_changes(state.params, after).items()}
+
+    def with_job(self, case: Case, job: Job) -> DataParallel:
+        """Return the step of a case as a part of `job`, with the model."""
+        dp = self.parallel(case).replace(job=job)
+        dp.init(self._model, seed=self._seed)
+        return dp
 
     # Helpers.
 

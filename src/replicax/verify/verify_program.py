@@ -16,7 +16,13 @@ from replicax.core.modes import MODES, Mode, as_mode
 from replicax.core.placement.mesh import replica_count
 from replicax.errors import ConfigError
 from replicax.verify.devices_asked import check_devices_asked
-from replicax.verify.exactness import bits_on, check_exactness, replica_counts
+from replicax.verify.exactness import (
+    bits_of_islands,
+    bits_on,
+    check_exactness,
+    check_simulated_islands,
+    replica_counts,
+)
 from replicax.verify.facts import examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
@@ -124,6 +130,11 @@ def _checks(
             # Unless it is the training mode or requested, one device and all of them suffice.
             counts = counts if is_own or chosen else sorted({counts[0], counts[-1]})
             yield check_exactness(mode, counts, bits, is_own, show)
+            if is_own or chosen:
+                show(f"parity: bits of {mode} on islands")
+                yield check_simulated_islands(
+                    mode, partial(bits_of_islands, subject, facts, mode), is_own
+                )
         elif mode.bitwise:
             yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
     try:

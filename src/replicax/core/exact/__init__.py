@@ -9,6 +9,8 @@ once for one device. Read in this order, after `docs/exact.md`:
     split_trace.py              cut the trace into segments
     replica_program.py          compile a segment for one device, and run it on all
     combining_programs.py       add in a fixed order, and gather, between segments
+    part_results.py             results of a program by micro-shard, kept or on demand
+    exchanged_parts.py          combine micro-shards of which other jobs compute some
     host_executor.py            call these one after the other; loops around sums
     sharded_update.py           layouts that split the optimizer state: update a piece of it
     micro_shard_function.py     a step as a function of one micro-shard

@@ -1,4 +1,4 @@
-"""Jobs that exchange parts with others, which are simulated in this process."""
+"""Islands that are simulated in one process, to compare their bits with one device."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import added, assigned
 
 
-class Simulated(Alone):
+class SimulatedIslands(Alone):
     """A job of several islands, which compute their parts one after the other.
 
     Each sends its maximal subtrees through host memory, as over a network.

@@ -1,0 +1,216 @@
+"""Runs of islands, each in a thread: what is written, by whom, and what one that joins receives."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.island_networks import places
+from support.waiting import until
+
+import replicax as rx
+from replicax.cluster.cluster_job import Lone
+from replicax.cluster.place import find_place
+from replicax.cluster.watchdog import Timeouts
+from replicax.islands.group import Group
+from replicax.islands.island_job import IslandJob
+from replicax.islands.island_place import IslandPlace
+from replicax.train.fingerprint import sha256
+
+ROWS, BATCH, EPOCHS = 64, 16, 10
+STEPS = EPOCHS * ROWS // BATCH
+RNG = np.random.default_rng(0)
+SOURCE = {
+    "x": RNG.normal(size=(ROWS, 8)).astype(np.float32),
+    "y": RNG.normal(size=(ROWS, 8)).astype(np.float32),
+}
+WEIGHTS = RNG.normal(size=(8, 8)).astype(np.float32)
+
+
+def squared(model: Any, batch: Any, key: Any) -> Any:
+    return ((jnp.tanh(batch["x"] @ model["w"]) - batch["y"]) ** 2).mean(-1)
+
+
+class Killed(Exception):  # noqa: N818
+    """Ends the thread of an island as a signal would end a process."""
+
+
+class At(rx.Hook):
+    """Calls `act` before a step; from then on, sleeps before each, so that islands can join."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self._step, self._act = step, act
+
+    def before_step(self, run: Any, batch: Any) -> None:
+        if run.place.step == self._step:
+            self._act()
+        if run.place.step > self._step:
+            time.sleep(0.03)
+
+
+class Island:
+    """An island in a thread of this process, on one device."""
+
+    def __init__(self, place: IslandPlace, *, mode: str = "exact", **settings: Any) -> None:
+        self.place, self.mode, self.settings = place, mode, settings
+        self.result: rx.Fit | None = None
+        self.error: BaseException | None = None
+        self.job: IslandJob
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def dp(self, job: Any) -> rx.DataParallel:
+        mesh = rx.make_mesh(devices=[jax.devices()[self.place.index]])
+        return rx.DataParallel(squared, optax.adam(0.05), mode=self.mode, mesh=mesh, job=job)
+
+    def die(self) -> None:
+        """End the connections without a word, and the thread."""
+        self.job.group.network.close()
+        raise Killed
+
+    def _run(self) -> None:
+        try:
+            lone = Lone(find_place({}))
+            self.job = IslandJob(lone, Group(self.place, Timeouts(silent_seconds=5.0)))
+            self.ready.set()
+            dp = self.dp(self.job)
+            weights = self.settings.pop("weights", WEIGHTS)
+            state = dp.init({"w": jnp.asarray(weights)})
+            options = {"batch_size": BATCH, "epochs": EPOCHS, "log_every": 5, "progress": False}
+            self.result = rx.fit(dp, state, SOURCE, **options, **self.settings)
+        except BaseException as error:
+            self.error = error
+        finally:
+            if not isinstance(self.error, Killed):
+                self.job.group.finish()
+
+    def join(self) -> "Island":
+        self.thread.join(60.0)
+        assert not self.thread.is_alive()
+        return self
+
+    def bits(self) -> str:
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return sha256(self.result.state.params)
+
+
+@pytest.fixture(scope="module")
+def alone() -> rx.Fit:
+    """Return the run of one device."""
+    mesh = rx.make_mesh(devices=jax.devices()[:1])
+    dp = rx.DataParallel(squared, optax.adam(0.05), mode="exact", mesh=mesh)
+    state = dp.init({"w": jnp.asarray(WEIGHTS)})
+    options = {"batch_size": BATCH, "epochs": EPOCHS, "log_every": 5, "progress": False}
+    return rx.fit(dp, state, SOURCE, eval_source=SOURCE, **options)
+
+
+def metrics(records: list[rx.Fit] | Any) -> list[Any]:
+    return [(r.kind, r.step, r.metrics) for r in records if r.kind in ("train", "eval")]
+
+
+def written(folder: Path) -> list[Any]:
+    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    return [(r["kind"], r["step"], r["metrics"]) for r in lines if r["kind"] in ("train", "eval")]
+
+
+def changes(folder: Path) -> list[tuple[int, int, int]]:
+    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    found = [line["metrics"] for line in lines if line["kind"] == "islands"]
+    return [(int(m["live"]), int(m["joined"]), int(m["left"])) for m in found]
+
+
+def test_three_islands_are_one_run(alone: rx.Fit, tmp_path: Path) -> None:
+    settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
+    islands = [Island(place, **settings).join for place in places(3)]
+    ended = [join() for join in islands]
+    assert {island.bits() for island in ended} == {sha256(alone.state.params)}
+    assert written(tmp_path / "run") == metrics(alone.records)
+    assert changes(tmp_path / "run") == [(3, 3, 0)]
+    dp = ended[0].dp(None)
+    like = dp.abstract_state({"w": jnp.asarray(WEIGHTS)})
+    loaded = rx.load(tmp_path / "run", dp=dp, state=like)
+    assert sha256(loaded.state.params) == sha256(alone.state.params)
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dying: int) -> None:
+    settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
+    settings["saving"] = rx.Saving(every=7)
+    islands: list[Island] = []
+    for place in places(3):
+        hooks = [At(9, lambda: islands[dying].die())] if place.index == dying else []
+        islands.append(Island(place, hooks=hooks, **settings))
+    ended = [island.join() for island in islands if island.place.index != dying]
+    assert {island.bits() for island in ended} == {sha256(alone.state.params)}
+    assert written(tmp_path / "run") == metrics(alone.records)
+    assert changes(tmp_path / "run") == [(3, 3, 0), (2, 0, 1)]
+    assert [island.result.step for island in ended] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_an_island_that_comes_back_receives_the_run(
+    alone: rx.Fit, tmp_path: Path, dying: int
+) -> None:
+    settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
+    islands: list[Island] = []
+    back: list[Island] = []
+    where = places(3)
+
+    def wait_for_it() -> None:
+        """Start the island again, and wait until it asks to join."""
+        back.append(Island(where[dying], **settings))
+        until(lambda: dying in islands[1].job.group._candidates, 30.0)
+
+    for place in where:
+        hooks = [At(5, wait_for_it)] if place.index == 1 else []
+        hooks += [At(3, lambda: islands[dying].die())] if place.index == dying else []
+        islands.append(Island(place, hooks=hooks, **settings))
+    ended = [island.join() for island in islands if island.place.index != dying]
+    ended += [island.join() for island in back]
+    assert {island.bits() for island in ended} == {sha256(alone.state.params)}
+    assert written(tmp_path / "run") == metrics(alone.records)
+    assert changes(tmp_path / "run") == [(3, 3, 0), (2, 0, 1), (3, 1, 0)]
+    assert metrics(back[0].result.records) == metrics(alone.records)
+
+
+def test_other_weights_are_refused() -> None:
+    islands = [Island(place, weights=WEIGHTS + place.index) for place in places(2)]
+    errors = [island.join().error for island in islands]
+    assert any(isinstance(error, rx.AgreementError) for error in errors)
+    assert all(island.result is None for island in islands)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_in_other_modes_the_mean_is_that_of_one_device(alone: rx.Fit, mode: str) -> None:
+    islands = [Island(place, mode=mode) for place in places(2)]
+    found = [island.join() for island in islands]
+    assert len({island.bits() for island in found}) == 1
+    for one, other in zip(
+        jax.tree.leaves(found[0].result.state.params),
+        jax.tree.leaves(alone.state.params),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-5)
+
+
+def test_an_iterator_of_batches_is_refused() -> None:
+    where = places(1)[0]
+    job = IslandJob(Lone(find_place({})), Group(where, Timeouts()))
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(job.group.finish)
+        mesh = rx.make_mesh(devices=jax.devices()[:1])
+        dp = rx.DataParallel(squared, optax.adam(0.05), mesh=mesh, job=job)
+        batches = iter([SOURCE])
+        with pytest.raises(rx.ConfigError, match="iterator"):
+            rx.fit(dp, dp.init({"w": jnp.asarray(WEIGHTS)}), batches, steps=1, progress=False)
