@@ -11,7 +11,7 @@ import optax
 import pytest
 from plan.small_step import MODEL, PARAMETERS, loss, rows, step, strict
 from support.cases import CASES
-from support.island_networks import places
+from support.island_networks import connected, places
 from support.waiting import until
 
 import replicax as rx
@@ -122,6 +122,7 @@ def test_the_bytes_are_those_at_the_sockets(islands: int, case: str) -> None:
         model, function = CASES[case].model(), CASES[case].loss
         batch = jax.tree.map(lambda leaf: np.asarray(leaf)[:24], CASES[case].source)
     groups = [Group(place, Timeouts()) for place in places(islands)]
+    connected(islands, [group.network for group in groups])
 
     def train(group: Group) -> list[IslandPeer]:
         mesh = rx.make_mesh(1, devices=jax.devices()[:1])

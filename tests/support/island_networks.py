@@ -80,6 +80,11 @@ def islands(given: Sequence[IslandPlace], patience_seconds: float = 60.0) -> Ite
         yield started
 
 
+def connected(place_count: int, networks: Sequence[Network]) -> None:
+    """Wait until all islands of these networks are joined to each other."""
+    until(lambda: all(len(each.peers) == place_count - 1 for each in networks))
+
+
 class RawIsland:
     """An island that dials and does nothing more: its connections are for a test to misuse."""
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from launch.launching import environment, run
 from support.bit_flips import flip_leaf
 from support.figures import assert_mentions
-from support.island_networks import places
+from support.island_networks import connected, places
 from support.processes import SUPPORT
 
 import replicax as rx
@@ -73,6 +73,8 @@ def flipped(given: dict[str, jax.Array], leaf: int = 1) -> Any:
 def audited(*states: Any, shards: bool = False) -> list[str | Exception | None]:
     """Return what islands with these states find after step 10."""
     groups = [Group(place, Timeouts()) for place in places(len(states))]
+
+    connected(len(groups), [group.network for group in groups])
 
     def found(group: Group, own: Any) -> str | Exception | None:
         job = IslandJob(Inner(), group)  # type: ignore[arg-type]

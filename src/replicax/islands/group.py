@@ -75,9 +75,9 @@ class Group:
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
         self._state: ReceivedState | None = None
-        self._why: dict[int, str] = {}
-        self._usual: list[float] = []
-        self._connect()
+        self._why, self._usual = dict[int, str](), list[float]()
+        with self._changed:  # what the network brings waits
+            self._connect()
 
     def _connect(self) -> None:
         self._candidates: dict[int, tuple[str, str]] = {}

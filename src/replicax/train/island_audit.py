@@ -1,6 +1,7 @@
 """Comparison of the whole states of all islands, leaf by leaf, by checksums."""
 
 import collections
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,12 @@ class IslandAudit:
         # A few bytes suffice as long as all is well; now each leaf has its own.
         every = self._job.everyone.gather("audit of each leaf", [self._own, own])
         verdict = judge_islands(dict(every), self._fingerprint.leaves)
-        if verdict is None:  # who differed is gone
-            return None
-        who = listed([f"island {index}" for index in verdict.wrong])
-        what = named(verdict.leaves)
+        if verdict is None:
+            gone = sorted({island for island, _ in states} - {island for island, _ in every})
+            return f"audit: {_named(gone)} held another state after step {step}, and left"
+        with contextlib.suppress(IslandLeftError):
+            self._job.everyone.barrier("the result of an audit")  # all know it before one leaves
+        who, what = _named(verdict.wrong), named(verdict.leaves)
         if not verdict.has_majority:
             self._job.group.finish()
             if len(verdict.wrong) == 1:
@@ -125,6 +128,10 @@ class IslandAudit:
             else:
                 found.append(row.tobytes().hex())
         return found
+
+
+def _named(islands: Sequence[int]) -> str:
+    return listed([f"island {index}" for index in islands])
 
 
 def _sha256(leaf: Any) -> str:
