@@ -64,13 +64,9 @@ class Entrance:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # who closes may join whatever it finds
+            thread.start()  # `RuntimeError` if the system has no thread left
             self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread left
-            self._threads.discard(thread)
-            raise
 
     def _accept(self) -> None:
         with self._listening:

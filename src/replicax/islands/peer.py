@@ -181,10 +181,10 @@ class IslandPeer:
 
         name = f"replicax-island-{self.index}-{name}"
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # who closes may join whatever it finds
+            thread.start()
             self._users += 1
-        self.threads.append(thread)
-        thread.start()
+            self.threads.append(thread)
         return thread
 
     def _messages(self) -> Iterator[Control]:
