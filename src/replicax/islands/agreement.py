@@ -62,7 +62,9 @@ class Agreement:
         self.is_final = False
         """Whether it cannot become one again."""
         self.tie = False
-        """Whether as many members were lost as are left; `go_on` of the first one decides."""
+        """Whether at least as many members were lost as are left; `go_on` of the first decides."""
+        self.all_gone = False
+        """Whether fewer of those lost than are left may still live."""
         self._lost: list[int] = []  # they are told once this island goes on without them
         self._going: dict[int, int] = {}
         """The newest view with which an island goes on, as its first member."""
@@ -247,8 +249,10 @@ class Agreement:
         lost = [n for n in away if not self._is_dead(n)]  # which takes a moment if it lives
         if len(lost) > len(left) or not left:
             self.left = self.left or _too_few(len(left), len(lost))
-        elif len(lost) == len(left):
-            self.tie = True
+        elif len(away) >= len(
+            left
+        ):  # those that are gone may have gone on before, without this one
+            self.tie, self.all_gone = True, len(lost) < len(left)
 
     def _remember(self, decided: Decided) -> None:
         self._decided[decided.before] = decided

@@ -63,8 +63,8 @@ class Group:
 
     def __init__(self, place: IslandPlace, timeouts: Timeouts) -> None:
         self.place, self._timeouts = place, timeouts
-        self.arbiter: Callable[[], bool] = lambda: False
-        """Decides whether to go on if as many islands are left as were lost."""
+        self.arbiter: Callable[[bool], bool] = lambda all_gone: all_gone
+        """Decides whether to go on if half or more were lost; told if most of those are gone."""
         self.stops: Callable[[], bool] = lambda: False
         """Tells whether to give up joining the others."""
         self.changes: list[GroupChange] = []
@@ -365,7 +365,7 @@ class Group:
                 if not asks:
                     self._changed.wait(_LOOK_SECONDS)
             if asks:
-                allowed = self.arbiter()
+                allowed = self.arbiter(of.all_gone)
                 with self._changed:
                     of.go_on(allowed)
                     self._look()

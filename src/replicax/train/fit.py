@@ -39,9 +39,10 @@ from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
 from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
+from replicax.train.records_file import RecordsFile
 from replicax.train.run_state import RunState, first_batch
 from replicax.train.stopping import Interrupt, is_any_open
-from replicax.train.storage import RecordsFile, Saving, Storage
+from replicax.train.storage import Saving, Storage
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 from replicax.train.to_its_end import to_its_end
 
@@ -266,6 +267,8 @@ class Run(Loop):
         """Save the state of an island that had to leave, if no other has taken over the folder."""
         if self._storage is not None and self._resumable and not self._storage.follows:
             with contextlib.suppress(ReplicaxError):
+                if not self._storage.still_writes():
+                    return
                 self._follow(0)
                 self._storage.finish(self.state, *self._run_state.save_state())
 
@@ -298,7 +301,11 @@ class Run(Loop):
             pinned=lambda: self.hooks.pinned,
             follows=self._members.follows,
         )
-        self._members.arbitrate(self._storage.holds_lease)
+        storage = self._storage
+        if self._members.has_islands:
+            self._members.arbitrate(lambda: storage.holds_lease(self.place.step))
+            if storage.folder is not None:
+                storage.folder.write_while(storage.still_writes)
         stack.callback(self._storage.close)
         self._file.folder, self._ledger = self._storage.folder, self._storage.ledger
         self._ledger.hooks = self.hooks.seconds
@@ -350,7 +357,7 @@ class Run(Loop):
                 self._storage.finish(self.state, *self._run_state.save_state())
                 if self._members.all_saved(not self._storage.follows):
                     break
-                self._meet_members()
+                self._meet_members(must=True)
         storage, job = self._storage, self.dp.job
         ends_here = not self._begun and not self._stopping.wanted
         if storage is not None and not storage.knows_program and ends_here:

@@ -24,9 +24,10 @@ from replicax.train.members import Members
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
+from replicax.train.records_file import RecordsFile
 from replicax.train.run_state import RunState
 from replicax.train.stopping import Interrupt, Stopping
-from replicax.train.storage import RecordsFile, Storage
+from replicax.train.storage import Storage
 from replicax.train.streams import alarm
 
 
@@ -348,14 +349,16 @@ class Loop(Running):
         self._follow(0, closing=closing, due=due)
         return self._went_back()
 
-    def _meet_members(self, *, begins: bool = False) -> None:
+    def _meet_members(self, *, begins: bool = False, must: bool = False) -> None:
         """Record which islands joined and left, write if the one that did is gone, and give."""
         if self._stopping.leaves is not None:
             self._members.leave(self._stopping.leaves)
-        if self._storage is not None and self._storage.follows and self.is_main:
-            self._ledger = self._storage.take_over(self.records)
-            self._file.folder = self._storage.folder
-            self.hooks("take_over", self)
+        storage = self._storage
+        if storage is not None and storage.follows and self.is_main:
+            ledger = storage.tried_to_take_over(self.records, must=must)
+            if ledger is not None:
+                self._ledger, self._file.folder = ledger, storage.folder
+                self.hooks("take_over", self)
         changes = self._members.changes(self.place.step, self.place.epoch)
         for record, line in changes:
             self.keep(record)

@@ -68,6 +68,10 @@ class Members:
         return bool(self.everyone.process == 0)
 
     @property
+    def has_islands(self) -> bool:
+        return self._islands is not None
+
+    @property
     def follows(self) -> bool:
         """Whether another island writes the folder of the run."""
         return self._islands is not None and not self.is_main
@@ -149,9 +153,9 @@ class Members:
         return self._islands is None or any(self.everyone.gather("the end of the run", saved))
 
     def arbitrate(self, holds_lease: Callable[[], bool]) -> None:
-        """Let the lease of the run decide which half of the islands goes on."""
+        """Let the lease of the run decide whether the islands that are left go on."""
         if self._islands is not None:
-            self._islands.group.arbiter = holds_lease
+            self._islands.group.arbiter = lambda _all_gone: holds_lease()
 
     def changes(self, step: int, epoch: int) -> list[tuple[Record, str]]:
         """Return a record and a line for each change of the group since the last call."""

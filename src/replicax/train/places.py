@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -231,6 +231,8 @@ class Lines:
         self.path = path
         self._waiting, self._anew = b"", False  # anew: they replace the file
         self._failing = self._told = ""
+        self.may_write: Callable[[], bool] = lambda: True
+        """Whether no other process has replaced the file, asked once it is open."""
 
     @property
     def fault(self) -> str | None:
@@ -270,6 +272,8 @@ class Lines:
                 self._waiting, self._anew = b"", False
             elif not is_remote(self.path) and (self._waiting or self.path.exists()):
                 with _regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                    if not self.may_write():
+                        self._waiting = b""
                     while self._waiting:  # a disk that fills up takes a part of a line
                         self._waiting = self._waiting[file.write(self._waiting) :]
                     if sync:

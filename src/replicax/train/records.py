@@ -128,6 +128,13 @@ class RunFolder:
         """Why records are not written yet."""
         return self._lines.unwritten
 
+    def write_while(self, may_write: Callable[[], bool]) -> None:
+        """Append records only while `may_write`: another process may take over the folder.
+
+        It then replaces the file, so that a line on its way is lost with the old one.
+        """
+        self._lines.may_write = may_write
+
     def refuse_another(self, why: str) -> None:
         """Raise `ConfigError` if it has records of a run, which cannot resume because of `why`."""
         if exists(self.records):
@@ -145,10 +152,13 @@ class RunFolder:
         self._lines.append(line)
         self._sha256.update(f"{line}\n".encode())
 
-    def keep(self, lines: int, digest: str | None = None, *, copied: bool = False) -> History:
+    def keep(
+        self, lines: int, digest: str | None = None, *, copied: bool = False, anew: bool = False
+    ) -> History:
         """Keep the first `lines` of `records.jsonl` that can be read; later steps are repeated.
 
-        If `copied`, or if it is damaged, by `digest` too, the file is copied to another one first.
+        With `anew` the file is replaced in any case. If `copied`, or if it is damaged, by `digest`
+        too, it is copied to another one first.
         """
         with writing(self.records):
             found = self._lines.contents()
@@ -157,7 +167,7 @@ class RunFolder:
             with writing(self.path / DAMAGED):
                 write_whole(self.path / DAMAGED, found)
         self._sha256 = hashlib.sha256(history.kept)
-        if found != history.kept:
+        if anew or found != history.kept:
             self._lines.replace(history.kept)
         return history
 

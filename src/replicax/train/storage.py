@@ -11,14 +11,13 @@ from typing import Any
 from replicax.arguments import Count, Positive, typed
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
+from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError, require
 from replicax.train.changes import another_run, check_changes, config_changes, read_config, run_id
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
-from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
 from replicax.train.places import exists, shown, writing
 from replicax.train.records import (
@@ -76,21 +75,6 @@ class ResumePoint:
     position: Position
     extra: dict[str, Any]
     records: list[Record]
-
-
-class RecordsFile(Hook):
-    """Write each record to `records.jsonl`, immediately visible to readers."""
-
-    folder: RunFolder | None = None
-    """The run's folder, if any; in process 0."""
-
-    def record(self, run: Running, record: Record) -> None:
-        if self.folder is not None:
-            self.folder.append(record)
-
-    def rewound(self, run: Running) -> None:
-        if self.folder is not None:
-            self.folder.keep(len(run.records))
 
 
 _NOTHING_TOLD: dict[str, Any] = {"token": 0, "checkpoint": None, "traced": ""}
@@ -161,6 +145,7 @@ class Storage:
             pinned,
         )
         self._saved: Any = None
+        self._told_failure = False
 
     def _open(self) -> dict[str, Any]:
         """Acquire the lease, and find the checkpoint to resume from; in process 0."""
@@ -219,6 +204,18 @@ class Storage:
             "changed": any(each.matters for each in config_changes(manifest.config, self._config)),
         }
 
+    def tried_to_take_over(self, records: Sequence[Record], *, must: bool) -> Ledger | None:
+        """Do `take_over`, or return None if that fails now, as on a full disk, unless it `must`."""
+        try:
+            return self.take_over(records)
+        except (ConfigError, CheckpointError, OSError) as error:
+            if must:
+                raise
+            if not self._told_failure:
+                self._alarm(f"{self.path} cannot be taken over yet: {first_line(error)}")
+            self._told_failure, self.follows = True, True
+            return None
+
     def take_over(self, records: Sequence[Record]) -> Ledger:
         """Write the folder from now on, as the island that did is gone; return the ledger.
 
@@ -234,7 +231,8 @@ class Storage:
         for part in ("program", "bits"):
             if part in self._before:
                 self._config.setdefault(part, self._before[part])
-        kept = self.folder.keep(len(records)).records
+        kept = self.folder.keep(len(records), anew=True).records
+        self.folder.write_while(self.still_writes)
         for record in records[len(kept) :]:
             self.folder.append(record)
         self._store.clean()
@@ -243,15 +241,21 @@ class Storage:
         self.ledger.enter("productive")
         return self.ledger
 
-    def holds_lease(self) -> bool:
-        """Whether this start holds the lease of the run, which it takes if nobody holds it."""
+    def holds_lease(self, step: int) -> bool:
+        """Whether this start holds the lease of the run, which it takes if nobody holds it.
+
+        False if there is a checkpoint after `step`: others went on without this start.
+        """
+        if not self.saving.wanted:
+            return True
         try:
             if self._lease is None:
                 self._lease = take_lease(self.path)
             self._lease.check()
-        except (CheckpointError, RunInUseError, OSError):
+            saved = [each for each, _ in self._store.paths()]
+        except (ReplicaxError, OSError):
             return False
-        return True
+        return not self.follows or not saved or saved[-1] <= step
 
     def _check_belongs(
         self, path: Path, manifest: Manifest, known: bool, said: Collection[str]
@@ -369,6 +373,15 @@ class Storage:
             self._alarm(f"{self.folder.records} lacks the newest records: {first_line(error)}")
         else:
             self.folder.sync()
+
+    def still_writes(self) -> bool:
+        """Whether no newer start has taken over the folder."""
+        with contextlib.suppress(CheckpointError):
+            try:
+                self._check()
+            except RunInUseError:
+                return False
+        return True
 
     def _check(self) -> None:
         if self._lease is not None:
