@@ -8,6 +8,7 @@ After `docs/islands.md`, read in this order:
     parts.py              which island computes which parts, and the tree that adds them
     agreement.py          who lives, and which exchanges are complete; without threads or sockets
     own_parts.py          the parts of one exchange: computed, sent, combined
+    group_changes.py      who joined and left, and what a new one receives
     group.py              this island among the others: enters, exchanges, gives the state
     same_system.py        whether a process of this host is gone
     frames.py             arrays on a socket, with lengths checked

@@ -1,6 +1,5 @@
 """This island in its group: finds the others, exchanges sums with them, takes in new ones."""
 
-import dataclasses
 import hashlib
 import json
 import statistics
@@ -16,6 +15,7 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
+from replicax.islands.group_changes import GroupChange, ReceivedState
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, State, View
@@ -30,29 +30,6 @@ _USUAL = 20
 _ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
 _FOUND_SECONDS = 30.0
 """How long to wait for all islands before most of them found the group."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ReceivedState:
-    """The state that a member gave to this island, and where the run is."""
-
-    run: Any
-    """JSON values."""
-    arrays: list[np.ndarray]
-    giver: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupChange:
-    """A change of the group."""
-
-    time: float
-    """Seconds since 1970."""
-    exchange: int
-    joined: Sequence[int]
-    left: Sequence[int]
-    members: Sequence[int]
-    why: str
 
 
 class Group:
@@ -80,7 +57,7 @@ class Group:
             self._connect()
 
     def _connect(self) -> None:
-        self._candidates: dict[int, tuple[str, str]] = {}
+        self._candidates: dict[int, tuple[str, Ready]] = {}
         self._frames: dict[int, dict[int, list[tuple[Frame, list[np.ndarray]]]]] = {}
         self._asks: Ready | None = None
         self._grouped: set[int] = set()  # peers that are members of some view
@@ -107,14 +84,14 @@ class Group:
             if self.agreement.view is not None:
                 peer.send(InView(self.agreement.view))
             elif self._asks is not None:
-                peer.send(self._asks)
+                self._ask()
             self._look()
 
     def _heard(self, peer: IslandPeer, message: Control) -> None:
         with self._changed:
             match message:
                 case Ready(fields):
-                    self._candidates[peer.index] = peer.start, fields
+                    self._candidates[peer.index] = peer.start, message
                     if self._asks is not None and (why := self._difference(fields)):
                         peer.send(Out(why, is_final=True))
                 case InView():
@@ -138,7 +115,7 @@ class Group:
             self.bytes[1] += peer.received_bytes
             self._why[peer.index] = reason
             self._grouped.discard(peer.index)
-            if self._candidates.get(peer.index, ("", ""))[0] == peer.start:
+            if self._candidates.get(peer.index, ("", None))[0] == peer.start:
                 del self._candidates[peer.index]
             self._look()
 
@@ -184,6 +161,14 @@ class Group:
         system, pid = self._past.get(index, ("", 0))
         return bool(system) and system == boot() and _ends(pid)
 
+    def _ask(self) -> None:
+        """Ask all islands to join, and tell them which ones this island sees."""
+        assert self._asks is not None
+        peers = self.network.peers
+        self._asks = Ready(self._asks.fields, sorted(peers))
+        for peer in peers.values():
+            peer.send(self._asks)
+
     def _difference(self, fields: str) -> str | None:
         """Return why an island with these fields cannot train with this one, if so."""
         assert self._asks is not None
@@ -205,12 +190,11 @@ class Group:
             IslandLeftError: it `stops` before that.
         """
         self.network.most_bytes = self.most_bytes
-        ready = Ready(json.dumps({**fields, "state": has_state}, sort_keys=True))
+        text = json.dumps({**fields, "state": has_state}, sort_keys=True)
         while True:
             with self._changed:
-                self._asks = ready
-                for peer in self.network.peers.values():
-                    peer.send(ready)
+                self._asks = Ready(text)
+                self._ask()
                 self._wait_to_enter(has_state)
                 if self.agreement.left is None:
                     return self._state
@@ -239,8 +223,8 @@ class Group:
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
         assert self._asks is not None
-        for _, fields in self._candidates.values():
-            if why := self._difference(fields):
+        for _, asks in self._candidates.values():
+            if why := self._difference(asks.fields):
                 raise AgreementError(why)
         everyone, peers = len(self.place.addresses), self.network.peers
         ready = {i: start for i, (start, _) in self._candidates.items() if i in peers}
@@ -249,6 +233,9 @@ class Group:
         enough |= 2 * len(ready) > everyone and waited_seconds > _FOUND_SECONDS
         if self._grouped or not enough or min(ready) != self.place.index:
             return
+        seen = [{index, *self._candidates[index][1].sees} for index in ready if index in peers]
+        if not all(ready.keys() <= each for each in seen):
+            return  # they would take each other for lost
         confirmed = list(ready) if has_state else [self.place.index]
         self.agreement.begin(founded(list(ready.items()), confirmed))
         self._look()

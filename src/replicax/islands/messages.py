@@ -98,6 +98,8 @@ class Ready(Typed):
 
     fields: str
     """In JSON: what must be equal in all islands."""
+    sees: Sequence[int] = ()
+    """Indices of the islands to which the sender is connected."""
 
 
 class InView(Typed):

@@ -359,8 +359,7 @@ class Loop(Running):
             if ledger is not None:
                 self._ledger, self._file.folder = ledger, storage.folder
                 self.hooks("take_over", self)
-        changes = self._members.changes(self.place.step, self.place.epoch)
-        for record, line in changes:
+        for record, line in self._members.changes(self.place.step, self.place.epoch):
             self.keep(record)
             if self.is_main:
                 self.alarm(line)

@@ -19,7 +19,7 @@ from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState, was_donated
 from replicax.core.placement.layout import copied
 from replicax.errors import ConfigError, IslandLeftError
-from replicax.islands.group import ReceivedState
+from replicax.islands.group_changes import ReceivedState
 from replicax.islands.island_job import IslandJob
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
