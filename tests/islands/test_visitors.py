@@ -45,7 +45,7 @@ def test_second_connections_are_refused(raw: tuple[Island, RawIsland]) -> None:
     for purpose in ("control", "data"):
         with pytest.raises(ValueError, match="already"):
             other.dial(purpose)
-    assert island.only("joined") == [(1, "raw")]
+    assert until(lambda: island.only("joined")) == [(1, "raw")]
     assert not island.only("lost")
 
 

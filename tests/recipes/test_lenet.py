@@ -59,7 +59,8 @@ def test_logits_and_gradients_are_those_of_channels_first() -> None:
     found = (jax.jit(logits)(params(), batch["image"]), mean_loss(logits))
     expected = (jax.jit(nchw_logits)(params(), batch["image"]), mean_loss(nchw_logits))
     for value, reference in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert np.abs(value - reference).max() <= 1e-6 * np.abs(reference).max()
+        # The order of sums, and so their rounding, depends on the processor.
+        assert np.abs(value - reference).max() <= 3e-6 * np.abs(reference).max()
 
 
 @EXHAUSTIVE

@@ -42,8 +42,7 @@ class LaunchOptions:
     pin: bool = False
     """Pin each process to its own CPU cores."""
     restarts: Annotated[Natural | None, shown_as("R", "0; of an island 20")] = None
-    """Number of times that the whole job is restarted after a failure; with --islands, how often in
-    a row an island is that dies within a minute of its start."""
+    """Restarts of the whole job after a failure; of an island, those in a row within a minute."""
     name: str = "replicax"
     """Name of the job in the engine."""
 
