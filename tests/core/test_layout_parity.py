@@ -15,7 +15,7 @@ from support.agreement import largest_difference
 from support.layout_cases import MODELS, SINGLE, Setup, on, train
 from support.tiers import only
 
-BOUND = 3e-6
+BOUND = 1e-6
 """Relative to a leaf's largest value for metrics and gradients, absolute for parameters."""
 FLOAT64_BOUND = 1e-9
 ROUNDING_DECIDES = ("lenet", "cnn", "gpt2")

@@ -21,7 +21,7 @@ from replicax.core.modes import MODES, Mode
 from replicax.core.placement.mesh import DATA
 
 STEPS = 5
-BOUNDS = {"sgd": 3e-6, "adamw": 1e-5}  # of rounding; on most processors a third of it
+BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
 ROUNDING_DECIDES = {
     # Adam divides every gradient by its own size: one that is near zero by cancellation, and so
     # carries few exact digits, moves its parameter as far as any other. conv2's kernel has some.
@@ -33,6 +33,9 @@ ROUNDING_DECIDES = {
     # A key's bias adds the same to all scores of a query, which softmax takes out again: its
     # gradient is 0; only rounding is computed, and Adam takes full steps of it.
     ("gpt2", "adamw"): 1e-3,
+    # Long sums: 1.0e-6 to 1.9e-6 on some processors, with the same programs.
+    ("lenet", "sgd"): 2e-6,
+    ("gpt2", "sgd"): 2e-6,
 }
 """Wider bounds for gradient and params in float32. In float64 these
 models agree to FLOAT64_BOUND, so the differences are rounding."""
@@ -206,7 +209,8 @@ def test_jit_draws_the_masks_of_one_device(kind: str, devices: int, accumulate: 
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
 def test_micro_batches_agree_with_one(kind: str) -> None:
     """BatchNorm is left out: its statistics are those of a micro-batch."""
-    check(reference(kind, False, "sgd", 4), reference(kind, False, "sgd", 1), BOUNDS["sgd"])
+    bound = ROUNDING_DECIDES.get((kind, "sgd"), BOUNDS["sgd"])
+    check(reference(kind, False, "sgd", 4), reference(kind, False, "sgd", 1), bound)
 
 
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
@@ -228,4 +232,4 @@ def test_padded_rows_count_for_nothing(kind: str) -> None:
     expected = reference(kind, False, "sgd", 1)
     assert largest_difference(loss, expected["metrics"]["loss"])[0] <= BOUNDS["sgd"]
     difference, path = largest_difference(gradient, expected["gradient"])
-    assert difference <= BOUNDS["sgd"], path
+    assert difference <= ROUNDING_DECIDES.get((kind, "sgd"), BOUNDS["sgd"]), path

@@ -187,9 +187,12 @@ def flood(count: int, seed: int) -> None:
             assert [index for index, _ in each.only("lost")] == [2]
 
 
-def test_a_flood_of_strangers_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_strangers_changes_nothing(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     flood(200, seed=0)
     assert not caplog.records
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.exhaustive
