@@ -152,6 +152,19 @@ def test_random_numbers_differ_between_parts_and_not_between_islands() -> None:
         assert one.tobytes() == other.tobytes()
 
 
+def test_each_part_draws_its_own_random_numbers() -> None:
+    def drawn(model: Any, batch: Any, key: Any) -> Any:
+        return jax.random.normal(key, batch["x"].shape[:1]) + 0 * model["b"].sum()
+
+    mesh, job = rx.make_mesh(devices=jax.devices()[:1]), SimulatedIslands(3)
+    dp = rx.DataParallel(drawn, optax.sgd(0.1), mesh=mesh, micro_shards=4, job=job)
+    _, metrics = dp.step(dp.init(MODEL), next(iter(dp.feed(FULL, BATCH))))
+    step = jax.random.fold_in(jax.random.key(0), 0)
+    keys = [jax.random.fold_in(jax.random.fold_in(step, n), 0) for n in range(4)]  # micro-batch 0
+    draws = [jax.random.normal(key, (BATCH // 4,)) for key in keys]
+    np.testing.assert_allclose(metrics["loss"], np.mean(draws), atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_own_steps_need_mode_exact(mode: str) -> None:
     dp = rx.DataParallel(step=own_step, mode=mode, job=SimulatedIslands(2))

@@ -329,3 +329,17 @@ def test_nobody_asks_whether_a_survivor_is_dead():
     of.hear((1, "a"), Suspect(view, [2], -1, []))
     assert of.members == [0, 1]
     assert asked == [2]
+
+
+def test_a_suspected_island_decides_nothing() -> None:
+    """The survivors may already have gone on without it."""
+    members = [(n, "a") for n in range(4)]
+    sent: list[int] = []
+    of = Agreement(members[0], lambda to, _: sent.append(to), lambda _: True)
+    of.begin(founded(members, range(4)))
+    of.lose(3)
+    of.lose(2)
+    of.hear(members[2], Decided(0, View(1, members[:3], range(3), 0), -1))
+    assert of.view is not None
+    assert of.view.number == 0
+    assert 1 in sent
