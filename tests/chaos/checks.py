@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from chaos.sizes import SEEN_ONCE_AN_EPOCH, STEPS
+from chaos.sizes import EPOCHS, STEPS
 from chaos.trial import Trial, Undisturbed
+from support.counted_rows import seen_once_an_epoch
 
 _OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
 COMPARED = ("train", "eval", "skip")
@@ -40,7 +41,9 @@ def is_bitwise_equal(trial: Trial) -> bool:
 def _check_rows(trial: Trial, seen: list[float]) -> None:
     """Check that each epoch used every row once: each epoch counts in its own digit."""
     if trial.data == "plain":
-        wrong = {row: count for row, count in enumerate(seen) if count != SEEN_ONCE_AN_EPOCH}
+        wrong = {
+            row: count for row, count in enumerate(seen) if count != seen_once_an_epoch(EPOCHS)
+        }
         trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
     trial.check(seen == trial.reference.result["seen"], "other rows used than undisturbed")
 
@@ -91,6 +94,6 @@ def check_undisturbed(reference: Undisturbed, data: str) -> None:
     seen = reference.result["seen"]
     assert reference.result["step"] == STEPS, reference.result
     if data == "plain":
-        assert set(seen) == {SEEN_ONCE_AN_EPOCH}, seen
+        assert set(seen) == {seen_once_an_epoch(EPOCHS)}, seen
     kinds = {record["kind"] for record in reference.records}
     assert ("skip" in kinds) == (data != "plain"), kinds

@@ -18,19 +18,15 @@ if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from chaos import defences, failing_writes
 from chaos.sizes import (
     BAD_ROW,
     BATCH,
-    COUNT_BASE,
     DATA,
     DEVICES,
     EPOCHS,
     EVAL_ROWS,
-    FEATURES,
     KEEP,
     MAX_BAD_STEPS,
     ROWS,
@@ -39,6 +35,7 @@ from chaos.sizes import (
 )
 from jax._src import compiler
 from jax._src.distributed import global_state
+from support.counted_rows import loss, model, optimizer, rows
 
 import replicax as rx
 from replicax.cluster.failure import end
@@ -93,67 +90,6 @@ def watch_steps(notes: Notes, seconds: float) -> None:
     rx.DataParallel.step = noted  # type: ignore[method-assign]
 
 
-def loss(model: Any, batch: Any, key: Any) -> Any:
-    """A regression on noisy inputs; the count of a row has the gradient 1 and the value 0."""
-    x = batch["x"]
-    if key is not None:
-        x = x + 0.01 * jax.random.normal(key, x.shape)
-    seen = model["seen"][batch["id"]]
-    error = jnp.tanh(x @ model["in"]) @ model["out"] - batch["y"]
-    return error**2 + seen - jax.lax.stop_gradient(seen), {"size": jnp.abs(error)}
-
-
-def counting() -> optax.GradientTransformation:
-    """Adds COUNT_BASE ** epoch to a row's count for each time that a step has used it.
-
-    The gradient is the same for all rows that a batch has once, and 0 for the others. Divided by
-    its least it is a whole number, exactly.
-    """
-
-    def update(gradient: jax.Array, count: jax.Array, params: Any = None) -> Any:
-        least = jnp.min(jnp.where(gradient > 0, gradient, jnp.inf))
-        digit = jnp.float32(COUNT_BASE) ** (count // STEPS_OF_AN_EPOCH)
-        return gradient / least * digit, count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.partition(
-        {"count": _on_leaf(counting()), "train": optax.adamw(1e-2)},
-        {"in": "train", "out": "train", "seen": "count"},
-    )
-
-
-def _on_leaf(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Apply the transformation to a tree that has one leaf."""
-
-    def update(gradients: Any, state: Any, params: Any = None) -> Any:
-        (gradient,), tree = jax.tree.flatten(gradients)
-        gradient, state = transformation.update(gradient, state)
-        return tree.unflatten([gradient]), state
-
-    return optax.GradientTransformation(transformation.init, update)
-
-
-def model() -> dict[str, np.ndarray]:
-    numbers = np.random.default_rng(1)
-    return {
-        "in": numbers.normal(size=(FEATURES, 32)).astype(np.float32),
-        "out": numbers.normal(size=32).astype(np.float32),
-        "seen": np.zeros(ROWS, np.float32),
-    }
-
-
-def rows(count: int, seed: int) -> dict[str, np.ndarray]:
-    numbers = np.random.default_rng(seed)
-    return {
-        "id": np.arange(count, dtype=np.int32),
-        "x": numbers.normal(size=(count, FEATURES)).astype(np.float32),
-        "y": numbers.normal(size=count).astype(np.float32),
-    }
-
-
 def source(data: str) -> dict[str, np.ndarray]:
     """Return the rows to train on, with the NaNs that `data` names."""
     taken = rows(ROWS, seed=2)
@@ -173,8 +109,8 @@ def copies(state: Any) -> list[str]:
 
 def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
     """Start or continue the run; returns the exit code."""
-    dp = rx.DataParallel(loss, optimizer(), job=job)
-    state = dp.init(model(), seed=3)
+    dp = rx.DataParallel(loss, optimizer(STEPS_OF_AN_EPOCH), job=job)
+    state = dp.init(model(ROWS), seed=3)
     notes.write("fitting")
     try:
         result = rx.fit(

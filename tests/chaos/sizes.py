@@ -1,6 +1,6 @@
 """Sizes of the trial's job, shared by the job and its checks."""
 
-ROWS, FEATURES, BATCH, EPOCHS = 52, 8, 8, 4
+ROWS, BATCH, EPOCHS = 52, 8, 4
 EVAL_ROWS = 20
 STEPS_OF_AN_EPOCH = -(-ROWS // BATCH)
 STEPS = EPOCHS * STEPS_OF_AN_EPOCH
@@ -9,9 +9,6 @@ KEEP = 3
 MAX_BAD_STEPS = 3
 DEVICES = 2
 """Devices of each process."""
-COUNT_BASE = 4
-"""A step in epoch e adds COUNT_BASE ** e to the count of each of its rows."""
-SEEN_ONCE_AN_EPOCH = sum(COUNT_BASE**epoch for epoch in range(EPOCHS))
 DATA = ("plain", "nan-one", "nan-all")
 BAD_ROW = 20
 """The row that is NaN in `nan-one`; `nan-all` has a NaN in each row of the batch from there."""

@@ -9,8 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from chaos_islands.sizes import SEEN_ONCE_AN_EPOCH, STEPS
+from chaos_islands.sizes import EPOCHS, STEPS
 from chaos_islands.trial import SAVED, Reference, Trial
+from support.counted_rows import seen_once_an_epoch
 
 _OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
 _OF_ISLANDS = "islands"
@@ -28,7 +29,7 @@ def check_done(trial: Trial, reference: Reference, codes: Collection[int]) -> No
         for part in ("step", "params", "state"):
             mine, its = str(result[part])[:16], str(reference.result[part])[:16]
             trial.check(mine == its, f"{part} of {name} is {mine}, undisturbed {its}")
-        wrong = {row: n for row, n in enumerate(result["seen"]) if n != SEEN_ONCE_AN_EPOCH}
+        wrong = {row: n for row, n in enumerate(result["seen"]) if n != seen_once_an_epoch(EPOCHS)}
         trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
     for start in trial.starts:
         done = f"{start.island}-{start.child.pid}" in results

@@ -20,19 +20,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from chaos_islands.sizes import (
-    BATCH,
-    COUNT_BASE,
-    EPOCHS,
-    EVAL_ROWS,
-    FEATURES,
-    KEEP,
-    ROWS,
-    STEPS_OF_AN_EPOCH,
-)
+from chaos_islands.sizes import BATCH, EPOCHS, EVAL_ROWS, KEEP, ROWS, STEPS_OF_AN_EPOCH
+from support.counted_rows import loss, model, optimizer, rows
 
 import replicax as rx
 from replicax.islands import group, handshake
@@ -61,68 +51,12 @@ class Notes(rx.Hook):
         os.write(self._file, NOTE.pack(time.time(), run.place.step))
 
 
-def loss(model: Any, batch: Any, key: Any) -> Any:
-    """A regression on noisy inputs; the count of a row has the gradient 1 and the value 0."""
-    x = batch["x"]
-    if key is not None:
-        x = x + 0.01 * jax.random.normal(key, x.shape)
-    seen = model["seen"][batch["id"]]
-    error = jnp.tanh(x @ model["in"]) @ model["out"] - batch["y"]
-    return error**2 + seen - jax.lax.stop_gradient(seen), {"size": jnp.abs(error)}
-
-
-def counting() -> optax.GradientTransformation:
-    """Adds COUNT_BASE ** epoch to a row's count for each time that a step has used it.
-
-    The gradient is the same for all rows that a batch has once, and 0 for the others. Divided by
-    its least it is a whole number, exactly.
-    """
-
-    def update(gradient: jax.Array, count: jax.Array, params: Any = None) -> Any:
-        least = jnp.min(jnp.where(gradient > 0, gradient, jnp.inf))
-        digit = jnp.float32(COUNT_BASE) ** (count // STEPS_OF_AN_EPOCH)
-        return gradient / least * digit, count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
-
-
-def optimizer() -> optax.GradientTransformation:
-    def on_leaf(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-        def update(gradients: Any, state: Any, params: Any = None) -> Any:
-            (gradient,), tree = jax.tree.flatten(gradients)
-            gradient, state = transformation.update(gradient, state)
-            return tree.unflatten([gradient]), state
-
-        return optax.GradientTransformation(transformation.init, update)
-
-    return optax.partition(
-        {"count": on_leaf(counting()), "train": optax.adamw(1e-2)},
-        {"in": "train", "out": "train", "seen": "count"},
-    )
-
-
-def model() -> dict[str, np.ndarray]:
-    numbers = np.random.default_rng(1)
-    return {
-        "in": numbers.normal(size=(FEATURES, 32)).astype(np.float32),
-        "out": numbers.normal(size=32).astype(np.float32),
-        "seen": np.zeros(ROWS, np.float32),
-    }
-
-
-def rows(count: int, seed: int) -> dict[str, np.ndarray]:
-    numbers = np.random.default_rng(seed)
-    return {
-        "id": np.arange(count, dtype=np.int32),
-        "x": numbers.normal(size=(count, FEATURES)).astype(np.float32),
-        "y": numbers.normal(size=count).astype(np.float32),
-    }
-
-
 def train(folder: Path) -> None:
     notes = Notes(folder, float(os.environ.get("CHAOS_STEP_SECONDS", "0")))
-    dp = rx.DataParallel(loss, optimizer(), mode="exact", job=rx.initialize(verbose=False))
-    state = dp.init(model(), seed=3)
+    dp = rx.DataParallel(
+        loss, optimizer(STEPS_OF_AN_EPOCH), mode="exact", job=rx.initialize(verbose=False)
+    )
+    state = dp.init(model(ROWS), seed=3)
     result = rx.fit(
         dp,
         state,

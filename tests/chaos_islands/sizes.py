@@ -1,11 +1,10 @@
 """Sizes of the trial's job, shared by the job and its checks."""
 
-ROWS, FEATURES, BATCH, EPOCHS = 200, 8, 16, 9
+ROWS, BATCH, EPOCHS = 200, 16, 9
 EVAL_ROWS = 20
 STEPS_OF_AN_EPOCH = -(-ROWS // BATCH)
 STEPS = EPOCHS * STEPS_OF_AN_EPOCH
 KEEP = 3
-COUNT_BASE = 4
-"""A step in epoch e adds COUNT_BASE ** e to the count of each of its rows."""
-SEEN_ONCE_AN_EPOCH = sum(COUNT_BASE**epoch for epoch in range(EPOCHS))
 MICRO_SHARDS = 8
+PATIENCE_SECONDS = 1.5
+"""After which an island that is silent counts as lost, in trials about that."""

@@ -129,7 +129,7 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
         job = Linked(place, Link(wire, place.process, go.names, timeouts, progress, stop))
         set_job(job)
         if not gpus:
-            _do_not_preempt()
+            do_not_preempt()
         _start_jax(place, go, timeout_seconds)
     atexit.register(_leave, job.link)  # registered after JAX's handler, so it runs before it
     return job
@@ -178,11 +178,12 @@ def _check_own_name() -> None:
         ) from None
 
 
-def _do_not_preempt() -> None:
+def do_not_preempt() -> None:
     """Schedule this thread, and the threads it starts later, as batch work if supported.
 
-    Gloo's receiving thread, woken while the sending thread holds their lock, spins until its time
-    slice ends: on one core, 4 ms per array of a reduction. Batch threads do not preempt others.
+    Batch threads do not preempt others. Gloo's receiving thread, woken while the sending thread
+    holds their lock, would spin until its time slice ends: on one core, 4 ms per array of a
+    reduction. And mode `exact` has more of XLA's threads than cores: a step takes 14% less time.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

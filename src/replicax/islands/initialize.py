@@ -8,7 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec
 
+import jax
+
 from replicax.cluster import join
+from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.watchdog import Timeouts, read_timeouts
 from replicax.errors import IslandLeftError
@@ -38,6 +41,8 @@ def _with_islands(
         _job = IslandJob(job, Group(place, timeouts))
         atexit.register(_job.group.finish)
         _watch_exceptions()
+        if not visible_gpus(os.environ, platforms=jax.config.jax_platforms):  # type: ignore[attr-defined]
+            join.do_not_preempt()  # the network's threads, started before, do
         return _job
 
     with_islands.__name__ = with_islands.__qualname__ = "initialize"
