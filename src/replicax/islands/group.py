@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from replicax.cluster.differences import field_differences, first_of
+from replicax.cluster.same_system import boot, started
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
@@ -22,7 +23,6 @@ from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, 
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
-from replicax.islands.same_system import boot, is_gone
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 _USUAL = 20
@@ -374,7 +374,7 @@ class Group:
 def _ends(pid: int) -> bool:
     """Whether a process of this system has ended, or does so at once."""
     for _ in range(_ENDS_TRIES):
-        if is_gone(pid):
+        if started(pid) is None:
             return True
         time.sleep(_ENDS_SECONDS)
     return False
