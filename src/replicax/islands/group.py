@@ -48,6 +48,8 @@ class Group:
         """Changes of the group that nobody has taken yet."""
         self.most_bytes = 1 << 30
         """The limit for the arrays of a frame that arrives."""
+        self.delayed_seconds = 0.0
+        """How much longer than usual exchanges took in which an island was lost or joined."""
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
@@ -302,6 +304,7 @@ class Group:
             IslandLeftError: this island is no longer a member.
         """
         began, exchange = time.monotonic(), self.agreement.committed + 1
+        before = self.agreement.view
         own = OwnParts(parts, self._note_part)
         while True:
             view = self._settled(exchange)
@@ -325,13 +328,22 @@ class Group:
                 own.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view)
-        self._usual = [*self._usual[-_USUAL:], time.monotonic() - began]
+        self._note_time(time.monotonic() - began, exchange, before)
         with self._changed:
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
             for old in [each for each in self._frames if each <= exchange]:
                 del self._frames[old]
         assert complete is not None
         return own.combined(complete, exchange, frames, topic)
+
+    def _note_time(self, seconds: float, exchange: int, before: View | None) -> None:
+        """Note how long an exchange took; in those in which the group changed, it is a delay."""
+        view = self.agreement.view
+        changed = view is not before or (view is not None and view.exchange == exchange)
+        if changed and len(self._usual) > 1:
+            self.delayed_seconds += max(seconds - statistics.median(self._usual), 0.0)
+        else:
+            self._usual = [*self._usual[-_USUAL:], seconds]
 
     def _note_part(self, part: int) -> None:
         with self._changed:
