@@ -130,6 +130,12 @@ def changes(folder: Path) -> list[tuple[int, int, int]]:
     return [(int(m["live"]), int(m["joined"]), int(m["left"])) for m in found]
 
 
+def delays(ended: list[Island]) -> list[float]:
+    """Return the seconds that changes of the group have cost, as the writing island says."""
+    found = [island.result.goodput for island in ended if island.result is not None]
+    return [goodput.seconds["islands"] for goodput in found if goodput is not None]
+
+
 def test_three_islands_are_one_run(alone: rx.Fit, tmp_path: Path) -> None:
     settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     islands = [Island(place, **settings).join for place in places(3)]
@@ -137,6 +143,7 @@ def test_three_islands_are_one_run(alone: rx.Fit, tmp_path: Path) -> None:
     assert {island.bits() for island in ended} == {sha256(alone.state.params)}
     assert written(tmp_path / "run") == metrics(alone.records)
     assert changes(tmp_path / "run") == [(3, 3, 0)]
+    assert delays(ended) == [0.0]
     dp = ended[0].dp(None)
     like = dp.abstract_state({"w": jnp.asarray(WEIGHTS)})
     loaded = rx.load(tmp_path / "run", dp=dp, state=like)
@@ -156,6 +163,7 @@ def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dyin
     assert written(tmp_path / "run") == metrics(alone.records)
     assert changes(tmp_path / "run") == [(3, 3, 0), (2, 0, 1)]
     assert [island.result.step for island in ended] == [STEPS, STEPS]
+    assert delays(ended)[0] > 0 or dying == 0  # the next writer's file begins after it
 
 
 @pytest.mark.parametrize("dying", [0, 2])

@@ -10,7 +10,6 @@ After `docs/islands.md`, read in this order:
     own_parts.py          the parts of one exchange: computed, sent, combined
     group_changes.py      who joined and left, and what a new one receives
     group.py              this island among the others: enters, exchanges, gives the state
-    same_system.py        whether a process of this host is gone
     frames.py             arrays on a socket, with lengths checked
     handshake.py          both sides prove that they know the secret
     entrance.py           the listening port

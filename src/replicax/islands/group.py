@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from replicax.cluster.differences import field_differences, first_of
+from replicax.cluster.same_system import boot, started
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
@@ -22,7 +23,6 @@ from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, 
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
-from replicax.islands.same_system import boot, is_gone
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 _USUAL = 20
@@ -48,6 +48,8 @@ class Group:
         """Changes of the group that nobody has taken yet."""
         self.most_bytes = 1 << 30
         """The limit for the arrays of a frame that arrives."""
+        self.delayed_seconds = 0.0
+        """How much longer than usual exchanges took in which an island was lost or joined."""
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
@@ -302,6 +304,7 @@ class Group:
             IslandLeftError: this island is no longer a member.
         """
         began, exchange = time.monotonic(), self.agreement.committed + 1
+        before = self.agreement.view
         own = OwnParts(parts, self._note_part)
         while True:
             view = self._settled(exchange)
@@ -325,13 +328,22 @@ class Group:
                 own.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view)
-        self._usual = [*self._usual[-_USUAL:], time.monotonic() - began]
+        self._note_time(time.monotonic() - began, exchange, before)
         with self._changed:
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
             for old in [each for each in self._frames if each <= exchange]:
                 del self._frames[old]
         assert complete is not None
         return own.combined(complete, exchange, frames, topic)
+
+    def _note_time(self, seconds: float, exchange: int, before: View | None) -> None:
+        """Note how long an exchange took; in those in which the group changed, it is a delay."""
+        view = self.agreement.view
+        changed = view is not before or (view is not None and view.exchange == exchange)
+        if changed and len(self._usual) > 1:
+            self.delayed_seconds += max(seconds - statistics.median(self._usual), 0.0)
+        else:
+            self._usual = [*self._usual[-_USUAL:], seconds]
 
     def _note_part(self, part: int) -> None:
         with self._changed:
@@ -374,7 +386,7 @@ class Group:
 def _ends(pid: int) -> bool:
     """Whether a process of this system has ended, or does so at once."""
     for _ in range(_ENDS_TRIES):
-        if is_gone(pid):
+        if started(pid) is None:
             return True
         time.sleep(_ENDS_SECONDS)
     return False

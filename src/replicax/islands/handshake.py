@@ -13,11 +13,11 @@ from typing import Literal, TypeVar, get_args
 
 import msgspec
 
+from replicax.cluster.same_system import boot
 from replicax.cluster.secret import Secret
 from replicax.islands.frames import Channel
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import HANDSHAKE, Challenge, Greeting, Proof, Refusal
-from replicax.islands.same_system import boot
 
 HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""

@@ -34,10 +34,13 @@ from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
-BUCKETS = "productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"
+BUCKETS = (
+    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "islands", "hooks"),
+    "starting",
+)
 """Categories of time: steps and evaluations that count, compilation, discarded work, saving that
-blocks the loop, reading and verifying a checkpoint, waiting for input, hooks, and startup (all time
-before compilation)."""
+blocks the loop, reading and verifying a checkpoint, waiting for input, steps that took longer
+because an island was lost or joined, hooks, and startup (all time before compilation)."""
 _STAYS = ("saving", "restoring", "lost")
 """Buckets that keep their seconds when work is discarded."""
 _SECONDS_BETWEEN_BEATS = 5.0

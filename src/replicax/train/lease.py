@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, TypedDict
 
+from replicax.cluster.same_system import boot, started
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.places import (
     make_folder,
@@ -42,7 +43,6 @@ RENEW_SECONDS, EXPIRE_SECONDS = 5.0, 30.0
 MOST_KEPT = 8
 """Number of starts whose files are kept."""
 _LOOK_SECONDS = 0.5
-_EXITING = 0x4  # PF_EXITING in Linux's sched.h: a killed process that is still freeing its memory
 _NAME = re.compile(r"([0-9]{8,})(?:-[0-9a-f]{16})?\.(?:json|released)")
 
 
@@ -198,13 +198,6 @@ def _look(file: Path) -> tuple[dict[str, Any], int]:
 
 def _process(pid: int) -> dict[str, Any]:
     """Fields that identify process `pid` uniquely, as far as this host can tell."""
-    boot = started = None
-    with contextlib.suppress(OSError):
-        Path("/proc/1/stat").read_bytes()  # else other users' processes are hidden
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        boot += f" {os.readlink('/proc/self/ns/pid')}"  # containers have their own process ids
-        # See proc(5). The command before the bracket may itself contain brackets and spaces.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        if fields[0] not in (b"Z", b"X") and not int(fields[6]) & _EXITING:
-            started = int(fields[19])  # clock ticks since boot, as process ids are reused
-    return {"host": socket.gethostname(), "boot": boot, "pid": pid, "started": started}
+    known = boot() or None
+    began = started(pid) if known else None
+    return {"host": socket.gethostname(), "boot": known, "pid": pid, "started": began}

@@ -353,12 +353,12 @@ class Loop(Running):
         """Record which islands joined and left, write if the one that did is gone, and give."""
         if self._stopping.leaves is not None:
             self._members.leave(self._stopping.leaves)
-        storage = self._storage
-        if storage is not None and storage.follows and self.is_main:
+        if (storage := self._storage) is not None and storage.follows and self.is_main:
             ledger = storage.tried_to_take_over(self.records, must=must)
             if ledger is not None:
                 self._ledger, self._file.folder = ledger, storage.folder
                 self.hooks("take_over", self)
+        self._ledger.move("productive", "islands", self._members.delayed_seconds())
         for record, line in self._members.changes(self.place.step, self.place.epoch):
             self.keep(record)
             if self.is_main:

@@ -174,6 +174,14 @@ class Members:
             found.append((record, f"islands at step {step:,}: {line}"))
         return found
 
+    def delayed_seconds(self) -> float:
+        """Return what changes of the group have cost, in time, since the last call."""
+        if self._islands is None:
+            return 0.0
+        group = self._islands.group
+        seconds, group.delayed_seconds = group.delayed_seconds, 0.0
+        return seconds
+
     def leave(self, why: str) -> None:
         """Leave the others, which go on."""
         assert self._islands is not None

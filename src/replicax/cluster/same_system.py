@@ -19,11 +19,16 @@ def boot() -> str:
         return ""
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process of this system has ended, or is about to without running again."""
+def started(pid: int) -> int | None:
+    """Return when a process of this system began, in clock ticks since boot.
+
+    With `pid`, which is used again, it names the process. None if it has ended, or is about to
+    without running again.
+    """
     try:
         # See proc(5). The command before the bracket may itself contain brackets and spaces.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return True
-    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
+        return None
+    ends = fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING
+    return None if ends else int(fields[19])
