@@ -6,7 +6,7 @@ import random
 import pytest
 
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.messages import Decided, Frame, GoOn, Out, Suspect, View
+from replicax.islands.messages import Decided, Done, Frame, GoOn, Out, Suspect, View
 
 TARGET = 6
 """Exchanges that each simulated run completes."""
@@ -343,3 +343,13 @@ def test_a_suspected_island_decides_nothing() -> None:
     assert of.view is not None
     assert of.view.number == 0
     assert 1 in sent
+
+
+def test_only_the_start_that_was_done_is_gone() -> None:
+    of = Agreement((0, "a"), lambda index, message: None, lambda index: False)
+    of.begin(founded([(0, "a"), (1, "b2"), (2, "c2")], [0, 1, 2]))
+    of.hear((1, "b"), Done())  # earlier starts, which were preempted
+    of.hear((2, "c"), Done())
+    of.lose(1)
+    of.lose(2)
+    assert of.left is not None

@@ -27,7 +27,7 @@ from replicax.islands.frames import (
 from replicax.islands.messages import CONTROL_DECODER, Frame, Have, Out, State, View
 
 FRAME = Frame(1, 2, "a topic", [(0, 2), (5, 1)], '{"note": 1}')
-STATE = State(View(3, [(0, "a"), (1, "b")], [0], 7, [[0], []]), 7, "{}", "0" * 64)
+STATE = State(View(3, [(0, "a"), (1, "b")], [0], 7, [[0], []]), 7, "0" * 64)
 MOST = 1 << 20
 
 

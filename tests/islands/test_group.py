@@ -1,11 +1,69 @@
-"""An island and its group."""
+"""Islands and their group, each in a thread."""
 
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 from support.island_networks import places
+from support.waiting import until
 
 from replicax.cluster.watchdog import Timeouts
+from replicax.core.ground.job import Parts
 from replicax.errors import IslandLeftError
+from replicax.islands import founding, group
 from replicax.islands.group import Group
+from replicax.islands.island_place import IslandPlace
+
+NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
+STATE = {"step": 3}, [np.arange(5.0), np.zeros((0, 2), np.int8)]
+
+
+class Threads:
+    """Groups of one job, whose calls run in threads."""
+
+    def __init__(self) -> None:
+        self._pool, self._groups = ThreadPoolExecutor(8), list[Group]()
+
+    def start(self, place: IslandPlace, **timeouts: float) -> Group:
+        self._groups.append(Group(place, Timeouts(**timeouts)))
+        return self._groups[-1]
+
+    def found(self, count: int, **timeouts: float) -> list[Group]:
+        """Return groups that are all members and have the state."""
+        found = [self.start(place, **timeouts) for place in places(count)]
+        entered = [self.enter(each) for each in found]
+        until(lambda: found[0].newcomers)
+        found[0].give(*STATE)
+        assert [each.result(20.0) is None for each in entered] == [n == 0 for n in range(count)]
+        return found
+
+    def enter(self, island: Group) -> "Future[Any]":
+        return self._pool.submit(island.enter, {})
+
+    def exchange(self, island: Group, **options: Any) -> "Future[Any]":
+        return self._pool.submit(island.exchange, NOTHING, island.place.index, **options)
+
+    def all_exchange(self, islands: Sequence[Group], **options: Any) -> None:
+        notes = [each.place.index for each in islands]
+        for done in [self.exchange(each, **options) for each in islands]:
+            assert done.result(20.0) == ([], notes)
+
+    def close(self) -> None:
+        for each in self._groups:
+            each.stops = lambda: True
+            each.finish()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    found = Threads()
+    yield found
+    found.close()
 
 
 def test_an_island_that_waits_for_others_can_be_stopped() -> None:
@@ -16,3 +74,106 @@ def test_an_island_that_waits_for_others_can_be_stopped() -> None:
         group.enter({})
     group.finish()
     assert len(asked) == 2
+
+
+def test_nobody_is_the_first_before_it_is_agreed(threads: Threads) -> None:
+    one, other = threads.found(2)
+    threads.all_exchange([one, other])
+    one.network.close()
+    until(lambda: other.agreement.members == [1])
+    assert other.rank == 1  # the first may live, and go on
+    other.arbiter = lambda all_gone: not all_gone
+    threads.exchange(other).result(20.0)
+    assert other.rank == 0
+
+
+def test_an_island_joins_when_it_may_and_receives_a_long_history(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(founding, "FOUND_SECONDS", 0.0)
+    there = places(3)
+    members = [threads.start(place) for place in there[:2]]
+    entered = [threads.enter(each) for each in members]
+    until(lambda: members[0].newcomers)
+    members[0].give(*STATE)
+    entered[1].result(20.0)
+    third = threads.start(there[2])
+    joins = threads.enter(third)
+    until(lambda: all(2 in each._candidates for each in members))
+    members[0].admits = False  # one is enough
+    for _ in range(3):
+        threads.all_exchange(members, admits=True)
+    assert members[0].agreement.members == [0, 1]
+    members[0].admits = True
+    threads.all_exchange(members, admits=True)
+    assert [each.agreement.members for each in members] == [[0, 1, 2]] * 2
+    assert members[0].newcomers == [2]
+    history = {"records": ["a line of 40 characters, as in a record."] * 200_000}
+    members[0].give(history, STATE[1])
+    received = joins.result(20.0)
+    assert received.run == history
+    for given, array in zip(STATE[1], received.arrays, strict=True):
+        np.testing.assert_array_equal(given, array, strict=True)
+    assert third.changes == []
+    # It would be taken in again by each vote if it were thrown out but still connected.
+    assert not any(2 in each._candidates for each in members)
+    threads.all_exchange([*members, third])
+
+
+def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(founding, "FOUND_SECONDS", 0.0)
+    there = places(3)
+    members = [threads.start(place) for place in there[:2]]
+    entered = [threads.enter(each) for each in members]
+    until(lambda: members[0].newcomers)
+    members[0].give(*STATE)
+    entered[1].result(20.0)
+    third = threads.start(there[2])
+    joins, first_start = threads.enter(third), third.network.start
+    until(lambda: all(2 in each._candidates for each in members))
+    threads.all_exchange(members, admits=True)
+    members[1].arbiter = lambda all_gone: True
+    waiting = threads.exchange(members[1])
+    members[0].network.close()
+    assert waiting.result(20.0) == ([], [1])  # without its patience of 60 s
+    until(lambda: third.network.start != first_start)
+    until(lambda: 2 in members[1]._candidates)
+    threads.all_exchange(members[1:], admits=True)
+    members[1].give(*STATE)
+    assert joins.result(20.0).giver == 1
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
+    one, other = threads.found(2, stall_seconds=0.3, stall_multiple=1.0)
+    for _ in range(3):
+        threads.all_exchange([one, other])
+    one.arbiter = lambda all_gone: True
+    early = threads.exchange(one, slow=slow)
+    time.sleep(1.5)
+    assert early.done() is not slow
+    if slow:
+        threads.exchange(other).result(20.0)
+    assert early.result(20.0) == ([], [0, 1] if slow else [0])
+
+
+def test_time_in_which_an_island_was_frozen_does_not_count(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = threads.found(2)
+    for _ in range(3):
+        threads.all_exchange([one, other])
+    ahead = 0.0
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + ahead, time=time.time, sleep=time.sleep
+    )
+    monkeypatch.setattr(group, "time", clock)
+    early = threads.exchange(one)
+    time.sleep(0.1)
+    ahead = 10_000.0
+    time.sleep(1.2)
+    assert not early.done()
+    threads.exchange(other).result(20.0)
+    assert early.result(20.0) == ([], [0, 1])

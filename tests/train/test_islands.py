@@ -192,6 +192,22 @@ def test_an_island_that_comes_back_receives_the_run(
     assert metrics(back[0].result.records) == metrics(alone.records)
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    monkeypatch.setattr(Group, "_is_dead", lambda self, index: goes_on)
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "saving": rx.Saving(minutes=None)}
+    islands: list[Island] = []
+    for place in places(2):
+        hooks = [At(9, lambda: islands[1].die())] if place.index == 1 else []
+        islands.append(Island(place, hooks=hooks, **settings))
+    left = islands[0].join()
+    islands[1].join()
+    assert isinstance(left.error, rx.IslandLeftError) is not goes_on
+    assert (left.result is not None) is goes_on
+
+
 def test_other_weights_are_refused() -> None:
     islands = [Island(place, weights=WEIGHTS + place.index) for place in places(2)]
     errors = [island.join().error for island in islands]

@@ -139,6 +139,42 @@ def test_records_of_steps_to_repeat_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
 
 
+def about(live: int, step: int) -> Record:
+    metrics = {"live": float(live), "joined": 0.0, "left": 1.0}
+    return record(kind="islands", step=step, metrics=metrics, rows=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "after"),
+    [
+        # The dead was ahead, or behind, or neither.
+        ([1, 2, 3], [1, 2], [1, 2]),
+        ([1, 2], [1, 2, 3], [1, 2, 3]),
+        ([1, about(2, 1), 2], [1, about(2, 1), 2], [1, about(2, 1), 2]),
+        # Only one of them has noted a loss, or each at another place.
+        ([1, about(2, 1), 2, 3], [1, 2, 3], [1, about(2, 1), 2, 3]),
+        ([1, 2], [1, 2, about(2, 2)], [1, 2, about(2, 2)]),
+        ([1, 2, about(2, 2)], [1, 2, about(2, 2), about(1, 2)], [1, 2, about(2, 2), about(1, 2)]),
+        ([1, about(2, 1), 2], [1, 2, about(2, 2), 3], [1, about(2, 1), 2, about(2, 2), 3]),
+        ([], [about(3, 0), 1], [about(3, 0), 1]),
+        # A damaged line is not written twice.
+        ([1, None, 3], [1, 2, 3, 4], [1, 3, 4]),
+    ],
+)
+def test_the_next_writer_loses_and_doubles_no_record(
+    tmp_path: Path, file: list[Any], own: list[Any], after: list[Any]
+) -> None:
+    def written(step: Any) -> Record:
+        return step if isinstance(step, Record) else record(step=step)
+
+    lines = ["damaged" if each is None else written(each).to_json() for each in file]
+    (tmp_path / "records.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    folder = RunFolder(tmp_path)
+    folder.take_over([written(each) for each in own], lambda: True)
+    found = read_records(tmp_path, 100).records
+    assert found == [written(each) for each in after]
+
+
 def test_a_line_that_a_kill_cut_off_goes_with_what_comes_after_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.append(record(step=1))

@@ -9,6 +9,7 @@ After `docs/islands.md`, read in this order:
     agreement.py          who lives, and which exchanges are complete; without threads or sockets
     own_parts.py          the parts of one exchange: computed, sent, combined
     group_changes.py      who joined and left, and what a new one receives
+    founding.py           which islands begin, and whether they fit together
     group.py              this island among the others: enters, exchanges, gives the state
     frames.py             arrays on a socket, with lengths checked
     handshake.py          both sides prove that they know the secret

@@ -57,6 +57,8 @@ class Agreement:
         """The view in which it was completed."""
         self.parts: list[int] = []
         """Parts of the next exchange that this island has computed."""
+        self.giver = -1
+        """Index of the member that gives this island the state, when it joins."""
         self.left: str | None = None
         """Why this island is no longer a member."""
         self.is_final = False
@@ -69,7 +71,7 @@ class Agreement:
         self._going: dict[int, int] = {}
         """The newest view with which an island goes on, as its first member."""
         self._dead: set[int] = set()
-        self._done: set[int] = set()
+        self._done: set[IslandStart] = set()
         self._suspects: dict[int, Suspect] = {}
         self._later: dict[int, tuple[IslandStart, Suspect]] = {}
         self._decided: dict[int, Decided] = {}
@@ -99,6 +101,7 @@ class Agreement:
     def begin(self, view: View) -> None:
         """Take part from the first exchange of `view` on."""
         self.view, self.committed = view, view.exchange - 1
+        self.giver = self.first
         self._changed_view()
 
     def lose(self, index: int) -> None:
@@ -133,7 +136,7 @@ class Agreement:
                 self._have.setdefault(exchange, {})[index] = view
                 self._advance()
             case Done():
-                self._done.add(index)
+                self._done.add(island)
             case GoOn(view):
                 self._going[index] = view
                 self._advance()
@@ -245,7 +248,9 @@ class Agreement:
 
     def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
         """Leave if most of those that hold the state may go on without this island."""
-        away = [n for n in before if n not in left and n not in self._done]
+        assert self.view is not None
+        starts = dict(self.view.members)
+        away = [n for n in before if n not in left and (n, starts[n]) not in self._done]
         lost = [n for n in away if not self._is_dead(n)]  # which takes a moment if it lives
         if len(lost) > len(left) or not left:
             self.left = self.left or _too_few(len(left), len(lost))

@@ -1,6 +1,5 @@
 """This island in its group: finds the others, exchanges sums with them, takes in new ones."""
 
-import hashlib
 import json
 import statistics
 import threading
@@ -10,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.same_system import boot, started
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.group_changes import GroupChange, ReceivedState
+from replicax.islands.founding import disagreement, founders
+from replicax.islands.group_changes import GroupChange, ReceivedState, packed_state, unpacked_state
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, State, View
@@ -28,8 +27,6 @@ _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 _USUAL = 20
 """Number of recent exchanges whose median time is the usual one."""
 _ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
-_FOUND_SECONDS = 30.0
-"""How long to wait for all islands before most of them found the group."""
 
 
 class Group:
@@ -46,6 +43,8 @@ class Group:
         """Tells whether to give up joining the others."""
         self.changes: list[GroupChange] = []
         """Changes of the group that nobody has taken yet."""
+        self.admits = True
+        """Whether islands that start anew may join now."""
         self.most_bytes = 1 << 30
         """The limit for the arrays of a frame that arrives."""
         self.delayed_seconds = 0.0
@@ -94,7 +93,8 @@ class Group:
             match message:
                 case Ready(fields):
                     self._candidates[peer.index] = peer.start, message
-                    if self._asks is not None and (why := self._difference(fields)):
+                    mine = fields if self._asks is None else self._asks.fields
+                    if why := disagreement(mine, fields):
                         peer.send(Out(why, is_final=True))
                 case InView():
                     self._grouped.add(peer.index)
@@ -143,6 +143,9 @@ class Group:
         members = of.members
         if of.view is None or members == self._last_members:
             return
+        for index, start in of.view.members:
+            if self._candidates.get(index, ("", None))[0] == start:
+                del self._candidates[index]
         joined = [index for index in members if index not in self._last_members]
         left = [index for index in self._last_members if index not in members]
         why = "; ".join(f"island {index}: {self._why.get(index, 'lost')}" for index in left)
@@ -170,14 +173,6 @@ class Group:
         self._asks = Ready(self._asks.fields, sorted(peers))
         for peer in peers.values():
             peer.send(self._asks)
-
-    def _difference(self, fields: str) -> str | None:
-        """Return why an island with these fields cannot train with this one, if so."""
-        assert self._asks is not None
-        if fields == self._asks.fields:
-            return None
-        found = field_differences([json.loads(self._asks.fields), json.loads(fields)])
-        return f"the islands disagree: {first_of(found)}: start all with the same arguments"
 
     # Membership.
 
@@ -218,34 +213,32 @@ class Group:
             if of.view is not None:
                 if has_state or self.place.index in of.view.confirmed:
                     return
-                if not set(of.view.confirmed) & self.network.peers.keys():
-                    of.left = "the islands that hold the state are gone"
+                if of.giver not in of.members or of.giver not in self.network.peers:
+                    of.left = f"island {of.giver}, which was to give the state, is gone"
             self._changed.wait(_LOOK_SECONDS)
 
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
         assert self._asks is not None
         for _, asks in self._candidates.values():
-            if why := self._difference(asks.fields):
+            if why := disagreement(self._asks.fields, asks.fields):
                 raise AgreementError(why)
-        everyone, peers = len(self.place.addresses), self.network.peers
-        ready = {i: start for i, (start, _) in self._candidates.items() if i in peers}
-        ready[self.place.index] = self.network.start
-        enough = len(ready) == everyone
-        enough |= 2 * len(ready) > everyone and waited_seconds > _FOUND_SECONDS
-        if self._grouped or not enough or min(ready) != self.place.index:
+        me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
+        if self._grouped:
             return
-        seen = [{index, *self._candidates[index][1].sees} for index in ready if index in peers]
-        if not all(ready.keys() <= each for each in seen):
-            return  # they would take each other for lost
-        confirmed = list(ready) if has_state else [self.place.index]
-        self.agreement.begin(founded(list(ready.items()), confirmed))
-        self._look()
+        if first := founders(me, everyone, self._candidates, self.network.peers, waited_seconds):
+            confirmed = [index for index, _ in first] if has_state else [self.place.index]
+            self.agreement.begin(founded(first, confirmed))
+            self._look()
 
     @property
     def rank(self) -> int:
-        """The place of this island among the members, from 0."""
-        members = self.agreement.members
+        """The place of this island among those that completed the last exchange, from 0.
+
+        So nobody takes the place of another one before it is agreed that this one goes on.
+        """
+        view = self.agreement.complete or self.agreement.view
+        members = [] if view is None else [index for index, _ in view.members]
         return members.index(self.place.index) if self.place.index in members else -1
 
     @property
@@ -267,22 +260,23 @@ class Group:
         with self._changed:
             view, exchange = self.agreement.view, self.agreement.committed + 1
         assert view is not None
-        header = State(view, exchange, json.dumps(run), _sha256(arrays))
+        header, sent = packed_state(view, exchange, run, arrays)
         for index in new:
             if (peer := self.network.peers.get(index)) is not None:
-                peer.send_arrays(header, arrays)
+                peer.send_arrays(header, sent)
 
     def _take(self, peer: IslandPeer, header: State, arrays: list[np.ndarray]) -> None:
         """Take the state from a member, unless it is damaged or not for this start."""
         me = self.place.index, self.network.start
         if self._state is not None or me not in map(tuple, header.view.members):
             return
-        if _sha256(arrays) != header.sha256:
+        if (received := unpacked_state(header, arrays, peer.index)) is None:
             self.agreement.left = f"the state that island {peer.index} sent is damaged"
             return
         if self.agreement.view is None:
             self.agreement.begin(header.view)
-        self._state = ReceivedState(json.loads(header.run), arrays, peer.index)
+        self._state = received
+        self._last_members, self.changes = [index for index, _ in header.view.members], []
 
     def finish(self) -> None:
         """Leave, as the run is complete or failed."""
@@ -293,12 +287,18 @@ class Group:
     # Exchanges.
 
     def exchange(
-        self, parts: Parts[Value], note: Any = None, *, topic: str = "parts", admits: bool = False
+        self,
+        parts: Parts[Value],
+        note: Any = None,
+        *,
+        topic: str = "parts",
+        admits: bool = False,
+        slow: bool = False,
     ) -> tuple[list[Value], list[Any]]:
         """Return the values of all parts, or their sum; and the `note`, in JSON, of each member.
 
-        All members call it in the same order. Afterwards, if it `admits` them, islands that asked
-        all members to join are members, too.
+        All members call it in the same order; if `slow`, others may come late. Afterwards, if it
+        `admits` them, islands that asked all members to join are members, too.
 
         Raises:
             IslandLeftError: this island is no longer a member.
@@ -316,6 +316,7 @@ class Group:
                 if view is not self.agreement.view or not self.agreement.settled:
                     continue
                 ready = [(i, start) for i, (start, _) in self._candidates.items()]
+            admits = admits and self.admits
             frame = Frame(view.number, exchange, topic, blocks, json.dumps(note), admits, ready)
             for index, _ in view.members:
                 if (peer := self.network.peers.get(index)) is not None:
@@ -327,7 +328,7 @@ class Group:
                 self.agreement.receive(self.place.index, frame)
                 own.sent(blocks)
                 self._look()
-                self._wait_for(exchange, view)
+                self._wait_for(exchange, view, slow=slow)
         self._note_time(time.monotonic() - began, exchange, before)
         with self._changed:
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
@@ -369,14 +370,18 @@ class Group:
                     of.go_on(allowed)
                     self._look()
 
-    def _wait_for(self, exchange: int, view: View) -> None:
+    def _wait_for(self, exchange: int, view: View, *, slow: bool) -> None:
         """Wait until the exchange is complete or the view changes."""
         of = self.agreement
-        usual = statistics.median(self._usual) if len(self._usual) > 1 else None
-        deadline = time.monotonic() + self._timeouts.allowed(usual)
+        receiving = exchange == view.exchange and len(view.confirmed) < len(view.members)
+        slow |= receiving or len(self._usual) < 2
+        usual = None if slow else statistics.median(self._usual)
+        left = self._timeouts.allowed(usual)
         while of.committed < exchange and of.view is view and of.settled and of.left is None:
+            began = time.monotonic()
             self._changed.wait(_LOOK_SECONDS)
-            if time.monotonic() > deadline:
+            left -= min(time.monotonic() - began, 2 * _LOOK_SECONDS)  # else it was frozen itself
+            if left < 0:
                 for index in of.missing(exchange):
                     self._why[index] = "no progress, but heartbeats"
                     of.lose(index)
@@ -390,10 +395,3 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(_ENDS_SECONDS)
     return False
-
-
-def _sha256(arrays: Sequence[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()

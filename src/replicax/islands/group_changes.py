@@ -1,20 +1,14 @@
 """Changes of a group of islands, and what one that joins receives."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class ReceivedState:
-    """The state that a member gave to this island, and where the run is."""
-
-    run: Any
-    """JSON values."""
-    arrays: list[np.ndarray]
-    giver: int
+from replicax.islands.messages import State, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,3 +22,35 @@ class GroupChange:
     left: Sequence[int]
     members: Sequence[int]
     why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedState:
+    """The state that a member gave to this island, and where the run is."""
+
+    run: Any
+    """JSON values."""
+    arrays: list[np.ndarray]
+    giver: int
+
+
+def packed_state(
+    view: View, exchange: int, run: Any, arrays: Sequence[np.ndarray]
+) -> tuple[State, list[np.ndarray]]:
+    """Return what a new member receives; `run` is JSON values of any length."""
+    sent = [np.frombuffer(json.dumps(run).encode(), np.uint8), *arrays]
+    return State(view, exchange, _sha256(sent)), sent
+
+
+def unpacked_state(header: State, arrays: list[np.ndarray], giver: int) -> ReceivedState | None:
+    """Return what `packed_state` was given; None if it is damaged."""
+    if _sha256(arrays) != header.sha256:
+        return None
+    return ReceivedState(json.loads(arrays[0].tobytes()), arrays[1:], giver)
+
+
+def _sha256(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -86,7 +86,7 @@ class Everyone:
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[Any]:
-        return self._group.exchange(_NOTHING, value, topic=topic)[1]
+        return self._group.exchange(_NOTHING, value, topic=topic, slow=slow)[1]
 
     def admit(self, topic: str, value: Any) -> list[Any]:
         """Do the same where new islands may join, and are members afterwards."""
@@ -103,7 +103,7 @@ class Everyone:
         self.agree(topic, {"text": text})
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
-        return self.gather(topic, find() if self.process == 0 else None)[0]
+        return self.gather(topic, find() if self.process == 0 else None, slow=True)[0]
 
     def barrier(self, topic: str) -> None:
         self.gather(topic, None)

@@ -184,10 +184,8 @@ class State(Typed):
     view: View
     exchange: int
     """The exchange that is next."""
-    run: str
-    """In JSON: the position of the run and what else it resumes from."""
     sha256: str
-    """SHA-256 of the arrays."""
+    """SHA-256 of the arrays. The bytes of the first are JSON: the run, and where it is."""
     arrays: Sequence[tuple[str, Sequence[int]]] = ()
     crc: int = 0
 

@@ -303,7 +303,7 @@ class Run(Loop):
         )
         storage = self._storage
         if self._members.has_islands:
-            self._members.arbitrate(lambda: storage.holds_lease(self.place.step))
+            self._members.arbitrate(lambda gone: storage.goes_on(self.place.step, all_gone=gone))
             if storage.folder is not None:
                 storage.folder.write_while(storage.still_writes)
         stack.callback(self._storage.close)

@@ -24,7 +24,7 @@ from replicax.islands.island_job import IslandJob
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
-from replicax.train.records import Record, record_from_json
+from replicax.train.records import ISLANDS_KIND, Record, record_from_json
 from replicax.train.stopping import Interrupt, Stopping
 from replicax.wording import counted, listed
 
@@ -112,13 +112,13 @@ class Members:
             fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
         group = self._islands.group
         if group.agreement.view is not None:  # an earlier run of this program
+            group.admits = False  # who starts anew begins with the first run
             self.everyone.agree("the run", fields)
             return
         group.most_bytes = _most_bytes(state)
         received = group.enter(fields)
         if received is not None:
             self.given = _given(received)
-            group.changes = []
 
     def give(
         self,
@@ -150,12 +150,17 @@ class Members:
 
     def all_saved(self, saved: bool) -> bool:
         """Return whether an island has saved the end of the run; all must call it."""
-        return self._islands is None or any(self.everyone.gather("the end of the run", saved))
+        if self._islands is None:
+            return True
+        return any(self.everyone.gather("the end of the run", saved, slow=True))
 
-    def arbitrate(self, holds_lease: Callable[[], bool]) -> None:
-        """Let the lease of the run decide whether the islands that are left go on."""
+    def arbitrate(self, arbiter: Callable[[bool], bool]) -> None:
+        """Let the lease of the run decide whether the islands that are left go on.
+
+        `arbiter` is told whether those that were lost are gone, and not only out of reach.
+        """
         if self._islands is not None:
-            self._islands.group.arbiter = lambda _all_gone: holds_lease()
+            self._islands.group.arbiter = arbiter
 
     def changes(self, step: int, epoch: int) -> list[tuple[Record, str]]:
         """Return a record and a line for each change of the group since the last call."""
@@ -167,7 +172,7 @@ class Members:
             joined, left = len(change.joined), len(change.left)
             numbers_of = {"live": len(change.members), "joined": joined, "left": left}
             seconds = max(time.time() - change.time, 0.0)
-            record = Record("islands", step, epoch, dict(numbers_of), 0, seconds)
+            record = Record(ISLANDS_KIND, step, epoch, dict(numbers_of), 0, seconds)
             parts = [f"{_named(change.joined)} joined"] if joined else []
             parts += [f"lost {change.why}"] if left else []
             line = f"{'; '.join(parts)} · {counted(len(change.members), 'island')}"
@@ -214,5 +219,8 @@ def _placed(like: jax.Array, array: np.ndarray) -> jax.Array:
 
 
 def _most_bytes(state: TrainState) -> int:
-    """Return the most bytes that a frame has: the state, or a few sums as large as parameters."""
-    return (1 << 20) + 16 * sum(int(numbers(leaf).nbytes) for leaf in jax.tree.leaves(state))
+    """Return the most bytes that a frame has: the state, sums as large as parameters, and more.
+
+    Rows that are gathered in mode `exact`, and the history of a run, have no limit.
+    """
+    return (1 << 30) + 16 * sum(int(numbers(leaf).nbytes) for leaf in jax.tree.leaves(state))

@@ -8,10 +8,11 @@ noise_scale.json  the estimate from the "noise" records, if measured
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ from replicax.errors import ConfigError
 from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
 from replicax.train.sealed import sealed
 
+ISLANDS_KIND = "islands"
+"""The kind of records that say which islands joined and left."""
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
 HISTORY = "records_sha256"
 """Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
@@ -151,6 +154,26 @@ class RunFolder:
         line = record.to_json()
         self._lines.append(line)
         self._sha256.update(f"{line}\n".encode())
+
+    def take_over(self, records: Sequence[Record], while_: Callable[[], bool]) -> None:
+        """Go on with the file of a process that is gone, from the `records` of this one.
+
+        Both have the same, but for those of islands, which each notes at a step of its own. The
+        file is replaced, so that a line on its way is lost with the old one.
+        """
+        with writing(self.records):
+            found = [_record(text) for text in self._lines.contents().splitlines(keepends=True)]
+        places = list(itertools.accumulate(r is None or r.kind != ISLANDS_KIND for r in found))
+        shared = [record.kind != ISLANDS_KIND for record in records]
+        lines = sum(place <= sum(shared) for place in places)
+        of_file = max(places[:lines], default=0)
+        kept = self.keep(lines, anew=True).records
+        self.write_while(while_)
+        known = {(each.kind, each.step, tuple(each.metrics.items())) for each in kept}
+        for place, record in zip(itertools.accumulate(shared), records, strict=True):
+            new = (record.kind, record.step, tuple(record.metrics.items())) not in known
+            if place > of_file or (record.kind == ISLANDS_KIND and place == of_file and new):
+                self.append(record)
 
     def keep(
         self, lines: int, digest: str | None = None, *, copied: bool = False, anew: bool = False

@@ -231,23 +231,21 @@ class Storage:
         for part in ("program", "bits"):
             if part in self._before:
                 self._config.setdefault(part, self._before[part])
-        kept = self.folder.keep(len(records), anew=True).records
-        self.folder.write_while(self.still_writes)
-        for record in records[len(kept) :]:
-            self.folder.append(record)
+        self.folder.take_over(records, while_=self.still_writes)
         self._store.clean()
         self.ledger.close()
         self.ledger = Ledger(self.path / FILE, token)
         self.ledger.enter("productive")
         return self.ledger
 
-    def holds_lease(self, step: int) -> bool:
-        """Whether this start holds the lease of the run, which it takes if nobody holds it.
+    def goes_on(self, step: int, *, all_gone: bool) -> bool:
+        """Whether this start may go on without the others, of which `all_gone` are known to be.
 
-        False if there is a checkpoint after `step`: others went on without this start.
+        That is if it holds the lease of the run, which it takes if nobody holds it. False if there
+        is a checkpoint after `step`: others went on without this start.
         """
-        if not self.saving.wanted:
-            return True
+        if not self.saving.wanted:  # there is no lease
+            return all_gone
         try:
             if self._lease is None:
                 self._lease = take_lease(self.path)

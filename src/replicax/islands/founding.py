@@ -1,0 +1,44 @@
+"""Which islands found a group, and whether an island fits to others."""
+
+import json
+from collections.abc import Collection, Mapping
+
+from replicax.cluster.differences import field_differences, first_of
+from replicax.islands.agreement import IslandStart
+from replicax.islands.messages import Ready
+
+Candidates = Mapping[int, tuple[str, Ready]]
+"""Start and message of each island that asks to become a member, by index."""
+FOUND_SECONDS = 30.0
+"""How long to wait for all islands before most of them found the group."""
+
+
+def disagreement(mine: str, other: str) -> str | None:
+    """Return why islands with these fields, in JSON, cannot train together, if so."""
+    if mine == other:
+        return None
+    found = field_differences([json.loads(mine), json.loads(other)])
+    return f"the islands disagree: {first_of(found)}: start all with the same arguments"
+
+
+def founders(
+    me: IslandStart,
+    everyone: int,
+    candidates: Candidates,
+    peers: Collection[int],
+    waited_seconds: float,
+) -> list[IslandStart]:
+    """Return the members of a new group if `me` is the first of enough islands, else nothing.
+
+    `everyone` is the number of islands, `peers` are those connected to this one. Enough are all,
+    or after `FOUND_SECONDS` more than half.
+    """
+    ready = {index: start for index, (start, _) in candidates.items() if index in peers}
+    ready[me[0]] = me[1]
+    enough = len(ready) == everyone
+    enough |= 2 * len(ready) > everyone and waited_seconds > FOUND_SECONDS
+    seen = [{index, *candidates[index][1].sees} for index in ready if index != me[0]]
+    # Who does not see another one would take it for lost.
+    if enough and min(ready) == me[0] and all(ready.keys() <= each for each in seen):
+        return list(ready.items())
+    return []
