@@ -28,7 +28,10 @@ PYTHON = [sys.executable, "-S", "-c"]
         ),
         (["--processes", "1", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
         (["--islands", "0", "--", "true"], ["--islands 0", "at least 1"]),
-        (["--islands", "99", "--processes", "99", "--", "true"], ["--islands 99", "4096"]),
+        (
+            ["--islands", "99", "--processes", "99", "--", "true"],
+            ["--processes 99", "--islands 99"],
+        ),
         (["--islands", "2", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
         (["--on", "slurm", "--islands", "0", "--", "true"], ["islands", "0", "at least 1"]),
         (["--processes", "1", "--grace", "-1", "--", "true"], ["--grace -1"]),
