@@ -2,17 +2,20 @@
 
 Three islands under `replicax launch --islands 3`, and the same program as one job under
 `replicax launch --processes 3 --restarts 1000000`, train GPT `nano` for a number of steps and save
-a checkpoint every 10 seconds. From the first step on, `kill -9` hits a random one of the three at
-random times, at the same times in both. Goodput is the undisturbed seconds of the same kind over
-the seconds that the run takes; a run that takes too long is cut off, and its share of the steps
-counts. Writes `results/islands_goodput.json` and `docs/images/islands_goodput.png`.
+a checkpoint every 10 seconds. From the first step on, `kill -9` hits a random one of the three, at
+a random time in each of equal intervals, at the same times in both. Goodput is the undisturbed
+seconds of the same kind over the seconds that the run takes; a run that takes too long is cut off,
+and its share of the steps counts. Writes `results/islands_goodput.json` and
+`docs/images/islands_goodput.png`.
 """
 
 import argparse
 import itertools
+import math
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +113,13 @@ def disturb(
     """Kill until all steps are done or time is up; return how often there was nothing to kill."""
     began = told = time.monotonic()
     missed = 0
-    due = began + drawn.expovariate(rate / 3600) if rate else float("inf")
+    times = fault_times(rate, drawn)
+    due = began + next(times)
     while not run.ended and time.monotonic() - began < longest:
         now = time.monotonic()
         if now >= due:
             victim = drawn.randrange(COUNT)
-            due += drawn.expovariate(rate / 3600)
+            due = began + next(times)
             if not run.kill(victim):
                 missed += 1
         step = current_step(run)
@@ -132,6 +136,12 @@ def disturb(
     if run.ended and current_step(run) < steps:
         raise SystemExit(f"the run ended early:\n{run.said[-3000:]}")
     return missed
+
+
+def fault_times(rate: float, drawn: random.Random) -> Iterator[float]:
+    """Yield seconds after the start, one in each 1 / `rate` of an hour."""
+    for number in itertools.count():
+        yield 3600 / rate * (number + drawn.random()) if rate else math.inf
 
 
 def current_step(run: LaunchedRun) -> int:
