@@ -342,6 +342,9 @@ class Storage:
                 self._saved = None
                 self.save(state, position, extra)
             self.tell()
+            if self._lease is not None and not self.follows:
+                with contextlib.suppress(OSError):  # Orbax may write on after a save has failed
+                    self._store.clean()
 
     def tell(self) -> None:
         """Report the outcome of saves; raises the errors of `Saver.poll`."""
