@@ -123,18 +123,18 @@ def _has_stepped(trial: Trial, start: Start) -> Callable[[], bool]:
 
 def fresh_left(trial: Trial) -> None:
     """Kill all others at the moment at which a new island joins."""
-    if not trial.a_step(last=STEPS - 25):
+    if not trial.a_step(last=STEPS // 3):  # it takes a while to come back
         return
     victim = trial.pick(1)[0]
     before = trial.of(victim)
     kill_now(trial, [victim])
-    if not trial.until(_is_back(trial, victim, before)):
-        return
-    if trial.chance.random() < 0.5:
-        trial.pause(trial.chance.uniform(0.5, 1.8))
-    else:
-        trial.until(_has_stepped(trial, trial.of(victim)))
-    if trial.done_at is None:
+    if trial.until(_is_back(trial, victim, before)):
+        if trial.chance.random() < 0.5:
+            trial.pause(trial.chance.uniform(0.5, 1.8))
+        else:
+            trial.until(_has_stepped(trial, trial.of(victim)))
+    trial.missed = trial.done_at is not None
+    if not trial.missed:
         kill_now(trial, [island for island in range(trial.islands) if island != victim])
 
 

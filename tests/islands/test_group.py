@@ -159,6 +159,21 @@ def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
     assert early.result(20.0) == ([], [0, 1] if slow else [0])
 
 
+def test_an_island_that_rests_is_waited_for(threads: Threads) -> None:
+    one, other = threads.found(2, stall_seconds=0.3, stall_multiple=1.0, silent_seconds=2.0)
+    for _ in range(3):
+        threads.all_exchange([one, other])
+    other.network.rests = True  # as while a slow disk is waited for
+    until(lambda: one.network.peers[1].rests)
+    early = threads.exchange(one)
+    time.sleep(1.5)
+    assert not early.done()
+    threads.exchange(other).result(20.0)
+    assert early.result(20.0) == ([], [0, 1])
+    other.network.rests = False
+    until(lambda: not one.network.peers[1].rests)
+
+
 def test_time_in_which_an_island_was_frozen_does_not_count(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,13 +376,16 @@ class Group:
         receiving = exchange == view.exchange and len(view.confirmed) < len(view.members)
         slow |= receiving or len(self._usual) < 2
         usual = None if slow else statistics.median(self._usual)
-        left = self._timeouts.allowed(usual)
+        left = allowed = self._timeouts.allowed(usual)
         while of.committed < exchange and of.view is view and of.settled and of.left is None:
             began = time.monotonic()
             self._changed.wait(_LOOK_SECONDS)
             left -= min(time.monotonic() - began, 2 * _LOOK_SECONDS)  # else it was frozen itself
+            missing = of.missing(exchange)
+            if any(peer.rests for i, peer in self.network.peers.items() if i in missing):
+                left = allowed
             if left < 0:
-                for index in of.missing(exchange):
+                for index in missing:
                     self._why[index] = "no progress, but heartbeats"
                     of.lose(index)
                 self._look()

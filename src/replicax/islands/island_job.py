@@ -38,12 +38,19 @@ class IslandJob:
         self.agree_on_text = inner.agree_on_text
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
-        self.move, self.rest = inner.move, inner.rest
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         self.inner.agree(topic, fields)
         text = json.dumps(fields, sort_keys=True, default=str)
         self.facts[topic] = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def move(self) -> None:
+        self.inner.move()
+        self.group.network.rests = False
+
+    def rest(self) -> None:
+        self.inner.rest()
+        self.group.network.rests = True
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -62,6 +62,8 @@ class Network:
         """Peers that have joined and are not lost. Each change makes a new dictionary."""
         self.most_bytes = 1 << 20
         """The limit for the arrays of a frame that arrives."""
+        self.rests = False
+        """Whether this island is not expected to make progress; heartbeats say so."""
         self.troubles: dict[int, str] = {}
         """Why this island could not reach another one that has not joined yet, by index."""
         self._place, self._patience_seconds = place, patience_seconds
@@ -113,6 +115,7 @@ class Network:
             *(introduced, control, data),
             beat_seconds=beat_seconds,
             most_bytes=lambda: self.most_bytes,
+            rests=lambda: self.rests,
         )
 
     def _hold(self, peer: IslandPeer) -> IslandPeer | None:

@@ -75,6 +75,9 @@ class Answer(Typed):
 class Beat(Typed):
     """A heartbeat."""
 
+    rests: bool = False
+    """Whether the sender waits for something else, such as a disk: no progress is expected."""
+
 
 # The protocol, on the control connection.
 

@@ -44,12 +44,15 @@ class IslandPeer:
         *,
         beat_seconds: float,
         most_bytes: Callable[[], int],
+        rests: Callable[[], bool],
     ) -> None:
         self.index, self.start = introduced.island, introduced.start
         self.host, self.boot, self.pid = introduced.host, introduced.boot, introduced.pid
         self.over = threading.Event()
         """Whether its loss has been reported."""
-        self._control, self._data = control, data
+        self.rests = False
+        """Whether it says that no progress is to be expected of it."""
+        self._own_rests, self._control, self._data = rests, control, data
         self._sent_before, self._received_before = data.sent_bytes, data.received_bytes
         self._beat_seconds, self._most_bytes = beat_seconds, most_bytes
         self._controls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -146,7 +149,9 @@ class IslandPeer:
             self._begin("arrays", self._receive_frames, arrived)
             self._hear(time.monotonic())
             for message in self._messages():
-                if not isinstance(message, Beat):
+                if isinstance(message, Beat):
+                    self.rests = message.rests
+                else:
                     self._hear(math.inf)
                     heard(self, message)
                 self._hear(time.monotonic())
@@ -212,12 +217,12 @@ class IslandPeer:
                 arrived(self, header, arrays)
 
     def _send_controls(self) -> None:
-        beat = message_bytes(Beat())
+        beats = [message_bytes(Beat(rests)) for rests in (False, True)]
         while self._reason is None:
             try:
                 text = self._controls.get(timeout=self._beat_seconds)
             except queue.Empty:
-                text = beat
+                text = beats[self._own_rests()]
             if text is None:
                 break
             try:
