@@ -12,8 +12,8 @@ import numpy as np
 from replicax.islands.frames import Channel, checksum, frame_parts, message_bytes
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, State
 
-_DRAIN_SECONDS = 0.01
-"""How long a loss waits for what was sent before it on the other connection."""
+DRAINED_WITHIN_SECONDS = 0.5
+"""How long a loss waits for the end of the other connection, and so for what was sent before it."""
 _FLUSH_SECONDS = 1.0
 """How long a close waits until what was said before is sent."""
 CLOSED_HERE = "closed by this island"
@@ -126,7 +126,7 @@ class IslandPeer:
             self._reason = reason
         self._wake_senders()
         if rest is not None:
-            rest.wait(_DRAIN_SECONDS)
+            rest.wait(DRAINED_WITHIN_SECONDS)
         with self._lock:
             if self._users:
                 self._control.end()
@@ -155,7 +155,7 @@ class IslandPeer:
                     self._hear(math.inf)
                     heard(self, message)
                 self._hear(time.monotonic())
-            self._no_frames.wait(_DRAIN_SECONDS)
+            self._no_frames.wait(DRAINED_WITHIN_SECONDS)
         finally:
             self._ended = True
             self.fail(_ERROR_HERE)  # unless there is a reason already
