@@ -157,8 +157,9 @@ def about(live: int, step: int) -> Record:
         ([1, 2, about(2, 2)], [1, 2, about(2, 2), about(1, 2)], [1, 2, about(2, 2), about(1, 2)]),
         ([1, about(2, 1), 2], [1, 2, about(2, 2), 3], [1, about(2, 1), 2, about(2, 2), 3]),
         ([], [about(3, 0), 1], [about(3, 0), 1]),
-        # A damaged line is not written twice.
-        ([1, None, 3], [1, 2, 3, 4], [1, 3, 4]),
+        # A line is damaged, the last or another one.
+        ([1, None, 3], [1, 2, 3, 4], [1, 2, 3, 4]),
+        ([1, about(2, 1), None], [1, about(2, 1), 2], [1, about(2, 1), 2]),
     ],
 )
 def test_the_next_writer_loses_and_doubles_no_record(

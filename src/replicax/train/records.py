@@ -158,12 +158,14 @@ class RunFolder:
     def take_over(self, records: Sequence[Record], while_: Callable[[], bool]) -> None:
         """Go on with the file of a process that is gone, from the `records` of this one.
 
-        Both have the same, but for those of islands, which each notes at a step of its own. The
-        file is replaced, so that a line on its way is lost with the old one.
+        Both have the same, but for those of islands, which each notes at a step of its own; a
+        damaged line, such as a full disk leaves, and those after it are written again. The file is
+        replaced, so that a line on its way is lost with the old one.
         """
         with writing(self.records):
-            found = [_record(text) for text in self._lines.contents().splitlines(keepends=True)]
-        places = list(itertools.accumulate(r is None or r.kind != ISLANDS_KIND for r in found))
+            texts = self._lines.contents().splitlines(keepends=True)
+        found = itertools.takewhile(lambda record: record is not None, map(_record, texts))
+        places = list(itertools.accumulate(r is not None and r.kind != ISLANDS_KIND for r in found))
         shared = [record.kind != ISLANDS_KIND for record in records]
         lines = sum(place <= sum(shared) for place in places)
         of_file = max(places[:lines], default=0)
