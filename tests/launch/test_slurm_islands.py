@@ -15,7 +15,7 @@ from replicax.launch.scripts import SlurmOptions, slurm_script
 BASH = shutil.which("bash") or "/bin/bash"
 SRUN = """#!/bin/sh
 echo "$REPLICAX_ISLAND $REPLICAX_ISLANDS $REPLICAX_JOB_ID ${REPLICAX_SECRET-none}" >> srun.log
-cat "$REPLICAX_SECRET_FILE" >> secrets; echo >> secrets
+echo "$(cat "$REPLICAX_SECRET_FILE")" >> secrets
 echo "$@" >> arguments
 number=$(grep -c "^$REPLICAX_ISLAND " srun.log)
 exit $(echo $CODES | cut -d' ' -f$number)
