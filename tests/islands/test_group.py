@@ -32,13 +32,15 @@ class Threads:
         self._groups.append(Group(place, Timeouts(**timeouts)))
         return self._groups[-1]
 
-    def found(self, count: int, **timeouts: float) -> list[Group]:
+    def found(self, there: Sequence[IslandPlace], **timeouts: float) -> list[Group]:
         """Return groups that are all members and have the state."""
-        found = [self.start(place, **timeouts) for place in places(count)]
+        found = [self.start(place, **timeouts) for place in there]
         entered = [self.enter(each) for each in found]
         until(lambda: found[0].newcomers)
         found[0].give(*STATE)
-        assert [each.result(20.0) is None for each in entered] == [n == 0 for n in range(count)]
+        assert [each.result(20.0) is None for each in entered] == [
+            n == 0 for n in range(len(there))
+        ]
         return found
 
     def enter(self, island: Group) -> "Future[Any]":
@@ -77,7 +79,7 @@ def test_an_island_that_waits_for_others_can_be_stopped() -> None:
 
 
 def test_nobody_is_the_first_before_it_is_agreed(threads: Threads) -> None:
-    one, other = threads.found(2)
+    one, other = threads.found(places(2))
     threads.all_exchange([one, other])
     one.network.close()
     until(lambda: other.agreement.members == [1])
@@ -91,13 +93,8 @@ def test_an_island_joins_when_it_may_and_receives_a_long_history(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(founding, "FOUND_SECONDS", 0.0)
-    there = places(3)
-    members = [threads.start(place) for place in there[:2]]
-    entered = [threads.enter(each) for each in members]
-    until(lambda: members[0].newcomers)
-    members[0].give(*STATE)
-    entered[1].result(20.0)
-    third = threads.start(there[2])
+    *there, place = places(3)
+    members, third = threads.found(there), threads.start(place)
     joins = threads.enter(third)
     until(lambda: all(2 in each._candidates for each in members))
     members[0].admits = False  # one is enough
@@ -124,13 +121,8 @@ def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(founding, "FOUND_SECONDS", 0.0)
-    there = places(3)
-    members = [threads.start(place) for place in there[:2]]
-    entered = [threads.enter(each) for each in members]
-    until(lambda: members[0].newcomers)
-    members[0].give(*STATE)
-    entered[1].result(20.0)
-    third = threads.start(there[2])
+    *there, place = places(3)
+    members, third = threads.found(there), threads.start(place)
     joins, first_start = threads.enter(third), third.network.start
     until(lambda: all(2 in each._candidates for each in members))
     threads.all_exchange(members, admits=True)
@@ -147,7 +139,7 @@ def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
-    one, other = threads.found(2, stall_seconds=0.3, stall_multiple=1.0)
+    one, other = threads.found(places(2), stall_seconds=0.3, stall_multiple=1.0)
     for _ in range(3):
         threads.all_exchange([one, other])
     one.arbiter = lambda all_gone: True
@@ -160,7 +152,7 @@ def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
 
 
 def test_an_island_that_rests_is_waited_for(threads: Threads) -> None:
-    one, other = threads.found(2, stall_seconds=0.3, stall_multiple=1.0, silent_seconds=2.0)
+    one, other = threads.found(places(2), stall_seconds=0.3, stall_multiple=1.0, silent_seconds=2.0)
     for _ in range(3):
         threads.all_exchange([one, other])
     other.network.rests = True  # as while a slow disk is waited for
@@ -177,7 +169,7 @@ def test_an_island_that_rests_is_waited_for(threads: Threads) -> None:
 def test_time_in_which_an_island_was_frozen_does_not_count(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = threads.found(2)
+    one, other = threads.found(places(2))
     for _ in range(3):
         threads.all_exchange([one, other])
     ahead = 0.0

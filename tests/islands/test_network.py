@@ -18,7 +18,6 @@ from replicax.islands import entrance
 from replicax.islands.frames import message_bytes
 from replicax.islands.island_network import REPLACED
 from replicax.islands.messages import Beat, Frame, Have, Out
-from replicax.islands.peer import DRAINED_WITHIN_SECONDS
 
 FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
 
@@ -130,7 +129,7 @@ def test_either_connection_ends_both(purpose: int, raw: tuple[Island, RawIsland]
         until(peer.over.is_set)
         return taken
 
-    within(0.05 + DRAINED_WITHIN_SECONDS, attempt)
+    within(0.05, attempt)
 
 
 def test_what_was_sent_before_a_close_arrives() -> None:

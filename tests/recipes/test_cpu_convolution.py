@@ -28,7 +28,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.A
     only([(2, 6, 5)], [(1, 28, 3), (20, 13, 5), (3, 7, 1), (2, 6, 5)]),
 )
 # In float32 XLA's own sums round differently on each processor.
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-13), ("float32", 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-13), ("float32", 2e-6)])
 def test_the_layer_and_its_gradients_match_xlas(
     channels: int, size: int, kernel: int, dtype: str, bound: float
 ) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 from replicax.islands.frames import Channel, checksum, frame_parts, message_bytes
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, State
 
-DRAINED_WITHIN_SECONDS = 0.5
-"""How long a loss waits for the end of the other connection, and so for what was sent before it."""
+_DRAIN_SECONDS, _DRAINED_WITHIN_SECONDS = 0.01, 0.5
+"""How long a loss waits for the end of the other connection, and so for what was sent before it:
+if nothing has come, and at most."""
 _FLUSH_SECONDS = 1.0
 """How long a close waits until what was said before is sent."""
 CLOSED_HERE = "closed by this island"
@@ -126,7 +127,7 @@ class IslandPeer:
             self._reason = reason
         self._wake_senders()
         if rest is not None:
-            rest.wait(DRAINED_WITHIN_SECONDS)
+            self._drain(rest)
         with self._lock:
             if self._users:
                 self._control.end()
@@ -155,10 +156,18 @@ class IslandPeer:
                     self._hear(math.inf)
                     heard(self, message)
                 self._hear(time.monotonic())
-            self._no_frames.wait(DRAINED_WITHIN_SECONDS)
+            self._drain(self._no_frames)
         finally:
             self._ended = True
             self.fail(_ERROR_HERE)  # unless there is a reason already
+
+    def _drain(self, ended: threading.Event) -> None:
+        """Wait until all that came on one connection before its end is handled."""
+        channel = self._control if ended is self._no_messages else self._data
+        until = time.monotonic() + _DRAINED_WITHIN_SECONDS
+        while not ended.wait(_DRAIN_SECONDS) and time.monotonic() < until:
+            if not channel.has_ended():
+                return
 
     def leave(self) -> None:
         """Free the sockets, if no other thread of this peer uses them still."""

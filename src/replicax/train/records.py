@@ -155,7 +155,7 @@ class RunFolder:
         self._lines.append(line)
         self._sha256.update(f"{line}\n".encode())
 
-    def take_over(self, records: Sequence[Record], while_: Callable[[], bool]) -> None:
+    def take_over(self, records: Sequence[Record], may_write: Callable[[], bool]) -> None:
         """Go on with the file of a process that is gone, from the `records` of this one.
 
         Both have the same, but for those of islands, which each notes at a step of its own; a
@@ -170,7 +170,7 @@ class RunFolder:
         lines = sum(place <= sum(shared) for place in places)
         of_file = max(places[:lines], default=0)
         kept = self.keep(lines, anew=True).records
-        self.write_while(while_)
+        self.write_while(may_write)
         known = {(each.kind, each.step, tuple(each.metrics.items())) for each in kept}
         for place, record in zip(itertools.accumulate(shared), records, strict=True):
             new = (record.kind, record.step, tuple(record.metrics.items())) not in known

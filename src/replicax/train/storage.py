@@ -231,7 +231,7 @@ class Storage:
         for part in ("program", "bits"):
             if part in self._before:
                 self._config.setdefault(part, self._before[part])
-        self.folder.take_over(records, while_=self.still_writes)
+        self.folder.take_over(records, self.still_writes)
         self._store.clean()
         self.ledger.close()
         self.ledger = Ledger(self.path / FILE, token)
