@@ -67,6 +67,16 @@ class Notes:
         self._begun[:] = number.to_bytes(8, "little")
 
 
+class Fitting(rx.Hook):
+    """Notes that `fit` handles signals from now on."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def before_run(self, run: Any) -> None:
+        self._notes.write("fitting")
+
+
 def watch_steps(notes: Notes, seconds: float) -> None:
     """Note the steps of this process, and make each take `seconds` longer."""
     step = rx.DataParallel.step
@@ -111,7 +121,6 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
     """Start or continue the run; returns the exit code."""
     dp = rx.DataParallel(loss, optimizer(STEPS_OF_AN_EPOCH), job=job)
     state = dp.init(model(ROWS), seed=3)
-    notes.write("fitting")
     try:
         result = rx.fit(
             dp,
@@ -127,6 +136,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
             saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
             guard=rx.Guard(most=MAX_BAD_STEPS),
             config={"job": "chaos", "data": data},
+            hooks=[Fitting(notes)],
         )
     except Terminated as stopped:
         result = stopped.result
