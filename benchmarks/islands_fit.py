@@ -37,7 +37,7 @@ class Times(rx.Hook):
 
     def __init__(self, folder: Path, job: Any) -> None:
         self._islands = isinstance(job, IslandJob)
-        number = job.group.place.index if self._islands else job.process
+        number = job.island if self._islands else job.process
         path = folder / f"times-{number}-{os.getpid()}.jsonl"
         self._file = path.open("w", buffering=1, encoding="utf-8")
         about = {"number": number, "pid": os.getpid(), "began": began()}

@@ -77,7 +77,7 @@ def audited(*states: Any, shards: bool = False) -> list[str | Exception | None]:
     connected(len(groups), [group.network for group in groups])
 
     def found(group: Group, own: Any) -> str | Exception | None:
-        job = IslandJob(Inner(), group)  # type: ignore[arg-type]
+        job = IslandJob(Inner(), group.place, group)  # type: ignore[arg-type]
         group.enter({}, has_state=True)
         fingerprint = Fingerprint(own)
         try:

@@ -80,7 +80,9 @@ class Island:
     def _run(self) -> None:
         try:
             lone = Lone(find_place({}))
-            self.job = IslandJob(lone, Group(self.place, Timeouts(silent_seconds=5.0)))
+            self.job = IslandJob(
+                lone, self.place, Group(self.place, Timeouts(silent_seconds=5.0))
+            )
             self.ready.set()
             dp = self.dp(self.job)
             weights = self.settings.pop("weights", WEIGHTS)
@@ -91,7 +93,7 @@ class Island:
             self.error = error
         finally:
             if not isinstance(self.error, Killed):
-                self.job.group.finish()
+                self.job.finish()
 
     def join(self) -> "Island":
         self.thread.join(60.0)
@@ -230,9 +232,9 @@ def test_in_other_modes_the_mean_is_that_of_one_device(alone: rx.Fit, mode: str)
 
 def test_an_iterator_of_batches_is_refused() -> None:
     where = places(1)[0]
-    job = IslandJob(Lone(find_place({})), Group(where, Timeouts()))
+    job = IslandJob(Lone(find_place({})), where, Group(where, Timeouts()))
     with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(job.group.finish)
+        stack.callback(job.finish)
         mesh = rx.make_mesh(devices=jax.devices()[:1])
         dp = rx.DataParallel(squared, optax.adam(0.05), mesh=mesh, job=job)
         batches = iter([SOURCE])

@@ -21,7 +21,7 @@ Starts N processes of COMMAND, which train together and end together.
 
 Each gets its rank in REPLICAX_* variables, which rx.initialize() reads.
 
-With --islands M, M islands of one process each hold a replica of the state and exchange sums; if
+With --islands M, M islands of N processes each hold a replica of the state and exchange sums; if
 one dies, only that one is restarted, and the others go on.
 
 The engines slurm, kubernetes and ray have further options: add --help after --on ENGINE."""
@@ -34,7 +34,7 @@ class LaunchOptions:
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where to run: this host, or a cluster engine."""
     processes: Annotated[Count | None, shown_as("N", "none, required")] = None
-    """Number of processes; an island has one, with all devices that it sees."""
+    """Number of processes; of each island 1, unless it is given."""
     islands: Annotated[Count | None, shown_as("M", "none")] = None
     """Number of islands, each of which is restarted on its own while the others go on."""
     devices_per_process: Annotated[Devices | None, shown_as("N", "none")] = None
@@ -78,11 +78,6 @@ def launch(arguments: list[str]) -> int:
     options: Any = parse("launch", both, flags)  # exits after --help
     if not command:
         raise ConfigError(f"nothing after --; give the command there: {EXAMPLE}")
-    if options.islands is not None and options.processes not in (None, 1):
-        raise ConfigError(
-            f"--processes {options.processes} with --islands {options.islands}; an island has one "
-            "process, with all devices that it sees: start more islands"
-        )
     processes, restarts = (None, 0) if options.islands is None else (1, RESTARTS_IN_A_ROW)
     processes = processes if options.processes is None else options.processes
     if processes is None:

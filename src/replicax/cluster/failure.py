@@ -15,7 +15,7 @@ from replicax.cluster import variables
 from replicax.cluster.cluster_job import Linked, current_job
 from replicax.cluster.link import Link
 from replicax.cluster.watchdog import SAVED, LoopProgress, StuckVerdict, Timeouts
-from replicax.errors import AgreementError
+from replicax.errors import AgreementError, IslandLeftError
 
 _LONGEST = 500
 """Characters of an error that the others repeat; the failing process prints all of it."""
@@ -24,6 +24,9 @@ _SERVING_SECONDS = 0.3
 have not yet printed why they stop."""
 _ENDING_SECONDS = 10.0
 """How long the link's thread may take to end a process."""
+
+_RAISED_IN_ALL = AgreementError, IslandLeftError
+"""Errors that all processes of a job raise together."""
 
 _last_words: list[Callable[[StuckVerdict], None]] = []
 
@@ -82,7 +85,7 @@ def report(error: BaseException) -> StuckVerdict | None:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
     verdict = None
-    if link is not None and isinstance(error, AgreementError):  # raised in all processes
+    if link is not None and isinstance(error, _RAISED_IN_ALL):
         link.part()
     else:
         verdict = fail(text, collateral=is_collateral(error))
@@ -135,7 +138,8 @@ def watch_exceptions() -> None:
         link = _link()
         if not (link and link.verdict and is_collateral(error)):  # its cause has been printed
             before(kind, error, trace)
-        end(error, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        left = error.exit_code if isinstance(error, IslandLeftError) else 1
+        end(error, 130 if issubclass(kind, KeyboardInterrupt) else left)
 
     sys.excepthook = hook
 

@@ -19,7 +19,7 @@ from jax import lax
 from replicax.core.data.batch import Batch
 from replicax.core.exact.fixed_tree import FixedTree, float_sums, with_means
 from replicax.core.ground.job import Parts, PartsExchange
-from replicax.core.ground.leaves import PyTree, from_host
+from replicax.core.ground.leaves import PyTree, from_host, is_here, whole_on_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis, batch_shardings, replicated
@@ -139,7 +139,10 @@ class ExchangedStep:
 
 def on_host(value: PyTree) -> list[np.ndarray]:
     """Return the arrays of `value`, once they are computed."""
-    return [np.asarray(leaf) for leaf in jax.device_get(jax.tree.leaves(value))]
+    leaves = jax.tree.leaves(value)
+    if all(map(is_here, leaves)):
+        leaves = jax.device_get(leaves)  # all at once
+    return [whole_on_host(leaf) for leaf in leaves]
 
 
 def _rows_of_part(batch: Batch, number: jax.Array, *, count: int) -> Batch:

@@ -270,7 +270,7 @@ class Group:
         me = self.place.index, self.network.start
         if self._state is not None or me not in map(tuple, header.view.members):
             return
-        if (received := unpacked_state(header, arrays, peer.index)) is None:
+        if (received := unpacked_state(header, arrays)) is None:
             self.agreement.left = f"the state that island {peer.index} sent is damaged"
             return
         if self.agreement.view is None:
@@ -294,6 +294,7 @@ class Group:
         topic: str = "parts",
         admits: bool = False,
         slow: bool = False,
+        own_parts: Callable[[Parts[Value], Callable[[int], None]], OwnParts[Value]] = OwnParts,
     ) -> tuple[list[Value], list[Any]]:
         """Return the values of all parts, or their sum; and the `note`, in JSON, of each member.
 
@@ -305,7 +306,7 @@ class Group:
         """
         began, exchange = time.monotonic(), self.agreement.committed + 1
         before = self.agreement.view
-        own = OwnParts(parts, self._note_part)
+        own = own_parts(parts, self._note_part)
         while True:
             view = self._settled(exchange)
             if view is None:

@@ -31,22 +31,29 @@ class ReceivedState:
     run: Any
     """JSON values."""
     arrays: list[np.ndarray]
-    giver: int
 
 
 def packed_state(
     view: View, exchange: int, run: Any, arrays: Sequence[np.ndarray]
 ) -> tuple[State, list[np.ndarray]]:
     """Return what a new member receives; `run` is JSON values of any length."""
-    sent = [np.frombuffer(json.dumps(run).encode(), np.uint8), *arrays]
+    sent = packed_run(run, arrays)
     return State(view, exchange, _sha256(sent)), sent
 
 
-def unpacked_state(header: State, arrays: list[np.ndarray], giver: int) -> ReceivedState | None:
+def unpacked_state(header: State, arrays: list[np.ndarray]) -> ReceivedState | None:
     """Return what `packed_state` was given; None if it is damaged."""
-    if _sha256(arrays) != header.sha256:
-        return None
-    return ReceivedState(json.loads(arrays[0].tobytes()), arrays[1:], giver)
+    return unpacked_run(arrays) if _sha256(arrays) == header.sha256 else None
+
+
+def packed_run(run: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays, after one with the JSON of `run`."""
+    return [np.frombuffer(json.dumps(run).encode(), np.uint8), *arrays]
+
+
+def unpacked_run(arrays: Sequence[np.ndarray]) -> ReceivedState:
+    """Return what `packed_run` was given."""
+    return ReceivedState(json.loads(arrays[0].tobytes()), list(arrays[1:]))
 
 
 def _sha256(arrays: Sequence[np.ndarray]) -> str:

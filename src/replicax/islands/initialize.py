@@ -38,8 +38,9 @@ def _with_islands(
             return job
         patience = settings.get("patience")
         timeouts = patience if isinstance(patience, Timeouts) else read_timeouts(os.environ)
-        _job = IslandJob(job, Group(place, timeouts))
-        atexit.register(_job.group.finish)
+        group = Group(place, timeouts) if job.process == 0 else None
+        _job = IslandJob(job, place, group)
+        atexit.register(_job.finish)
         _watch_exceptions()
         if not visible_gpus(os.environ, platforms=jax.config.jax_platforms):  # type: ignore[attr-defined]
             join.do_not_preempt()  # the network's threads, started before, do

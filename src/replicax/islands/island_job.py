@@ -10,8 +10,12 @@ from typing import Any
 from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.differences import field_differences, first_of
 from replicax.core.ground.job import Parts, Value
-from replicax.errors import AgreementError, ConfigError
+from replicax.errors import AgreementError, ReplicaxError
 from replicax.islands.group import Group
+from replicax.islands.group_changes import ReceivedState
+from replicax.islands.island_place import IslandPlace
+from replicax.islands.own_parts import OwnParts
+from replicax.islands.shared_parts import LeadingParts, fail, follow, shared_state
 
 _NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
 
@@ -19,16 +23,17 @@ _NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: No
 class IslandJob:
     """A job that computes parts of each batch together with other islands.
 
-    Its processes are those of this island. `everyone` is the job of all islands.
+    Its processes are those of this island, of which the first alone has the `group`. `everyone` is
+    the job of all islands.
     """
 
-    def __init__(self, inner: ClusterJob, group: Group) -> None:
-        if inner.processes > 1:
-            raise ConfigError(
-                f"an island of {inner.processes} processes; an island has one process, with all "
-                "devices that it sees: start more islands"
-            )
+    def __init__(self, inner: ClusterJob, place: IslandPlace, group: Group | None) -> None:
         self.inner, self.group = inner, group
+        self.island, self.islands = place.index, len(place.addresses)
+        self.rank = -1
+        """Rank of this island among those that completed the last exchange, from 0."""
+        self.newcomers: list[int] = []
+        """Islands that this one has to give the state, if it is confirmed."""
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
         self.everyone = Everyone(self)
@@ -46,11 +51,13 @@ class IslandJob:
 
     def move(self) -> None:
         self.inner.move()
-        self.group.network.rests = False
+        if self.group is not None:
+            self.group.network.rests = False
 
     def rest(self) -> None:
         self.inner.rest()
-        self.group.network.rests = True
+        if self.group is not None:
+            self.group.network.rests = True
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -66,24 +73,68 @@ class IslandJob:
             arrays = parts.to_host(parts.compute(0))
             values = [parts.from_host(arrays) for _ in range(parts.count)]
             return values if parts.add is None else [functools.reduce(parts.add, values)]
-        if self.group.agreement.view is None:  # in a loop of the user's own
-            self.group.enter({"facts": self.facts, "parts": parts.count}, has_state=True)
-        return self.group.exchange(parts)[0]
+        if self.group is None:
+            values, told = follow(parts, self.inner)
+            self.take_standing(told)
+            return values
+        try:
+            if self.group.agreement.view is None:  # in a loop of the user's own
+                self.group.enter({"facts": self.facts, "parts": parts.count}, has_state=True)
+            leading = functools.partial(LeadingParts, job=self.inner, told=self.standing)
+            own_parts = OwnParts if self.processes == 1 else leading
+            values, _ = self.group.exchange(parts, own_parts=own_parts)
+        except ReplicaxError as error:
+            fail(error, self.inner)
+            raise
+        self.take_standing(self.standing())
+        return values
+
+    def enter(self, fields: Mapping[str, Any], most_bytes: int) -> ReceivedState | None:
+        """Become a member; return the state that another island gives, if one does.
+
+        The arrays that others send have at most `most_bytes`. Raises what `Group.enter` does.
+        """
+        received: ReceivedState | None = None
+
+        def find() -> dict[str, Any]:
+            nonlocal received
+            assert self.group is not None
+            self.group.most_bytes = most_bytes
+            received = self.group.enter(fields)
+            return self.standing()
+
+        self.take_standing(self.broadcast("the group of islands", find))
+        return received if self.processes == 1 else shared_state(received, self.inner)
+
+    def standing(self) -> dict[str, Any]:
+        """Return where this island stands in the group, in its first process."""
+        assert self.group is not None
+        return {"rank": self.group.rank, "newcomers": self.group.newcomers}
+
+    def take_standing(self, told: Mapping[str, Any]) -> None:
+        """Note in all processes what the first told."""
+        self.rank, self.newcomers = told["rank"], told["newcomers"]
+
+    def finish(self) -> None:
+        """Leave the others, as the run is complete or failed."""
+        if self.group is not None:
+            self.group.finish()
 
 
 class Everyone:
-    """The members of all islands as a job: `process` is the rank among those that live."""
+    """The processes of all islands as a job: `process` is the rank among those that live."""
 
     exchange = None
 
     def __init__(self, job: IslandJob) -> None:
-        self._job, self._group = job, job.group
-        self.processes = len(job.group.place.addresses)
+        self._job = job
+        self.processes = job.islands * job.processes
         self.in_flight = job.in_flight
 
     @property
     def process(self) -> int:
-        return self._group.rank
+        job = self._job
+        return -1 if job.rank < 0 else job.rank * job.processes + job.process
 
     def gather(
         self,
@@ -92,12 +143,27 @@ class Everyone:
         *,
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
+        admits: bool = False,
     ) -> list[Any]:
-        return self._group.exchange(_NOTHING, value, topic=topic, slow=slow)[1]
+        """All-gather; if it `admits` them, islands that asked to join are members afterwards."""
+        job = self._job
+        notes = job.gather(topic, value, slow=slow)
 
-    def admit(self, topic: str, value: Any) -> list[Any]:
-        """Do the same where new islands may join, and are members afterwards."""
-        return self._group.exchange(_NOTHING, value, topic=topic, admits=True)[1]
+        def find() -> dict[str, Any]:
+            assert job.group is not None
+            options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
+            _, found = job.group.exchange(_NOTHING, notes, **options)
+            return {"values": [each for of in found for each in of], **job.standing()}
+
+        told = job.broadcast(f"{topic} of all islands", find)
+        job.take_standing(told)
+        values: list[Any] = told["values"]
+        return values
+
+    def own(self, values: list[Any]) -> list[Any]:
+        """Return those of all `values` that the processes of this island gave."""
+        first = self._job.rank * self._job.processes
+        return values[first : first + self._job.processes]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         if found := field_differences(self.gather(topic, dict(fields))):

@@ -14,6 +14,9 @@ from replicax.islands.parts import Block, added, assigned, blocks_of, covered, w
 Frames = Mapping[int, Sequence[tuple[Frame, list[np.ndarray]]]]
 """Frames of an exchange with their arrays, by the index of their sender; own ones without."""
 
+BlockArrays = Mapping[Block, list[np.ndarray] | None]
+"""The arrays of blocks that others computed; None for those of this island."""
+
 
 class OwnParts(Generic[Value]):
     """The values that this island has computed for an exchange."""
@@ -44,7 +47,7 @@ class OwnParts(Generic[Value]):
         Of each member only the parts count that it computes in `view`, so that all use the same.
         """
         chosen = assigned(view, exchange, self.parts.count)
-        known: dict[Block, Value] = {}
+        values: dict[Block, list[np.ndarray] | None] = {}
         notes = {}
         for index, _ in view.members:
             for frame, arrays in frames[index]:
@@ -58,12 +61,17 @@ class OwnParts(Generic[Value]):
                     if within(block, chosen[index]):
                         given = arrays[number * each : (number + 1) * each]
                         own = block in self._known and not given
-                        known[block] = self._known[block] if own else self.parts.from_host(given)
+                        values[block] = None if own else given
                 if frame.view == view.number:
                     notes[index] = json.loads(frame.note)
-        return self._result(known), [notes[index] for index, _ in view.members]
+        return self.result(values), [notes[index] for index, _ in view.members]
 
-    def _result(self, known: Mapping[Block, Value]) -> list[Value]:
+    def result(self, values: BlockArrays) -> list[Value]:
+        """Return the sum of all parts, or their values in order, from those of all blocks."""
+        known = {
+            block: self._known[block] if given is None else self.parts.from_host(given)
+            for block, given in values.items()
+        }
         if self.parts.add is not None:
             return [added((0, self.parts.count), known, self.parts.add)]
         return [known[part, 1] for part in range(self.parts.count)]

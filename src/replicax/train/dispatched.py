@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.job import Job
+from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError
@@ -176,7 +175,8 @@ class BadSteps:
             return []
         self.in_a_row += 1
         spike = step.spike is not None and bool(step.spike)
-        examples = tuple(int(each) for each in _whole(step.index)[_whole(step.mask) > 0])
+        index, mask = whole_on_host(step.index), whole_on_host(step.mask)
+        examples = tuple(int(each) for each in index[mask > 0])
         metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
         rows, at = len(examples) if step.rows is None else step.rows, step.place
         record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
@@ -218,13 +218,6 @@ class BadSteps:
         self.in_a_row = in_a_row
         self._skipped.clear()
         self._verdicts.clear()
-
-
-def _whole(array: jax.Array) -> np.ndarray:
-    """Return `array` on the host; if it spans processes, all of them must call this together."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _examples_text(record: Record) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.ground.leaves import numbers
+from replicax.core.ground.leaves import numbers, whole_on_host
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import IslandLeftError, ReplicasDifferError
 from replicax.islands.island_job import IslandJob
@@ -63,7 +63,7 @@ class IslandAudit:
 
     def __init__(self, job: IslandJob, fingerprint: Fingerprint, *, shards: bool) -> None:
         self._job, self._fingerprint, self._shards = job, fingerprint, shards
-        self._own = job.group.place.index
+        self._own = job.island
 
     def compare(self, state: TrainState, table: jax.Array, step: int) -> str | None:
         """Compare the states of all islands after `step`; return a line if others have to leave.
@@ -90,7 +90,7 @@ class IslandAudit:
             self._job.everyone.barrier("the result of an audit")  # all know it before one leaves
         who, what = _named(verdict.wrong), named(verdict.leaves)
         if not verdict.has_majority:
-            self._job.group.finish()
+            self._job.finish()
             if len(verdict.wrong) == 1:
                 raise ReplicasDifferError(
                     f"the devices of {who} hold different bits in {what} after step {step}, and no "
@@ -105,7 +105,7 @@ class IslandAudit:
         found = f"{who} {verb} wrong bits in {what} after step {step}"
         if self._own not in verdict.wrong:
             return f"audit: {found}, and left: {right} of {counted(len(every), 'island')} go on"
-        self._job.group.finish()
+        self._job.finish()
         error = IslandLeftError(
             f"{found}, outvoted by {right} of {counted(len(every), 'island')}: start it again, "
             "which receives their state, and test this host if it recurs"
@@ -135,5 +135,5 @@ def _named(islands: Sequence[int]) -> str:
 
 
 def _sha256(leaf: Any) -> str:
-    host = np.ascontiguousarray(numbers(leaf))
+    host = np.ascontiguousarray(whole_on_host(numbers(leaf)))
     return hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()[:24]

@@ -353,7 +353,8 @@ class Loop(Running):
         """Record which islands joined and left, write if the one that did is gone, and give."""
         if self._stopping.leaves is not None:
             self._members.leave(self._stopping.leaves)
-        if (storage := self._storage) is not None and storage.follows and self.is_main:
+        storage = self._storage
+        if storage is not None and storage.follows and not self._members.follows:
             ledger = storage.tried_to_take_over(self.records, must=must)
             if ledger is not None:
                 self._ledger, self._file.folder = ledger, storage.folder

@@ -15,7 +15,7 @@ import numpy as np
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
-from replicax.core.ground.leaves import numbers
+from replicax.core.ground.leaves import numbers, whole_on_host
 from replicax.core.ground.train_state import TrainState, was_donated
 from replicax.core.placement.layout import copied
 from replicax.errors import ConfigError, IslandLeftError
@@ -55,8 +55,9 @@ class Members:
 
     def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
-        if self._islands is not None:
-            self._islands.group.stops = stops
+        self._group = None if self._islands is None else self._islands.group
+        if self._group is not None:
+            self._group.stops = stops
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
         self.given: GivenRun | None = None
@@ -74,19 +75,19 @@ class Members:
     @property
     def follows(self) -> bool:
         """Whether another island writes the folder of the run."""
-        return self._islands is not None and not self.is_main
+        return self._islands is not None and self._islands.rank != 0
 
     @property
     def speaks(self) -> bool:
         """Whether this process shows the progress of the run, if it is asked to."""
         if self._islands is None:
             return bool(self.everyone.process == 0)
-        return self._islands.group.place.index == 0
+        return self._islands.island == 0 and self._islands.process == 0
 
     def stopping(self, interrupt: Interrupt, save_every_seconds: float | None) -> Stopping:
         """Return what turns the requests of all processes into decisions."""
-        may_leave = self._islands is not None
-        return Stopping(interrupt, self.everyone, save_every_seconds, may_leave=may_leave)
+        islands = None if self._islands is None else self._islands.everyone
+        return Stopping(interrupt, self.everyone, save_every_seconds, islands=islands)
 
     def enter(
         self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
@@ -110,13 +111,12 @@ class Members:
         programs = dp.program(state).step.compiled(state, batch)
         if dp.mode.bitwise:
             fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
-        group = self._islands.group
-        if group.agreement.view is not None:  # an earlier run of this program
-            group.admits = False  # who starts anew begins with the first run
+        if self._islands.rank >= 0:  # an earlier run of this program
+            if self._group is not None:
+                self._group.admits = False  # who starts anew begins with the first run
             self.everyone.agree("the run", fields)
             return
-        group.most_bytes = _most_bytes(state)
-        received = group.enter(fields)
+        received = self._islands.enter(fields, _most_bytes(state))
         if received is not None:
             self.given = _given(received)
 
@@ -130,7 +130,6 @@ class Members:
         begins: bool = False,
     ) -> None:
         """Give the run to the new members; `saved` is the position and the rest of its state."""
-        assert self._islands is not None
         position, extra = saved
         run = {
             "position": dataclasses.asdict(position),
@@ -140,13 +139,14 @@ class Members:
             "begins": begins,
         }
         # Copied, as they are sent while the next step reuses the memory of the state.
-        arrays = [np.array(numbers(leaf)) for leaf in jax.tree.leaves(state)]
-        self._islands.group.give(run, arrays)
+        arrays = [np.array(whole_on_host(numbers(leaf))) for leaf in jax.tree.leaves(state)]
+        if self._group is not None:
+            self._group.give(run, arrays)
 
     @property
     def newcomers(self) -> list[int]:
         """The islands to which this one has to give the run now."""
-        return [] if self._islands is None else self._islands.group.newcomers
+        return [] if self._islands is None else self._islands.newcomers
 
     def all_saved(self, saved: bool) -> bool:
         """Return whether an island has saved the end of the run; all must call it."""
@@ -159,14 +159,14 @@ class Members:
 
         `arbiter` is told whether those that were lost are gone, and not only out of reach.
         """
-        if self._islands is not None:
-            self._islands.group.arbiter = arbiter
+        if self._group is not None:
+            self._group.arbiter = arbiter
 
     def changes(self, step: int, epoch: int) -> list[tuple[Record, str]]:
         """Return a record and a line for each change of the group since the last call."""
-        if self._islands is None or not (changes := self._islands.group.changes):
+        if self._group is None or not (changes := self._group.changes):
             return []
-        self._islands.group.changes = []
+        self._group.changes = []
         found = []
         for change in changes:
             joined, left = len(change.joined), len(change.left)
@@ -181,17 +181,16 @@ class Members:
 
     def delayed_seconds(self) -> float:
         """Return what changes of the group have cost, in time, since the last call."""
-        if self._islands is None:
+        if self._group is None:
             return 0.0
-        group = self._islands.group
-        seconds, group.delayed_seconds = group.delayed_seconds, 0.0
+        seconds, self._group.delayed_seconds = self._group.delayed_seconds, 0.0
         return seconds
 
     def leave(self, why: str) -> None:
         """Leave the others, which go on."""
         assert self._islands is not None
-        self._islands.group.finish()
-        raise IslandLeftError(f"island {self._islands.group.place.index} left the others: {why}")
+        self._islands.finish()
+        raise IslandLeftError(f"island {self._islands.island} left the others: {why}")
 
 
 def _named(islands: Any) -> str:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from replicax.core.ground.job import Job
+from replicax.islands.island_job import Everyone
 
 _BETWEEN_VOTES_SECONDS = 0.5
 _VOTES_BEFORE_LEAVING = 3
@@ -180,7 +181,7 @@ class Stopping:
     Requests are signals and calls by hooks. Processes vote about twice a second, at a call agreed
     on in the previous vote, so that no process starts a step that another one skips.
 
-    If they `may_leave`, as islands, a signal stops all only if all have received one.
+    With `islands`, a signal stops all only if all have received one.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Stopping:
         job: Job,
         save_every_seconds: float | None = None,
         *,
-        may_leave: bool = False,
+        islands: Everyone | None = None,
     ) -> None:
         self.save_due = False
         """Whether all processes must save now; reset when they have."""
@@ -199,7 +200,7 @@ class Stopping:
         """The reason given by a hook that requested the end of the run, if any."""
         self.leaves: str | None = None
         """The signal on which this process leaves the others, which go on."""
-        self._may_leave, self._signalled_votes = may_leave, 0
+        self._islands, self._signalled_votes = islands, 0
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
@@ -266,8 +267,10 @@ class Stopping:
             mine = {**self._mine(now), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
-            gather = getattr(self._job, "admit", self._job.gather) if admits else self._job.gather
-            votes = gather("whether to stop", mine)
+            if self._islands is None:
+                votes = self._job.gather("whether to stop", mine)
+            else:
+                votes = self._islands.gather("whether to stop", mine, admits=admits)
             self._decide(votes)
             self._vote_at = self._calls + votes[0]["next"]
         self._unit = unit
@@ -281,20 +284,21 @@ class Stopping:
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
         signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
-        if self._may_leave and len(signals) < len(votes):
-            self._consider_leaving()
+        if self._islands is not None and len(signals) < len(votes):
+            self._consider_leaving(self._islands.own(votes))
             signals = []
         self._decided = signals[0] if signals else None
         self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
 
-    def _consider_leaving(self) -> None:
-        """Leave the others if they have not received a signal some votes after this process."""
-        if self._interrupt.signal is not None:
+    def _consider_leaving(self, own: list[dict[str, Any]]) -> None:
+        """Leave the others if they have not received a signal some votes after this island."""
+        signals = [vote["signal"] for vote in own if vote["signal"] is not None]
+        if signals:
             self._signalled_votes += 1
             if self._signalled_votes >= _VOTES_BEFORE_LEAVING:
-                self.leaves = shown_signal(self._interrupt.signal)
+                self.leaves = shown_signal(signals[0])
 
     def _is_time(self) -> bool:
         every = self._save_every

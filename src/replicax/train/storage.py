@@ -208,12 +208,12 @@ class Storage:
         """Do `take_over`, or return None if that fails now, as on a full disk, unless it `must`."""
         try:
             return self.take_over(records)
-        except (ConfigError, CheckpointError, OSError) as error:
+        except (ConfigError, CheckpointError) as error:
             if must:
                 raise
             if not self._told_failure:
                 self._alarm(f"{self.path} cannot be taken over yet: {first_line(error)}")
-            self._told_failure, self.follows = True, True
+            self._told_failure = True
             return None
 
     def take_over(self, records: Sequence[Record]) -> Ledger:
@@ -221,10 +221,23 @@ class Storage:
 
         The files then have the `records` of this island.
         """
+
+        def taken() -> int:
+            try:
+                return self._take_over(records)
+            except OSError as error:  # all processes of an island have to know
+                raise CheckpointError(f"{self.path}: {error.strerror or error}") from error
+
+        self._saver.token = self._job.broadcast("the take-over", taken)
+        self.follows = False
+        return self.ledger
+
+    def _take_over(self, records: Sequence[Record]) -> int:
+        """Do that in process 0; return the token of the lease."""
         if self.saving.wanted and self._lease is None:
             self._lease = take_lease(self.path, by_force=True)
         token = 1 if self._lease is None else self._lease.token
-        self.folder, self.follows, self._saver.token = RunFolder(self.path), False, token
+        self.folder = RunFolder(self.path)
         if exists(self.path / CONFIG):
             self._before = read_config(self.path / CONFIG)
         self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
@@ -236,7 +249,7 @@ class Storage:
         self.ledger.close()
         self.ledger = Ledger(self.path / FILE, token)
         self.ledger.enter("productive")
-        return self.ledger
+        return token
 
     def goes_on(self, step: int, *, all_gone: bool) -> bool:
         """Whether this start may go on without the others, of which `all_gone` are known to be.

@@ -21,7 +21,7 @@ from replicax.core.exact.part_results import PartResults
 from replicax.core.exact.replica_program import as_global
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.job import Parts, PartsExchange
-from replicax.core.ground.leaves import from_host
+from replicax.core.ground.leaves import from_host, whole_on_host
 from replicax.core.placement.mesh import ShardDim, sharding_of
 
 
@@ -76,7 +76,7 @@ class ExchangedPrograms(CollectivePrograms):
 
         def gather(values: list[MicroShardValues]) -> list[jax.Array]:
             def compute(part: int) -> list[np.ndarray]:
-                return [np.asarray(as_global(each[part])) for each in values]
+                return [whole_on_host(as_global(each[part])) for each in values]
 
             each = self.exchange(Parts(self.shares, compute, None, _itself, _itself))
             joined = zip(zip(*each, strict=True), dims, strict=True)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 PyTree = Any
@@ -27,6 +28,13 @@ def numbers(leaf: Any) -> Any:
 def is_here(leaf: Any) -> bool:
     """Whether this process has all of an array."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def whole_on_host(array: Any) -> np.ndarray:
+    """Return an array on the host; if it spans processes, all of them must call this together."""
+    if is_here(array) or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) -> Any:

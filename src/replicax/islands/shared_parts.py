@@ -1,0 +1,117 @@
+"""The parts of an exchange in an island of several processes: the first decides, all compute.
+
+Only the first process is connected to other islands. What it asks of its `OwnParts` it tells the
+others, which ask the same of theirs: all dispatch the same programs in the same order.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from replicax.core.ground.job import Job, Parts, Value
+from replicax.islands.frames import EXCHANGED_DTYPES
+from replicax.islands.group_changes import ReceivedState, packed_run, unpacked_run
+from replicax.islands.own_parts import BlockArrays, OwnParts
+
+_TOPIC = "the parts of a batch"
+
+
+class LeadingParts(OwnParts[Value]):
+    """The parts in the first process of an island; the others `follow` it.
+
+    `told` returns what they are told when the exchange is complete, in JSON.
+    """
+
+    def __init__(
+        self,
+        parts: Parts[Value],
+        note: Callable[[int], None],
+        *,
+        job: Job,
+        told: Callable[[], Any],
+    ) -> None:
+        super().__init__(_shared(parts), note)
+        self._job, self._told = job, told
+
+    def missing(self, chosen: Collection[int]) -> tuple[list[Any], list[np.ndarray]]:
+        self._tell({"chosen": sorted(chosen), "sent": sorted(self._sent)})
+        return super().missing(chosen)
+
+    def result(self, values: BlockArrays) -> list[Value]:
+        kinds = [[block, _kinds(arrays)] for block, arrays in values.items()]
+        self._tell({"values": kinds, "told": self._told()})
+        return super().result(values)
+
+    def _tell(self, command: dict[str, Any]) -> None:
+        self._job.broadcast(_TOPIC, lambda: command)
+
+
+def follow(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
+    """Do as the first process does; return the same result, and what it told in the end.
+
+    Raises what that raises, if it leaves the others.
+    """
+    own = OwnParts(_shared(parts), lambda _: None)
+    while True:
+        command = job.broadcast(_TOPIC, lambda: None)
+        if "chosen" in command:
+            own.sent([(first, size) for first, size in command["sent"]])
+            own.missing(command["chosen"])
+        else:
+            values = {(first, size): _empty(of) for (first, size), of in command["values"]}
+            return own.result(values), command["told"]
+
+
+def fail(error: Exception, job: Job) -> None:
+    """Raise `error` in all processes that follow this one, and here."""
+
+    def find() -> None:
+        raise error
+
+    job.broadcast(_TOPIC, find)
+
+
+def shared_state(received: ReceivedState | None, job: Job) -> ReceivedState | None:
+    """Return in all processes the state, or None, that the first has received."""
+    packed = None if received is None else packed_run(received.run, received.arrays)
+    kinds = job.broadcast("the state of the run", lambda: _kinds(packed))
+    found = packed if job.process == 0 else _empty(kinds)
+    return None if found is None else unpacked_run(_broadcast(found))
+
+
+def _shared(parts: Parts[Value]) -> Parts[Value]:
+    """Return `parts` whose arrays from other islands are those of the first process."""
+    return replace(parts, from_host=lambda arrays: parts.from_host(_broadcast(arrays)))
+
+
+def _broadcast(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays of process 0, bit for bit; those of the others have the same kinds."""
+    words = [_words(np.asarray(array)) for array in arrays]
+    found = multihost_utils.broadcast_one_to_all(words) if words else []
+    pairs = zip(found, arrays, strict=True)
+    return [
+        np.asarray(each).view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
+        for each, array in pairs
+    ]
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """Return the bytes as integers: they are added to zeros, which floats do not survive."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.pad(data, (0, -data.size % 4)).view(np.uint32)
+
+
+def _kinds(arrays: Sequence[np.ndarray] | None) -> list[Any] | None:
+    """Return the dtype name and shape of each array."""
+    if arrays is None:
+        return None
+    return [[array.dtype.name, array.shape] for array in map(np.asarray, arrays)]
+
+
+def _empty(kinds: Sequence[Any] | None) -> list[np.ndarray] | None:
+    if kinds is None:
+        return None
+    return [np.zeros(shape, EXCHANGED_DTYPES[name]) for name, shape in kinds]
