@@ -174,7 +174,7 @@ class Harness:
                 trial.chance.seed(f"{name} {seed} {attempt}")
             try:
                 if fault.launched:
-                    trial.launch()
+                    trial.launch(fault.launched)
                 else:
                     trial.begin()
                 fault.inject(trial)

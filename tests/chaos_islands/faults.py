@@ -22,7 +22,7 @@ class Fault:
         linked: whether the islands reach each other through a proxy.
         quiet: whether no island may end early.
         disk: whether the run has a small disk of its own.
-        launched: whether `replicax launch` starts the islands.
+        launched: the processes of each island that `replicax launch` starts; 0: it does not.
         codes: exit codes that an island may have, besides 0 and 75.
     """
 
@@ -33,7 +33,7 @@ class Fault:
     linked: bool = False
     quiet: bool = False
     disk: bool = False
-    launched: bool = False
+    launched: int = 0
     codes: Sequence[int] = ()
 
 
@@ -77,6 +77,13 @@ FAULTS = {
         deaths.launched,
         THREE,
         {"CHAOS_STEP_SECONDS": "0.1"},  # its starts import everything anew
-        launched=True,
+        launched=1,
+    ),
+    "several": Fault(
+        "the same, islands of two processes",
+        deaths.launched,
+        (2,),
+        {"CHAOS_STEP_SECONDS": "0.1"},
+        launched=2,
     ),
 }

@@ -33,7 +33,7 @@ def test_nobody_can_tell_that_an_island_died_joined_or_froze(harness: Harness) -
 @EXHAUSTIVE
 def test_nobody_can_tell_what_happened_to_the_islands(harness: Harness) -> None:
     kinds = ["kill-others", "kill-saving", "kill-sending", "fresh-left", "halves", "corrupt"]
-    kinds += ["strangers", "launch"]
+    kinds += ["strangers", "launch", "several"]
     check(harness.run(kinds, len(kinds), seed=0, jobs=2), kinds)
 
 

@@ -178,10 +178,10 @@ class Trial:
 
     # Under `replicax launch`.
 
-    def launch(self) -> None:
-        """Let `replicax launch` start all islands, and each that ends."""
+    def launch(self, processes: int) -> None:
+        """Let `replicax launch` start all islands of so many processes, and each that ends."""
         command = [sys.executable, "-m", "replicax", "launch", "--islands", str(self.islands)]
-        command += ["--logs", str(self.folder / "logs"), "--"]
+        command += ["--processes", str(processes), "--logs", str(self.folder / "logs"), "--"]
         command += [sys.executable, str(JOB), str(self.folder)]
         env = {**self.server.env, **self.env}
         with (self.folder / "out" / "launch").open("wb") as told:
@@ -194,7 +194,7 @@ class Trial:
         threading.Thread(target=wait, daemon=True).start()
 
     def pids(self) -> dict[int, int]:
-        """Return the process of the newest start of each island that has begun to train."""
+        """Return a process of the newest start of each island that has begun to train."""
         paths = (self.folder / "notes").glob("*.steps")
         found = sorted(paths, key=lambda path: path.stat().st_ctime_ns)
         return {int(path.stem.split("-")[0]): int(path.stem.split("-")[1]) for path in found}
