@@ -30,7 +30,7 @@ class FakeActor:
         """End it as if its worker were killed: calls fail, and the guard ends the command."""
         for call in self._calls:
             with contextlib.suppress(InvalidStateError):
-                call.set_exception(LostError("The actor died.\n\tpid: 1\nAs asked."))
+                call.set_exception(LostError("Actor 5\n\tpid: 1\nleft."))
         if self.actor._loop is not None:
             self.actor._loop.send(signal.SIGKILL)
 

@@ -226,6 +226,7 @@ class RayProcess:
 
 
 def ray_reason(error: Exception) -> str:
-    """Return an error of Ray in one line, without tracebacks and lists of ids."""
+    """Return an error of Ray in one line, without tracebacks, ids and guesses at causes."""
     lines = str(getattr(error, "cause", None) or error).splitlines()
-    return " ".join(line for line in lines if line[:1].strip())
+    told = " ".join(line for line in lines if line[:1].strip())
+    return told.partition(" Some common causes")[0]
