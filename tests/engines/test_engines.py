@@ -228,10 +228,17 @@ def test_an_island_on_ray_is_started_again_alone(
 
 
 @needs_ray
-@pytest.mark.parametrize("flag", ["--processes", "--islands"])
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("flag", "number", "exit_code"),
+    [
+        ("--processes", signal.SIGINT, 130),
+        ("--processes", signal.SIGKILL, -9),
+        ("--islands", signal.SIGTERM, 143),
+        ("--islands", signal.SIGKILL, -9),
+    ],
+)
 def test_nothing_outlives_a_launcher_on_ray(
-    ray_address: str, tmp_path: Path, number: int, exit_code: int, flag: str
+    ray_address: str, tmp_path: Path, flag: str, number: int, exit_code: int
 ) -> None:
     """Processes that the command started end as well."""
     sleep = f"{PYTHON} -S -c 'import time; time.sleep(300)' {tmp_path}"
