@@ -59,8 +59,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """Where a Ray cluster with two CPUs is."""
-    with ray_cluster(cpus=2) as (address, folder):
+    """Where a Ray cluster with three CPUs is."""
+    with ray_cluster(cpus=3) as (address, folder):
         yield address
     assert leftovers(folder) == []
 
@@ -200,14 +200,50 @@ def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) 
 
 
 @needs_ray
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("killed", ["process", "worker"])
+def test_an_island_on_ray_is_started_again_alone(
+    ray_address: str, tmp_path: Path, killed: str
+) -> None:
+    """Its process is killed, or Ray's worker above it; the bits are those of one process."""
+    script = [PYTHON, str(HERE / "island_job.py"), "weights.npz"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    compiled = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # equally, whatever the cluster has
+    done = run(script, alone, {**ONE_DEVICE, **compiled})
+    assert done.returncode == 0, said(done)
+    launch = [REPLICAX, "launch", "--on", "ray", "--islands", "3", "--devices-per-process", "1"]
+    env = {"RAY_ADDRESS": ray_address, **compiled}
+    done = run([*launch, "--", *script, killed], together, env)
+    assert done.returncode == 0, said(done)
+    starts = {path.name[-1]: len(path.read_text().split()) for path in together.glob("starts-*")}
+    assert starts == {"0": 1, "1": 2, "2": 1}, said(done)
+    assert "replicax: island 1 died" in done.stderr, said(done)
+    assert (together / "joined").exists(), said(done)
+    expected = _load(alone)
+    got = _load(together)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value)
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("flag", "number", "exit_code"),
+    [
+        ("--processes", signal.SIGINT, 130),
+        ("--processes", signal.SIGKILL, -9),
+        ("--islands", signal.SIGTERM, 143),
+        ("--islands", signal.SIGKILL, -9),
+    ],
+)
 def test_nothing_outlives_a_launcher_on_ray(
-    ray_address: str, tmp_path: Path, number: int, exit_code: int
+    ray_address: str, tmp_path: Path, flag: str, number: int, exit_code: int
 ) -> None:
     """Processes that the command started end as well."""
     sleep = f"{PYTHON} -S -c 'import time; time.sleep(300)' {tmp_path}"
-    command = ["sh", "-c", f"{sleep} & touch $REPLICAX_PROCESS_ID; wait"]
-    launch = [REPLICAX, "launch", "--on", "ray", "--address", ray_address, "--processes", "2"]
+    command = ["sh", "-c", f"{sleep} & touch ${{REPLICAX_ISLAND:-$REPLICAX_PROCESS_ID}}; wait"]
+    launch = [REPLICAX, "launch", "--on", "ray", "--address", ray_address, flag, "2"]
     with (tmp_path / "out").open("wb") as out:
         launcher = subprocess.Popen(
             [*launch, "--", *command],

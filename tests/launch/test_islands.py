@@ -136,7 +136,7 @@ def test_the_wait_doubles_to_five_seconds_and_is_reset_by_a_long_life(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(island_supervisor.time, "monotonic", lambda: clock[0])
-    island = Island(0, lambda _: (), None)  # type: ignore[arg-type]
+    island = Island(0, lambda _: None, None)  # type: ignore[arg-type]
     waits = []
     for _ in range(7):
         assert island.lived() == 0.0

@@ -29,11 +29,6 @@ def test_cores_are_not_pinned_on_ray() -> None:
         launch_on_ray(JobSpec(("true",), 2, pin=True), RayOptions())
 
 
-def test_islands_are_not_started_on_ray() -> None:
-    with pytest.raises(ConfigError, match=r"--islands 2 with --on ray; .*--on slurm"):
-        launch_on_ray(JobSpec(("true",), 1, islands=2), RayOptions())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

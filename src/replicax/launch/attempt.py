@@ -3,14 +3,15 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from replicax.cluster.differences import processes_text
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, Failure, first_failure, posix_signal_name
+from replicax.launch.echo import Echo
 from replicax.launch.event_loop import POLL_SECONDS, EventLoop
-from replicax.launch.process import Process, ProcessStart
+from replicax.launch.process import Process, ProcessStart, RunningProcess
 
 # After the first failure: the others first get time to print why they end, then SIGTERM, then
 # SIGKILL. All are gone within 2 seconds.
@@ -34,11 +35,19 @@ class Conclusion:
 
 
 class Attempt:
-    """Starts the processes of a job, which end together, and supervises them in `loop`."""
+    """Starts the processes of a job, which end together, and supervises them in `loop`.
 
-    def __init__(self, starts: Sequence[ProcessStart], loop: EventLoop) -> None:
-        self._starts, self._loop = starts, loop
-        self._processes: list[Process] = []
+    `begin` starts one of them, on this host unless it is another class than `Process`.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[ProcessStart],
+        loop: EventLoop,
+        begin: Callable[[ProcessStart, Echo], RunningProcess] = Process,
+    ) -> None:
+        self._starts, self._loop, self._begin = starts, loop, begin
+        self._processes: list[RunningProcess] = []
 
     def run(self) -> list[Ended]:
         """Return how each process ended, once all are gone.
@@ -62,7 +71,7 @@ class Attempt:
         """
         for start in self._starts:
             try:
-                process = Process(start, self._loop.echo)
+                process = self._begin(start, self._loop.echo)
             except OSError as error:
                 raise ClusterError(
                     f"process {start.number} of {len(self._starts)} cannot be started: "
@@ -102,7 +111,7 @@ class Attempt:
         return left
 
     @property
-    def _left(self) -> list[Process]:
+    def _left(self) -> list[RunningProcess]:
         return [each for each in self._processes if each in self._loop.listening]
 
     @property
@@ -115,7 +124,7 @@ class Attempt:
         """Whether the time at which the rest is killed is set."""
         return bool({self._kill_left, self._loop.kill_all} & self._loop.due.keys())
 
-    def _listen(self, process: Process) -> None:
+    def _listen(self, process: RunningProcess) -> None:
         loop, known, now = self._loop, process.status is not None, time.monotonic()
         if not process.listen():
             del loop.listening[process]
@@ -171,7 +180,7 @@ def judge(loop: EventLoop, ended: Sequence[Ended]) -> Conclusion:
     why = stop_text(stopped_by)
     if failure is None or loop.natural(ended[failure.process]):
         return Conclusion(128 + stopped_by, message=why)
-    told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
+    told = f"{why}; process {failure.process}: {failure.cause}{failure.see}"
     return Conclusion(failure.exit_code, failure, told)
 
 

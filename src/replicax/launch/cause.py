@@ -45,7 +45,8 @@ class Ended:
     report: FailureReport | None
     errors: Sequence[str]
     """The last lines of its standard error."""
-    log: Path
+    log: Path | None
+    """The file of its output; None if its engine keeps it."""
 
     @property
     def exit_code(self) -> int:
@@ -85,10 +86,15 @@ class Failure:
     """Exit code of the job, as in a shell."""
     step: int | None
     """The last finished step, if reported."""
-    log: Path
+    log: Path | None
+
+    @property
+    def see(self) -> str:
+        """` (see FILE)`; nothing if its engine keeps the output."""
+        return f" (see {self.log})" if self.log else ""
 
     def __str__(self) -> str:
-        return f"process {self.process} failed first: {self.cause} (see {self.log})"
+        return f"process {self.process} failed first: {self.cause}{self.see}"
 
 
 class Restarts:

@@ -13,7 +13,7 @@ from functools import partial
 from replicax.launch.cause import Ended, posix_signal_name
 from replicax.launch.echo import Echo, Output
 from replicax.launch.guard import PASSED, STOPPING
-from replicax.launch.process import Process
+from replicax.launch.process import RunningProcess
 
 POLL_SECONDS = 0.05
 READ_BYTES = 1 << 16
@@ -63,8 +63,8 @@ class EventLoop:
         """Signals that were forwarded."""
         self.due: dict[Callable[[], None], float] = {}
         """Scheduled actions, and their times on the clock of `time.monotonic`."""
-        self.listening: dict[Process, Callable[[Process], None]] = {}
-        """Running processes, and what is called when their guard says something."""
+        self.listening: dict[RunningProcess, Callable[[RunningProcess], None]] = {}
+        """Running processes, and what is called when there is something to listen to."""
         self.reading: dict[int, Output] = {}
         """Their open streams, by descriptor."""
         self._signals = signals
@@ -102,6 +102,12 @@ class EventLoop:
         told = {-number for number in self.passed} | {128 + number for number in self.passed}
         return end.well or end.forced or end.status in told
 
+    def send(self, number: int) -> None:
+        """Forward a signal to all processes that are left; also from another thread."""
+        self.passed.add(number)
+        for process in tuple(self.listening):
+            process.send(number)
+
     def kill_all(self) -> None:
         """Kill all processes that are left."""
         for process in self.listening:
@@ -124,12 +130,12 @@ class EventLoop:
             elif number in STOPPING:  # SIGHUP comes from a terminal that closes
                 self._stop(number, signal.SIGTERM)
             else:
-                self._send(number)
+                self.send(number)
 
     def _stop(self, why: int, number: int) -> None:
         first = self.stopped_by is None
         self.stopped_by = self.stopped_by or why
-        self._send(number)
+        self.send(number)
         self.due.setdefault(self.kill_all, time.monotonic() + self.grace_seconds)
         if first and why != signal.SIGPIPE:
             self.echo.say(
@@ -137,8 +143,3 @@ class EventLoop:
                 "to exit, Ctrl-C kills them now",
                 error=True,
             )
-
-    def _send(self, number: int) -> None:
-        self.passed.add(number)
-        for process in self.listening:
-            process.send(number)

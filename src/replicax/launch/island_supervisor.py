@@ -1,4 +1,4 @@
-"""Islands on this host: each is started again by itself, and the others never stop."""
+"""Islands of one launcher: each is started again by itself, and the others never stop."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ from replicax.launch.attempt import STOPPED_EARLY, Attempt, Conclusion, judge, s
 from replicax.launch.cause import USAGE
 from replicax.launch.context import LaunchContext
 from replicax.launch.event_loop import EventLoop
-from replicax.launch.process import ProcessStart, free_port
+from replicax.launch.process import free_port
 from replicax.wording import counted
 
 RESTARTS_IN_A_ROW = 20
@@ -31,7 +31,8 @@ def run_islands(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, in
         place = {ISLAND: str(number), ISLANDS: addresses}
         own = dataclasses.replace(context, env={**context.env, **place})
         names = [f"island-{number}{part}" for part in _parts(job.processes)]
-        return Island(number, lambda at: own.starts(names, at, number * job.processes), loop)
+        first_row = number * job.processes
+        return Island(number, lambda at: Attempt(own.starts(names, at, first_row), loop), loop)
 
     islands = [of(number) for number in range(len(ports))]
     conclusion = IslandSupervisor(islands, job.restarts, loop).run()
@@ -53,13 +54,11 @@ def _parts(processes: int) -> list[str]:
 class Island:
     """One island: the attempt that runs, if any, and how often it was started.
 
-    `starts` returns the settings of its processes for an attempt, counted from 1.
+    `prepare` returns its next attempt, given the number, from 1.
     """
 
-    def __init__(
-        self, number: int, starts: Callable[[int], Sequence[ProcessStart]], loop: EventLoop
-    ) -> None:
-        self.number, self._starts, self._loop = number, starts, loop
+    def __init__(self, number: int, prepare: Callable[[int], Attempt], loop: EventLoop) -> None:
+        self.number, self._prepare, self._loop = number, prepare, loop
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.early = 0
@@ -76,7 +75,7 @@ class Island:
         """
         self.attempts, self.starts_at = self.attempts + 1, None
         self._began = time.monotonic()
-        self.attempt = Attempt(self._starts(self.attempts), self._loop)
+        self.attempt = self._prepare(self.attempts)
         try:
             self.attempt.start()
         except ClusterError:
@@ -178,8 +177,8 @@ class IslandSupervisor:
                 told = f"{name}: {conclusion.message}"
                 self._failed.append(dataclasses.replace(conclusion, message=told))
         elif refused := self._refused(island, conclusion):
-            log = f" (see {conclusion.failure.log})" if conclusion.failure else ""
-            told = f"{how}; given up: {refused}{log}"
+            see = conclusion.failure.see if conclusion.failure else ""
+            told = f"{how}; given up: {refused}{see}"
             self._failed.append(dataclasses.replace(conclusion, message=told))
             if self._go_on():  # otherwise it is the last line
                 self._say(told)

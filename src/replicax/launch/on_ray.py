@@ -1,11 +1,13 @@
-"""Run a job on a Ray cluster: Ray Train places the processes and restarts them after a failure."""
+"""Run a job on a Ray cluster: Ray Train places the processes and restarts them after a failure.
+
+Islands are placed by `islands_on_ray.py`.
+"""
 
 import dataclasses
 import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,21 +17,20 @@ from types import ModuleType
 from typing import Any
 
 from replicax.cluster.address import join_address, split_address
-from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ClusterError, ConfigError, require
-from replicax.launch.attempt import STOPPED_EARLY, Attempt
+from replicax.launch.attempt import STOPPED_EARLY
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
 from replicax.launch.event_loop import EventLoop, collected_signals
+from replicax.launch.islands_on_ray import run_islands_on_ray
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, free_port
+from replicax.launch.ray_worker import WORKER_ENV, forwarded, run_on_node
 from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
 from replicax.wording import counted
 
 REACH_SECONDS = 5.0
-FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
-"""Prefixes of the environment variables that are passed on to the command."""
 
 # Read by Ray at import, or by its processes; values set by the user take precedence.
 _SETTINGS = {
@@ -68,10 +69,11 @@ class ProcessError(RuntimeError):
 def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     """Run `job` on a running Ray cluster; return the exit code and a final message or None.
 
-    Ray places the processes, and restarts all of them after a failure, up to `job.restarts` times.
-    Their output is shown here, each line prefixed with Ray's name for the process and its rank. The
-    command runs in this process's working directory if the node has it, with the node's
-    environment, plus this process's variables that start with one of `FORWARDED`.
+    Ray places the processes, and restarts all of them after a failure, up to `job.restarts` times;
+    of islands, only the one that failed. Their output is shown here, each line prefixed with Ray's
+    name for the process and its rank, or its island. The command runs in this process's working
+    directory if the node has it, with the node's environment, plus this process's variables that
+    start with one of `ray_worker.FORWARDED`.
 
     Raises:
         ConfigError: an invalid number, or an option that Ray does not support.
@@ -84,10 +86,10 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
             "--pin with --on ray; Ray places the processes: leave out --pin, and set the number of "
             "cores with --cpus-per-process"
         )
-    if job.islands is not None:
+    if job.islands is not None and job.processes > 1:
         raise ConfigError(
-            f"--islands {job.islands} with --on ray; Ray places a job as a whole, so islands have "
-            "no addresses there: use --on slurm or --on kubernetes, or leave --islands out"
+            f"--processes {job.processes} with --islands {job.islands} and --on ray; an island has "
+            "one process there, with all devices of its bundle: start more islands"
         )
     takes: dict[str, int] = {}
     for kind, count, least in (
@@ -104,16 +106,19 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     address = _connect(ray, options)
     try:
         each = " and ".join(f"{count} {kind}" for kind, count in takes.items())
-        processes = counted(job.processes, "process")
-        print(f"launch {processes} of {each} · Ray at {address}", flush=True)
+        parts = job.islands or job.processes
+        of_job = counted(parts, "island" if job.islands else "process")
+        print(f"launch {of_job} of {each} · Ray at {address}", flush=True)
         have = ray.cluster_resources()
         for kind, count in takes.items():
-            if job.processes * count > (there := int(have.get(kind, 0))):
+            if parts * count > (there := int(have.get(kind, 0))):
                 print(
-                    f"waits  {job.processes} × {count} {kind} needed and the cluster has {there}: "
+                    f"waits  {parts} × {count} {kind} needed and the cluster has {there}: "
                     "waiting for it to scale up",
                     flush=True,
                 )
+        if job.islands:
+            return run_islands_on_ray(ray, job, takes)
         with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
             return _fit(require("ray.train", "ray"), job, takes, storage)
     finally:
@@ -165,14 +170,9 @@ def _fit(
 ) -> tuple[int, str | None]:
     """Run the job with Ray Train; return the exit code and a message or None."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(FORWARDED) and name not in (SECRET, SECRET_FILE)
-    }
     trainer = trainer_module.DataParallelTrainer(
         run_process,
-        train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
+        train_loop_config={"job": job, "env": forwarded(os.environ), "folder": os.getcwd()},
         scaling_config=train.ScalingConfig(
             num_workers=job.processes, use_gpu="GPU" in takes, resources_per_worker=dict(takes)
         ),
@@ -180,8 +180,7 @@ def _fit(
             name=job.name,
             storage_path=storage,
             failure_config=train.FailureConfig(max_failures=job.restarts),
-            # Otherwise an exiting worker kills the guard before it can clean up.
-            worker_runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
+            worker_runtime_env=WORKER_ENV,
             # Hides Ray's tracebacks of errors that the command has already printed.
             logging_config=train.LoggingConfig(log_level="CRITICAL"),
         ),
@@ -208,7 +207,7 @@ def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, s
         lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
         return 1, lost[0] if lost else "Ray lost the processes; see `ray status`"
     # The others were lost with their worker, or stopped by Ray.
-    silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=Path())
+    silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=None)
     ended = [
         told[rank] if rank in told else silent(forced=rank not in own)
         for rank in range(job.processes)
@@ -238,26 +237,12 @@ def run_process(config: dict[str, Any]) -> int:
         meeting = join_address(host, free_port()), secrets.token_hex(8), secrets.token_urlsafe()
     collective = require("ray.train.collective", "ray")
     coordinator, job_id, secret = collective.broadcast_from_rank_zero(meeting)
-    echo = Echo(job.processes, quiet=False)
-    try:
-        os.chdir(config["folder"])
-    except OSError as error:
-        where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
-        echo.lines(number, [f"replicax: {where}".encode()], error=False)
-    # Programs next to the Python that runs Ray come first: `python`, `replicax`.
-    path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-    env = {**os.environ, **config["env"], "PATH": os.pathsep.join(path)}
-    with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
-        report = Path(temporary) / "failure.json"
-        # Ray writes the output to its own files.
-        place = number, coordinator, job_id, secret
-        start = ProcessStart(job, *place, env, Path(os.devnull), report)
-        with collected_signals() as signals:
-            loop = EventLoop(echo, signals, GRACE_SECONDS)
-            try:
-                (ended,) = Attempt([start], loop).run()
-            finally:
-                echo.close(lambda: False)
+    nowhere = Path(os.devnull)  # Ray writes the output to its own files
+    place = number, coordinator, job_id, secret
+    start = ProcessStart(job, *place, config["env"], nowhere, nowhere)
+    with collected_signals() as signals:
+        loop = EventLoop(Echo(job.processes, quiet=False), signals, GRACE_SECONDS)
+        ended = run_on_node(start, config["folder"], loop)
     if not ended.well:
         raise ProcessError(f"process {number} ended with {ended.exit_code}", ended)
     return ended.status

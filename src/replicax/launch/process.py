@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from replicax.cluster import variables
 from replicax.errors import ConfigError
@@ -63,12 +64,37 @@ class ProcessStart:
         }
 
 
-class Process:
-    """A command that runs under a guard; see `guard.py`.
+class RunningProcess(Protocol):
+    """A process as an `Attempt` sees it: of this host, or of another one."""
 
-    `status` is its exit code once it has ended, negative for a signal; `forced` is whether the
-    launcher told it to end before it did.
-    """
+    start: ProcessStart
+    status: int | None
+    """Its exit code once it has ended, negative for a signal."""
+    forced: bool
+    """Whether the launcher told it to end before it did."""
+    streams: dict[int, Output]
+    """Its outputs, by descriptor."""
+    channel: int
+    """The descriptor that is readable when there is something to `listen` to."""
+
+    def listen(self) -> bool:
+        """Learn what has happened; return False after the last time."""
+
+    def send(self, number: int) -> None:
+        """Forward a signal."""
+
+    def stop(self, number: int) -> None:
+        """Stop it with a signal, SIGTERM or SIGKILL."""
+
+    def close(self) -> None:
+        """Close all descriptors."""
+
+    def ended(self) -> Ended:
+        """Return how the process ended."""
+
+
+class Process:
+    """A command that runs under a guard; see `guard.py`."""
 
     def __init__(self, start: ProcessStart, echo: Echo) -> None:
         self.start = start
@@ -99,13 +125,11 @@ class Process:
         assert self._guard.stderr
         row = start.number if start.row is None else start.row
         self._errors = Output(row, echo, self._log, error=True)
-        self.streams = {
+        self.streams: dict[int, Output] = {
             self._guard.stdout.fileno(): Output(row, echo, self._log, error=False),
             self._guard.stderr.fileno(): self._errors,
         }
-        """Its outputs, by descriptor."""
         self.channel: int = self._channel.fileno()
-        """The descriptor for messages from the guard."""
 
     def listen(self) -> bool:
         """Read messages from the guard; return False after the last one."""
