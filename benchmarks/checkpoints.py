@@ -35,7 +35,7 @@ from replicax.train.checkpoints.saver import Saver  # noqa: E402
 from replicax.train.checkpoints.store import Store, verify_checkpoint  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
-from replicax.train.storage import Saving  # noqa: E402
+from replicax.train.saving import Saving  # noqa: E402
 
 
 def gpt(**sizes: int) -> tuple[Any, Any, Any]:

@@ -75,8 +75,8 @@ if typing.TYPE_CHECKING:
     from replicax.train.hooks.trackers import WandB as WandB
     from replicax.train.load import Loaded as Loaded
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
+    from replicax.train.saving import Saving as Saving
     from replicax.train.stopping import Interrupt as Interrupt
-    from replicax.train.storage import Saving as Saving
     from replicax.train.summary import Fit as Fit
     from replicax.verified import verify as verify
     from replicax.verify.step import verify_step as verify_step

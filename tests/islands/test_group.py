@@ -134,7 +134,7 @@ def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
     until(lambda: 2 in members[1]._candidates)
     threads.all_exchange(members[1:], admits=True)
     members[1].give(*STATE)
-    assert joins.result(20.0).giver == 1
+    assert joins.result(20.0).run == STATE[0]
 
 
 @pytest.mark.parametrize("slow", [True, False])

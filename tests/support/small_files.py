@@ -23,8 +23,9 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
 from replicax.train.records import Record
+from replicax.train.saving import Saving
 from replicax.train.sealed import sealed
-from replicax.train.storage import Saving, Storage
+from replicax.train.storage import Storage
 
 CONFIG = {
     "fields": {"rate": 0.1, "layers": [1, 2]},

@@ -80,9 +80,7 @@ class Island:
     def _run(self) -> None:
         try:
             lone = Lone(find_place({}))
-            self.job = IslandJob(
-                lone, self.place, Group(self.place, Timeouts(silent_seconds=5.0))
-            )
+            self.job = IslandJob(lone, self.place, Group(self.place, Timeouts(silent_seconds=5.0)))
             self.ready.set()
             dp = self.dp(self.job)
             weights = self.settings.pop("weights", WEIGHTS)

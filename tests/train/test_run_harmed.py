@@ -24,7 +24,8 @@ from replicax.train.checkpoints.arrays import abstract
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
 from replicax.train.run_state import first_batch
-from replicax.train.storage import Saving, Storage
+from replicax.train.saving import Saving
+from replicax.train.storage import Storage
 
 FOLDERS, MANY_FOLDERS = 60, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}

@@ -142,7 +142,7 @@ class Agreement:
                 self._advance()
             case Out(reason, is_final):
                 self.left, self.is_final = self.left or reason, is_final
-            case InView(view) if self.view is None and self._is_in(view):
+            case InView(view) if self.view is None and self.is_in(view):
                 self.begin(view)
 
     def go_on(self, allowed: bool) -> None:
@@ -186,7 +186,7 @@ class Agreement:
 
     def _heard_suspect(self, island: IslandStart, message: Suspect) -> None:
         view, index = message.view, island[0]
-        if self.view is None and self._is_in(view):
+        if self.view is None and self.is_in(view):
             self.begin(view)
         if self.view is None:
             return
@@ -234,7 +234,7 @@ class Agreement:
         self._remember(decided)
         if decided.committed > self.committed:
             self._commit(decided.committed)
-        if not self._is_in(after):
+        if not self.is_in(after):
             self.left = self.left or "the others went on without this island"
             return
         sure = self.members if decided.committed >= before.exchange else before.confirmed
@@ -324,7 +324,8 @@ class Agreement:
         self.view = after
         self._changed_view()
 
-    def _is_in(self, view: View) -> bool:
+    def is_in(self, view: View) -> bool:
+        """Whether this island is a member of `view`."""
         return self.me in map(tuple, view.members)
 
 

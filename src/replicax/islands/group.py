@@ -267,8 +267,7 @@ class Group:
 
     def _take(self, peer: IslandPeer, header: State, arrays: list[np.ndarray]) -> None:
         """Take the state from a member, unless it is damaged or not for this start."""
-        me = self.place.index, self.network.start
-        if self._state is not None or me not in map(tuple, header.view.members):
+        if self._state is not None or not self.agreement.is_in(header.view):
             return
         if (received := unpacked_state(header, arrays)) is None:
             self.agreement.left = f"the state that island {peer.index} sent is damaged"
@@ -294,7 +293,7 @@ class Group:
         topic: str = "parts",
         admits: bool = False,
         slow: bool = False,
-        own_parts: Callable[[Parts[Value], Callable[[int], None]], OwnParts[Value]] = OwnParts,
+        own_parts: Callable[..., OwnParts[Value]] = OwnParts,
     ) -> tuple[list[Value], list[Any]]:
         """Return the values of all parts, or their sum; and the `note`, in JSON, of each member.
 

@@ -15,7 +15,7 @@ from replicax.islands.group import Group
 from replicax.islands.group_changes import ReceivedState
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.own_parts import OwnParts
-from replicax.islands.shared_parts import LeadingParts, fail, follow, shared_state
+from replicax.islands.shared_parts import LeadingParts, fail_followers, follow_first, shared_state
 
 _NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
 
@@ -74,7 +74,7 @@ class IslandJob:
             values = [parts.from_host(arrays) for _ in range(parts.count)]
             return values if parts.add is None else [functools.reduce(parts.add, values)]
         if self.group is None:
-            values, told = follow(parts, self.inner)
+            values, told = follow_first(parts, self.inner)
             self.take_standing(told)
             return values
         try:
@@ -84,7 +84,7 @@ class IslandJob:
             own_parts = OwnParts if self.processes == 1 else leading
             values, _ = self.group.exchange(parts, own_parts=own_parts)
         except ReplicaxError as error:
-            fail(error, self.inner)
+            fail_followers(error, self.inner)
             raise
         self.take_standing(self.standing())
         return values

@@ -20,7 +20,7 @@ _TOPIC = "the parts of a batch"
 
 
 class LeadingParts(OwnParts[Value]):
-    """The parts in the first process of an island; the others `follow` it.
+    """The parts in the first process of an island; the others follow it (`follow_first`).
 
     `told` returns what they are told when the exchange is complete, in JSON.
     """
@@ -49,7 +49,7 @@ class LeadingParts(OwnParts[Value]):
         self._job.broadcast(_TOPIC, lambda: command)
 
 
-def follow(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
+def follow_first(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
     """Do as the first process does; return the same result, and what it told in the end.
 
     Raises what that raises, if it leaves the others.
@@ -65,7 +65,7 @@ def follow(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
             return own.result(values), command["told"]
 
 
-def fail(error: Exception, job: Job) -> None:
+def fail_followers(error: Exception, job: Job) -> None:
     """Raise `error` in all processes that follow this one, and here."""
 
     def find() -> None:

@@ -41,8 +41,9 @@ from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
 from replicax.train.records_file import RecordsFile
 from replicax.train.run_state import RunState, first_batch
+from replicax.train.saving import Saving
 from replicax.train.stopping import Interrupt, is_any_open
-from replicax.train.storage import Saving, Storage
+from replicax.train.storage import Storage
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 from replicax.train.to_its_end import to_its_end
 

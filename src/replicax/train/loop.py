@@ -353,8 +353,7 @@ class Loop(Running):
         """Record which islands joined and left, write if the one that did is gone, and give."""
         if self._stopping.leaves is not None:
             self._members.leave(self._stopping.leaves)
-        storage = self._storage
-        if storage is not None and storage.follows and not self._members.follows:
+        if (storage := self._storage) and storage.follows and not self._members.follows:
             ledger = storage.tried_to_take_over(self.records, must=must)
             if ledger is not None:
                 self._ledger, self._file.folder = ledger, storage.folder
