@@ -104,7 +104,7 @@ _LATER = {
     "Plan": "plan.planned",
     "Profile": "train.hooks.profile",
     "Run": "train.fit",
-    "Saving": "train.storage",
+    "Saving": "train.saving",
     "TensorBoard": "train.hooks.trackers",
     "Throughput": "train.hooks.figures",
     "Timeouts": "cluster.watchdog",

@@ -288,7 +288,7 @@ class Run(Loop):
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
-        self._storage = Storage(
+        self._storage = storage = Storage(
             self._run_dir,
             self.config,
             self._saving,
@@ -302,7 +302,6 @@ class Run(Loop):
             pinned=lambda: self.hooks.pinned,
             follows=self._members.follows,
         )
-        storage = self._storage
         if self._members.has_islands:
             self._members.arbitrate(lambda gone: storage.goes_on(self.place.step, all_gone=gone))
             if storage.folder is not None:
