@@ -1,9 +1,11 @@
 """Processes of the same running system, of which one can tell whether another is gone."""
 
 import os
+import time
 from pathlib import Path
 
 _EXITING = 0x4  # PF_EXITING in Linux's sched.h: a killed process that is still freeing its memory
+_ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
 
 
 def boot() -> str:
@@ -32,3 +34,12 @@ def started(pid: int) -> int | None:
         return None
     ends = fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING
     return None if ends else int(fields[19])
+
+
+def ends_at_once(pid: int) -> bool:
+    """Whether a process of this system has ended, or does so within a moment."""
+    for _ in range(_ENDS_TRIES):
+        if started(pid) is None:
+            return True
+        time.sleep(_ENDS_SECONDS)
+    return False

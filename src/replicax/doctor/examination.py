@@ -110,7 +110,8 @@ class Examination:
             lambda: joined.check_coordinator(self.place, self.timeout_seconds, self.say),
         )
 
-        if ISLAND in env or ISLANDS in env:
+        first = self.place is None or self.place.process == 0
+        if first and (ISLAND in env or ISLANDS in env):
             self._check(ISLANDS_CHECK, lambda: check_islands(env, self.timeout_seconds, self.say))
 
     def _placed(self) -> list[Check]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.cluster.same_system import boot, started
+from replicax.cluster.same_system import boot, ends_at_once
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
@@ -26,7 +26,6 @@ from replicax.islands.peer import IslandPeer
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 _USUAL = 20
 """Number of recent exchanges whose median time is the usual one."""
-_ENDS_TRIES, _ENDS_SECONDS = 30, 0.01
 
 
 class Group:
@@ -41,14 +40,13 @@ class Group:
         """Decides whether to go on if half or more were lost; told if most of those are gone."""
         self.stops: Callable[[], bool] = lambda: False
         """Tells whether to give up joining the others."""
-        self.changes: list[GroupChange] = []
-        """Changes of the group that nobody has taken yet."""
+        self._changes: list[GroupChange] = []
         self.admits = True
         """Whether islands that start anew may join now."""
         self.most_bytes = 1 << 30
         """The limit for the arrays of a frame that arrives."""
         self.delayed_seconds = 0.0
-        """How much longer than usual exchanges took in which an island was lost or joined."""
+        """How much longer than usual exchanges took in which the group changed."""
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
@@ -149,7 +147,7 @@ class Group:
         joined = [index for index in members if index not in self._last_members]
         left = [index for index in self._last_members if index not in members]
         why = "; ".join(f"island {index}: {self._why.get(index, 'lost')}" for index in left)
-        self.changes.append(GroupChange(now, of.committed + 1, joined, left, members, why))
+        self._changes.append(GroupChange(now, of.committed + 1, joined, left, members, why))
         self._last_members = members
 
     def _send(self, index: int, message: Control) -> None:
@@ -164,7 +162,7 @@ class Group:
         if peer is not None and peer.start != starts.get(index):
             return True
         system, pid = self._past.get(index, ("", 0))
-        return bool(system) and system == boot() and _ends(pid)
+        return bool(system) and system == boot() and ends_at_once(pid)
 
     def _ask(self) -> None:
         """Ask all islands to join, and tell them which ones this island sees."""
@@ -275,7 +273,13 @@ class Group:
         if self.agreement.view is None:
             self.agreement.begin(header.view)
         self._state = received
-        self._last_members, self.changes = [index for index, _ in header.view.members], []
+        self._last_members, self._changes = [index for index, _ in header.view.members], []
+
+    def taken_changes(self) -> list[GroupChange]:
+        """Return the changes of the group since the last call."""
+        with self._changed:
+            found, self._changes = self._changes, []
+            return found
 
     def finish(self) -> None:
         """Leave, as the run is complete or failed."""
@@ -389,12 +393,3 @@ class Group:
                     self._why[index] = "no progress, but heartbeats"
                     of.lose(index)
                 self._look()
-
-
-def _ends(pid: int) -> bool:
-    """Whether a process of this system has ended, or does so at once."""
-    for _ in range(_ENDS_TRIES):
-        if started(pid) is None:
-            return True
-        time.sleep(_ENDS_SECONDS)
-    return False

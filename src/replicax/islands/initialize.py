@@ -12,12 +12,13 @@ import jax
 
 from replicax.cluster import join
 from replicax.cluster.accelerators import visible_gpus
-from replicax.cluster.cluster_job import ClusterJob
+from replicax.cluster.cluster_job import ClusterJob, current_job
 from replicax.cluster.watchdog import Timeouts, read_timeouts
 from replicax.errors import IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
+from replicax.islands.island_variables import ISLAND, ISLANDS
 
 _Settings = ParamSpec("_Settings")
 _job: IslandJob | None = None
@@ -33,7 +34,10 @@ def _with_islands(
         global _job
         if _job is not None:
             return _job
+        begins = current_job() is None
         place, job = find_island(os.environ), join_processes(*args, **settings)
+        if begins:
+            job.agree("the island", {name: os.environ.get(name) for name in (ISLAND, ISLANDS)})
         if place is None:
             return job
         patience = settings.get("patience")

@@ -1,6 +1,7 @@
 """The job of one island, and the job of all islands together."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -10,11 +11,10 @@ from typing import Any
 from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.differences import field_differences, first_of
 from replicax.core.ground.job import Parts, Value
-from replicax.errors import AgreementError, ReplicaxError
+from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.group import Group
-from replicax.islands.group_changes import ReceivedState
+from replicax.islands.group_changes import GroupChange, ReceivedState
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.own_parts import OwnParts
 from replicax.islands.shared_parts import LeadingParts, fail_followers, follow_first, shared_state
 
 _NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
@@ -33,7 +33,11 @@ class IslandJob:
         self.rank = -1
         """Rank of this island among those that completed the last exchange, from 0."""
         self.newcomers: list[int] = []
-        """Islands that this one has to give the state, if it is confirmed."""
+        """Islands that this one has to give the state, before its next exchange."""
+        self.changes: list[GroupChange] = []
+        """Changes of the group that nobody has taken yet."""
+        self.delayed_seconds = 0.0
+        """Seconds by which exchanges took longer than usual because of these changes."""
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
         self.everyone = Everyone(self)
@@ -75,18 +79,20 @@ class IslandJob:
             return values if parts.add is None else [functools.reduce(parts.add, values)]
         if self.group is None:
             values, told = follow_first(parts, self.inner)
-            self.take_standing(told)
+            self._take(told)
             return values
         try:
             if self.group.agreement.view is None:  # in a loop of the user's own
                 self.group.enter({"facts": self.facts, "parts": parts.count}, has_state=True)
-            leading = functools.partial(LeadingParts, job=self.inner, told=self.standing)
-            own_parts = OwnParts if self.processes == 1 else leading
-            values, _ = self.group.exchange(parts, own_parts=own_parts)
-        except ReplicaxError as error:
+            if self.processes == 1:
+                values, _ = self.group.exchange(parts)
+                self.stand()
+            else:
+                leading = functools.partial(LeadingParts, job=self.inner, told=self.stand)
+                values, _ = self.group.exchange(parts, own_parts=leading)
+        except (AgreementError, IslandLeftError) as error:  # others are raised in all processes
             fail_followers(error, self.inner)
             raise
-        self.take_standing(self.standing())
         return values
 
     def enter(self, fields: Mapping[str, Any], most_bytes: int) -> ReceivedState | None:
@@ -101,19 +107,41 @@ class IslandJob:
             assert self.group is not None
             self.group.most_bytes = most_bytes
             received = self.group.enter(fields)
-            return self.standing()
+            return self.stand()
 
-        self.take_standing(self.broadcast("the group of islands", find))
+        self.ask_first("the group of islands", find)
         return received if self.processes == 1 else shared_state(received, self.inner)
 
-    def standing(self) -> dict[str, Any]:
-        """Return where this island stands in the group, in its first process."""
-        assert self.group is not None
-        return {"rank": self.group.rank, "newcomers": self.group.newcomers}
+    def ask_first(self, topic: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return in all processes what `find`, which may wait for other islands, does in the first.
 
-    def take_standing(self, told: Mapping[str, Any]) -> None:
-        """Note in all processes what the first told."""
+        It has to contain what `stand` returns.
+        """
+        self.inner.rest()
+        told: dict[str, Any] = self.inner.broadcast(topic, find)
+        self.inner.move()
+        if self.group is None:
+            self._take(told)
+        return told
+
+    def stand(self) -> dict[str, Any]:
+        """Note in the first process where this island stands, and return it for the others."""
+        group = self.group
+        assert group is not None
+        told = {
+            "rank": group.rank,
+            "newcomers": group.newcomers,
+            "changes": [dataclasses.asdict(change) for change in group.taken_changes()],
+            "delayed_seconds": group.delayed_seconds,
+        }
+        group.delayed_seconds = 0.0
+        self._take(told)
+        return told
+
+    def _take(self, told: Mapping[str, Any]) -> None:
         self.rank, self.newcomers = told["rank"], told["newcomers"]
+        self.changes += [GroupChange(**change) for change in told["changes"]]
+        self.delayed_seconds += told["delayed_seconds"]
 
     def finish(self) -> None:
         """Leave the others, as the run is complete or failed."""
@@ -153,17 +181,20 @@ class Everyone:
             assert job.group is not None
             options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
             _, found = job.group.exchange(_NOTHING, notes, **options)
-            return {"values": [each for of in found for each in of], **job.standing()}
+            return {"values": [each for of in found for each in of], **job.stand()}
 
-        told = job.broadcast(f"{topic} of all islands", find)
-        job.take_standing(told)
-        values: list[Any] = told["values"]
+        values: list[Any] = job.ask_first(f"{topic} of all islands", find)["values"]
         return values
 
-    def own(self, values: list[Any]) -> list[Any]:
-        """Return those of all `values` that the processes of this island gave."""
-        first = self._job.rank * self._job.processes
-        return values[first : first + self._job.processes]
+    def by_island(self, values: list[Any]) -> list[list[Any]]:
+        """Return what the processes of each island gave, by rank."""
+        each = self._job.processes
+        return [values[first : first + each] for first in range(0, len(values), each)]
+
+    @property
+    def rank(self) -> int:
+        """Rank of this island."""
+        return self._job.rank
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         if found := field_differences(self.gather(topic, dict(fields))):

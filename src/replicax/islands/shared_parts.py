@@ -15,14 +15,17 @@ from replicax.core.ground.job import Job, Parts, Value
 from replicax.islands.frames import EXCHANGED_DTYPES
 from replicax.islands.group_changes import ReceivedState, packed_run, unpacked_run
 from replicax.islands.own_parts import BlockArrays, OwnParts
+from replicax.islands.parts import Block
 
 _TOPIC = "the parts of a batch"
+_PIECE_BYTES = 1 << 26
 
 
 class LeadingParts(OwnParts[Value]):
     """The parts in the first process of an island; the others follow it (`follow_first`).
 
-    `told` returns what they are told when the exchange is complete, in JSON.
+    `told` returns what they are told when the exchange is complete, in JSON. While this one waits
+    for other islands, no progress of the job is expected.
     """
 
     def __init__(
@@ -33,14 +36,21 @@ class LeadingParts(OwnParts[Value]):
         job: Job,
         told: Callable[[], Any],
     ) -> None:
-        super().__init__(_shared(parts), note)
+        super().__init__(_shared(parts, job), note)
         self._job, self._told = job, told
+        job.rest()
 
     def missing(self, chosen: Collection[int]) -> tuple[list[Any], list[np.ndarray]]:
+        self._job.move()
         self._tell({"chosen": sorted(chosen), "sent": sorted(self._sent)})
         return super().missing(chosen)
 
+    def sent(self, blocks: Collection[Block]) -> None:
+        super().sent(blocks)
+        self._job.rest()
+
     def result(self, values: BlockArrays) -> list[Value]:
+        self._job.move()
         kinds = [[block, _kinds(arrays)] for block, arrays in values.items()]
         self._tell({"values": kinds, "told": self._told()})
         return super().result(values)
@@ -54,9 +64,11 @@ def follow_first(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
 
     Raises what that raises, if it leaves the others.
     """
-    own = OwnParts(_shared(parts), lambda _: None)
+    own = OwnParts(_shared(parts, job), lambda _: None)
     while True:
+        job.rest()
         command = job.broadcast(_TOPIC, lambda: None)
+        job.move()
         if "chosen" in command:
             own.sent([(first, size) for first, size in command["sent"]])
             own.missing(command["chosen"])
@@ -79,29 +91,31 @@ def shared_state(received: ReceivedState | None, job: Job) -> ReceivedState | No
     packed = None if received is None else packed_run(received.run, received.arrays)
     kinds = job.broadcast("the state of the run", lambda: _kinds(packed))
     found = packed if job.process == 0 else _empty(kinds)
-    return None if found is None else unpacked_run(_broadcast(found))
+    return None if found is None else unpacked_run(_broadcast(found, job))
 
 
-def _shared(parts: Parts[Value]) -> Parts[Value]:
+def _shared(parts: Parts[Value], job: Job) -> Parts[Value]:
     """Return `parts` whose arrays from other islands are those of the first process."""
-    return replace(parts, from_host=lambda arrays: parts.from_host(_broadcast(arrays)))
+    return replace(parts, from_host=lambda arrays: parts.from_host(_broadcast(arrays, job)))
 
 
-def _broadcast(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _broadcast(arrays: Sequence[np.ndarray], job: Job) -> list[np.ndarray]:
     """Return the arrays of process 0, bit for bit; those of the others have the same kinds."""
-    words = [_words(np.asarray(array)) for array in arrays]
-    found = multihost_utils.broadcast_one_to_all(words) if words else []
-    pairs = zip(found, arrays, strict=True)
-    return [
-        np.asarray(each).view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
-        for each, array in pairs
-    ]
+    job.in_flight.drain()
+    return [_same_in_all(np.asarray(array)) for array in arrays]
 
 
-def _words(array: np.ndarray) -> np.ndarray:
-    """Return the bytes as integers: they are added to zeros, which floats do not survive."""
+def _same_in_all(array: np.ndarray) -> np.ndarray:
+    """Broadcast an array a few bytes at a time, as each device holds a piece twice."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return np.pad(data, (0, -data.size % 4)).view(np.uint32)
+    found = np.empty_like(data)
+    for start in range(0, data.size, _PIECE_BYTES):
+        piece = data[start : start + _PIECE_BYTES]
+        # As integers: they are added to zeros, which -0.0 would not survive.
+        words = np.pad(piece, (0, -piece.size % 4)).view(np.uint32)
+        same = np.asarray(multihost_utils.broadcast_one_to_all(words)).view(np.uint8)
+        found[start : start + piece.size] = same[: piece.size]
+    return found.view(array.dtype).reshape(array.shape)
 
 
 def _kinds(arrays: Sequence[np.ndarray] | None) -> list[Any] | None:

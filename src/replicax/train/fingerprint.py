@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.ground.leaves import PyTree, numbers
+from replicax.core.ground.leaves import PyTree, numbers, whole_on_host
 
 _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes from xxHash
 
@@ -188,7 +188,7 @@ def sha256(data: PyTree) -> str:
     """Return the SHA-256, in hex, of the path, dtype, shape and bits of each array in `data`."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        array = np.ascontiguousarray(numbers(leaf))
+        array = np.ascontiguousarray(whole_on_host(numbers(leaf)))
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -268,7 +268,7 @@ class Run(Loop):
         """Save the state of an island that had to leave, if no other has taken over the folder."""
         if self._storage is not None and self._resumable and not self._storage.follows:
             with contextlib.suppress(ReplicaxError):
-                if not self._storage.still_writes():
+                if not self._storage.all_still_write():
                     return
                 self._follow(0)
                 self._storage.finish(self.state, *self._run_state.save_state())

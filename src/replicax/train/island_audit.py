@@ -81,10 +81,12 @@ class IslandAudit:
         if len({checksum for _, checksum in states}) == 1 and states[0][1]:
             return None
         # A few bytes suffice as long as all is well; now each leaf has its own.
-        every = self._job.everyone.gather("audit of each leaf", [self._own, own])
-        verdict = judge_islands(dict(every), self._fingerprint.leaves)
+        mine = [self._own, own] if self._job.process == 0 else None
+        told = self._job.everyone.gather("audit of each leaf", mine)
+        every = dict(each for each in told if each is not None)
+        verdict = judge_islands(every, self._fingerprint.leaves)
         if verdict is None:
-            gone = sorted({island for island, _ in states} - {island for island, _ in every})
+            gone = sorted({island for island, _ in states} - set(every))
             return f"audit: {_named(gone)} held another state after step {step}, and left"
         with contextlib.suppress(IslandLeftError):
             self._job.everyone.barrier("the result of an audit")  # all know it before one leaves

@@ -355,7 +355,7 @@ class Loop(Running):
             self._members.leave(self._stopping.leaves)
         if (storage := self._storage) and storage.follows and not self._members.follows:
             ledger = storage.tried_to_take_over(self.records, must=must)
-            if ledger is not None:
+            if ledger is not None and self.is_main:
                 self._ledger, self._file.folder = ledger, storage.folder
                 self.hooks("take_over", self)
         self._ledger.move("productive", "islands", self._members.delayed_seconds())

@@ -164,10 +164,9 @@ class Members:
 
     def changes(self, step: int, epoch: int) -> list[tuple[Record, str]]:
         """Return a record and a line for each change of the group since the last call."""
-        if self._group is None or not (changes := self._group.changes):
+        if self._islands is None or not (changes := self._islands.changes):
             return []
-        self._group.changes = []
-        found = []
+        self._islands.changes, found = [], []
         for change in changes:
             joined, left = len(change.joined), len(change.left)
             numbers_of = {"live": len(change.members), "joined": joined, "left": left}
@@ -181,9 +180,9 @@ class Members:
 
     def delayed_seconds(self) -> float:
         """Return what changes of the group have cost, in time, since the last call."""
-        if self._group is None:
+        if self._islands is None:
             return 0.0
-        seconds, self._group.delayed_seconds = self._group.delayed_seconds, 0.0
+        seconds, self._islands.delayed_seconds = self._islands.delayed_seconds, 0.0
         return seconds
 
     def leave(self, why: str) -> None:

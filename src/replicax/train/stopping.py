@@ -284,21 +284,22 @@ class Stopping:
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
         signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
-        if self._islands is not None and len(signals) < len(votes):
-            self._consider_leaving(self._islands.own(votes))
-            signals = []
+        if self._islands is not None:
+            each = self._islands.by_island([vote["signal"] for vote in votes])
+            if not all(any(of) for of in each):
+                self._consider_leaving(each[self._islands.rank])
+                signals = []
         self._decided = signals[0] if signals else None
         self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
 
-    def _consider_leaving(self, own: list[dict[str, Any]]) -> None:
+    def _consider_leaving(self, signals: list[int | None]) -> None:
         """Leave the others if they have not received a signal some votes after this island."""
-        signals = [vote["signal"] for vote in own if vote["signal"] is not None]
-        if signals:
+        if own := [each for each in signals if each is not None]:
             self._signalled_votes += 1
             if self._signalled_votes >= _VOTES_BEFORE_LEAVING:
-                self.leaves = shown_signal(signals[0])
+                self.leaves = shown_signal(own[0])
 
     def _is_time(self) -> bool:
         every = self._save_every

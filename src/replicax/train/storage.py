@@ -354,13 +354,17 @@ class Storage:
             self.folder.sync()
 
     def still_writes(self) -> bool:
-        """Whether no newer start has taken over the folder."""
+        """Whether no newer start has taken over the folder, in process 0."""
         with contextlib.suppress(CheckpointError):
             try:
                 self._check()
             except RunInUseError:
                 return False
         return True
+
+    def all_still_write(self) -> bool:
+        """Return the same in all processes, which must call it together."""
+        return bool(self._job.broadcast("whether this start still writes", self.still_writes))
 
     def _check(self) -> None:
         if self._lease is not None:

@@ -105,6 +105,12 @@ class InFlight:
         self._met = min(found, key=lambda leaf: leaf.nbytes)
         return found
 
+    def drain(self) -> None:
+        """Wait for all programs that were dispatched, but for those whose results are at hand."""
+        for result in (*self._unfinished, self._met):
+            if result is not None:
+                result.block_until_ready()
+
     def _wait(self) -> None:
         """Wait for the oldest step; re-raise any error from its devices."""
         try:
