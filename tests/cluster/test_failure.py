@@ -17,7 +17,7 @@ from replicax.cluster import failure, link
 from replicax.cluster.cluster_job import set_job
 from replicax.cluster.watchdog import LoopProgress, StuckVerdict
 from replicax.core.ground.in_flight import InFlight
-from replicax.errors import AgreementError, interrupted
+from replicax.errors import AgreementError, IslandLeftError, interrupted
 
 
 class JaxRuntimeError(RuntimeError):
@@ -215,16 +215,17 @@ def test_what_another_s_end_causes_is_not_printed_below_it(
     assert "its own" in said
 
 
-def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [AgreementError, IslandLeftError])
+def test_an_error_that_all_raise_blames_nobody(path: Path, kind: type[Exception]) -> None:
     with opened(2) as job:
         first, second = job.start()
         set_job(second.job)
-        failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
+        failure.report(kind("steps is 2 on process 1, 1 on process 0"))
         second.link.close()  # the process ends
         time.sleep(0.2)
         assert not first.stopped.done()
         set_job(first.job)
-        failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
+        failure.report(kind("steps is 2 on process 1, 1 on process 0"))
         assert not first.stopped.done()
     assert written(path)["blames"] is None
 
