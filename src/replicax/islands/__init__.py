@@ -16,6 +16,7 @@ After `docs/islands.md`, read in this order:
     entrance.py           the listening port
     peer.py               the two connections to one other island
     island_network.py     connections to all of them, again and again
+    shared_parts.py       the same parts in the other processes of an island
     island_job.py         the jobs that the core and a run are handed
     initialize.py         `rx.initialize`
 
