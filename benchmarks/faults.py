@@ -30,7 +30,8 @@ INTRODUCTION = """\
 # When a process goes wrong
 
 Whatever happens to one process of a job, the others detect it, name the process and the cause, and
-exit with a non-zero code. No process waits forever. This page is written by
+exit with a non-zero code. No process waits forever. If the others should go on instead, use
+[islands](islands.md#what-happens-when). This page is written by
 
 ```
 python benchmarks/faults.py --trials {trials}
