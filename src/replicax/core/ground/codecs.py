@@ -1,0 +1,202 @@
+"""Codecs: float32 vectors as bytes to send, of 4 bytes to 2.3 bits per value."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.errors import choose
+
+BLOCK = 64
+"""Values that share a scale. A leaf is padded to whole blocks."""
+
+
+class Codec(Protocol):
+    """A pure function from a vector to bytes, and the one back.
+
+    What is decoded is exact in float32 (a few bits times a bfloat16), so that its sums are equal
+    bits in every program.
+    """
+
+    name: str
+
+    def encode(self, vector: jax.Array) -> jax.Array:
+        """Return the bytes, uint8 `[payload_bytes(n)]`, of a float32 vector `[n]`."""
+
+    def decode(self, payload: jax.Array, size: int) -> jax.Array:
+        """Return the float32 vector `[size]` of a payload. Not finite where `vector` was not."""
+
+    def payload_bytes(self, size: int) -> int:
+        """Return the bytes of a vector of `size` values."""
+
+    @property
+    def error(self) -> float:
+        """The largest error of a value, relative to the largest magnitude in its block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """Values rounded to a float dtype, to nearest."""
+
+    name: str
+    dtype: jnp.dtype
+    error: float
+
+    def encode(self, vector: jax.Array) -> jax.Array:
+        return _as_bytes(vector.astype(self.dtype))
+
+    def decode(self, payload: jax.Array, size: int) -> jax.Array:
+        return _from_bytes(payload, self.dtype).astype(jnp.float32)
+
+    def payload_bytes(self, size: int) -> int:
+        return size * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Signed integers of 8 or 4 bits, in blocks of 64 with a scale each.
+
+    The scale is max|x| / (2^(bits-1) - 1), rounded up to bfloat16, so that no value is clipped;
+    values are rounded to the nearest multiple of it.
+    """
+
+    name: str
+    bits: int
+
+    @property
+    def most(self) -> int:
+        """The largest integer."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def error(self) -> float:
+        # Half a unit of the scale, which is at most 2^-7 larger than the quotient.
+        return 0.5 / self.most * (1 + 2**-7)
+
+    def encode(self, vector: jax.Array) -> jax.Array:
+        blocks = _blocks(vector, BLOCK)
+        scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / self.most)
+        unit = scales.astype(jnp.float32)[:, None]
+        whole = jnp.round(blocks / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+        packed = _as_bytes(whole.reshape(-1))
+        if self.bits == 4:
+            packed = packed[0::2] & 0xF | packed[1::2] << 4
+        return jnp.concatenate([packed, _as_bytes(scales)])
+
+    def decode(self, payload: jax.Array, size: int) -> jax.Array:
+        count = -(-size // BLOCK)
+        packed, scales = jnp.split(payload, [count * BLOCK * self.bits // 8])
+        whole = lax.bitcast_convert_type(packed, jnp.int8)
+        if self.bits == 4:  # the sign is that of the upper half of a byte
+            whole = jnp.stack([whole << 4 >> 4, whole >> 4], axis=-1)
+        units = _from_bytes(scales, jnp.bfloat16).astype(jnp.float32)
+        values = whole.reshape(count, BLOCK).astype(jnp.float32) * units[:, None]
+        return values.reshape(-1)[:size]
+
+    def payload_bytes(self, size: int) -> int:
+        count = -(-size // BLOCK)
+        return count * BLOCK * self.bits // 8 + 2 * count
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """The 64 largest of each 4,096 values, with an index of 12 bits and a value of 2 bits.
+
+    The 2 bits are the sign, and which of two magnitudes: the means, in bfloat16, of those above and
+    not above the mean magnitude of the 64. After SparseLoCo, arXiv 2508.15706.
+    """
+
+    name: str = "sparse"
+    error: float = 1.0
+    """A value that is not sent is lost, unless it is kept for the next time."""
+
+    _of, _kept = 4096, 64
+
+    def encode(self, vector: jax.Array) -> jax.Array:
+        blocks = _blocks(vector, self._of)
+        # Without NaNs, which a sort may put anywhere.
+        order = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
+        _, found = lax.top_k(order, self._kept)
+        index = jnp.sort(found, axis=1)
+        values = jnp.take_along_axis(blocks, index, axis=1)
+        size = jnp.abs(values)
+        large = size > jnp.mean(size, axis=1, keepdims=True)
+        levels = [_mean_where(size, large), _mean_where(size, ~large)]
+        code = (2 * jnp.signbit(values) + large).astype(jnp.uint8).reshape(-1, 4)
+        codes = code[:, 0] | code[:, 1] << 2 | code[:, 2] << 4 | code[:, 3] << 6
+        first, second = index.reshape(-1, 2).astype(jnp.uint32).T
+        pair = first | second << 12
+        indices = jnp.stack([pair, pair >> 8, pair >> 16], axis=1).astype(jnp.uint8)
+        magnitudes = jnp.stack(levels, axis=1).astype(jnp.bfloat16)
+        return jnp.concatenate([indices.reshape(-1), codes, _as_bytes(magnitudes.reshape(-1))])
+
+    def decode(self, payload: jax.Array, size: int) -> jax.Array:
+        count = -(-size // self._of)
+        of_indices, of_codes = self._kept * 12 // 8, self._kept * 2 // 8
+        cuts = [count * of_indices, count * (of_indices + of_codes)]
+        indices, codes, magnitudes = jnp.split(payload, cuts)
+        low, middle, high = indices.reshape(-1, 3).astype(jnp.int32).T
+        pair = low | middle << 8 | high << 16
+        index = jnp.stack([pair & 0xFFF, pair >> 12], axis=1).reshape(count, self._kept)
+        code = jnp.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+        code = code.reshape(count, self._kept)
+        levels = _from_bytes(magnitudes, jnp.bfloat16).astype(jnp.float32).reshape(count, 2)
+        chosen = jnp.where(code & 1, levels[:, :1], levels[:, 1:])
+        values = jnp.where(code & 2, -chosen, chosen)
+        rows = jnp.arange(count)[:, None]
+        empty = jnp.zeros((count, self._of))
+        blocks = empty.at[rows, index].set(values, unique_indices=True, indices_are_sorted=True)
+        return blocks.reshape(-1)[:size]
+
+    def payload_bytes(self, size: int) -> int:
+        return -(-size // self._of) * (self._kept * 14 // 8 + 4)
+
+
+CODECS: dict[str, Codec] = {
+    each.name: each
+    for each in (
+        Floats("float32", jnp.float32, 0.0),
+        Floats("bfloat16", jnp.bfloat16, 2**-8),
+        Integers("int8", 8),
+        Integers("int4", 4),
+        Sparse(),
+    )
+}
+"""Codecs by name, as in `Coded("int8")`, `Islands(send="int4")` and `--send`."""
+
+
+def as_codec(codec: str | Codec) -> Codec:
+    """Return the codec of that name, or a custom one; otherwise raise `ConfigError`."""
+    if hasattr(codec, "encode"):
+        return codec
+    return choose("send", codec, CODECS)
+
+
+def _blocks(vector: jax.Array, size: int) -> jax.Array:
+    """Return a vector as rows of `size` values, filled with zeros."""
+    return jnp.pad(vector, (0, -vector.size % size)).reshape(-1, size)
+
+
+def _rounded_up(values: jax.Array) -> jax.Array:
+    """Return values that are not negative, rounded to bfloat16 and up."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    up = ((bits + 0xFFFF) >> 16).astype(jnp.uint16)
+    up = lax.bitcast_convert_type(up, jnp.bfloat16)
+    return jnp.where(jnp.isnan(values), jnp.bfloat16(jnp.nan), up)
+
+
+def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Return the mean of the chosen values of each row; 0 if there are none."""
+    count = jnp.sum(chosen, axis=1)
+    return jnp.sum(jnp.where(chosen, values, 0), axis=1) / jnp.maximum(count, 1)
+
+
+def _as_bytes(array: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
+
+
+def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(payload.reshape(-1, size), dtype)
