@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from replicax import errors
 from replicax.cluster.alike import compared_environment
 from replicax.cluster.differences import field_differences, first_of
@@ -33,12 +35,16 @@ class Linked:
     """Job of several processes."""
 
     exchange: PartsExchange | None = None
+    islands, span = 1, (0, 1)
 
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link
         self.process, self.processes = link.process, link.processes
         self.in_flight = link.progress.in_flight
         self._uses: collections.Counter[str] = collections.Counter()
+
+    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
+        return [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         found = field_differences(self.gather(topic, _plain(fields)))

@@ -29,6 +29,7 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
+from replicax.core.rounds.islands import Islands
 from replicax.core.step.base import Accumulator, Apply
 from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.objective import LossFunction
@@ -58,6 +59,8 @@ class Configuration:
     donate: bool
     job: Job
     compiler_options: Mapping[str, Any] | None = None
+    islands: Islands | None = None
+    """With all defaults chosen."""
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
 
@@ -91,6 +94,8 @@ class Configuration:
             chosen["trainable"] = str(self.trainable)
         if self.step is not None:
             chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
+        if self.islands is not None:
+            chosen["islands"] = self.islands.names()
         if options := self.options(self.mesh):
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
@@ -155,6 +160,7 @@ class DataParallelArguments:
     donate: bool
     compiler_options: Mapping[str, Any] | None
     job: Job | None
+    islands: Islands | None
     wrap_apply: Callable[[Apply], Apply] | None = None
 
     def resolved(self) -> Configuration:
@@ -185,6 +191,7 @@ class DataParallelArguments:
             donate=self.donate,
             job=job,
             compiler_options=self.compiler_options,
+            islands=self._islands(mode, layout, mesh, job),
             wrap_apply=self.wrap_apply,
         )
         _check_split(configuration)
@@ -215,6 +222,18 @@ class DataParallelArguments:
         mesh = check_mesh(mesh)
         check_processes(mesh, job)
         return mesh
+
+    def _islands(self, mode: Mode, layout: Layout, mesh: Mesh, job: Job) -> Islands | None:
+        islands = self.islands
+        if islands is None or islands.axis is None:
+            return None if islands is None else islands.resolved(job.islands)
+        if not mode.per_replica or not layout.is_whole or job.exchange is not None:
+            raise ConfigError(
+                f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
+                f"{layout.name!r} and {job.islands} islands of the job; each replica of one job is "
+                "an island: use mode='shard_map', layout='replicated' and a job without islands"
+            )
+        return islands.resolved(replica_count(mesh))
 
     def _check_step(self, mesh: Mesh) -> None:
         stages = mesh.shape.get(STAGE, 1)

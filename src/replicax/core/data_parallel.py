@@ -28,6 +28,7 @@ from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import of_one_thread
 from replicax.core.program import Program, program_of
+from replicax.core.rounds.islands import Islands
 from replicax.core.step.base import Apply
 from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.loss import LOSS
@@ -77,6 +78,8 @@ class DataParallel:
         compiler_options: XLA options, by name, for the step. By default none, except on several
             GPUs, where reductions are allowed to overlap with computation.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
+        islands: `rx.Islands(every=30)` for rounds of steps between which islands do not
+            communicate; by default islands exchange their sums in every step.
 
     Raises:
         ConfigError: invalid or incompatible arguments.
@@ -101,6 +104,7 @@ class DataParallel:
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         job: Job | None = None,
+        islands: Islands | None = None,
     ) -> None:
         arguments = DataParallelArguments(
             loss=loss,
@@ -118,6 +122,7 @@ class DataParallel:
             donate=donate,
             compiler_options=compiler_options,
             job=job,
+            islands=islands,
         )
         self._configure(arguments.resolved())
 
@@ -213,6 +218,12 @@ class DataParallel:
         self.job.in_flight.add(metrics[LOSS])
         self._checks.check_result(state, metrics)
         return state, metrics
+
+    @of_one_thread
+    def end_round(self, state: TrainState) -> TrainState:
+        """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
+        end = getattr(self._known.step, "end_round", None)
+        return state if end is None else end(state)
 
     @of_one_thread
     def prepare(self, state: TrainState, batch: Batch) -> Batch:

@@ -31,7 +31,7 @@ from replicax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfPart:
+class OfPart:
     """Sum the micro-batches of one part of a batch, as `inner` does."""
 
     inner: Accumulator
@@ -80,7 +80,7 @@ class ExchangedStep:
         self._count = FixedTree(parts.micro_shards, REDUCTIONS["float32"]).micro_batches(1)
         where, everywhere = batch_shardings(parts.mesh), replicated(parts.mesh)
         placed = parts.total if parts.apply is None else parts.total[0]
-        self._placed = placed, everywhere
+        self._placed = placed, everywhere, everywhere
         self._take = jax.jit(partial(_rows_of_part, count=self._count), out_shardings=where)
         self._sums = jax.jit(
             partial(_sums_of_part, parts),
@@ -91,7 +91,7 @@ class ExchangedStep:
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
         self._update = None
         if parts.apply is not None:
-            self._update = jitted(parts, partial(_totals, count=self._count), self._placed)
+            self._update = jitted(parts, _totals, self._placed)
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
@@ -151,21 +151,21 @@ def _rows_of_part(batch: Batch, number: jax.Array, *, count: int) -> Batch:
 
 
 def _sums_of_part(parts: StepParts, state: TrainState, rows: Batch, number: jax.Array) -> Any:
-    """Return the sums over the rows of a part, and the statistics of the model after them."""
-    accumulator = _OfPart(parts.accumulator, number)
+    """Return the sums over the rows of a part, the statistics of the model after them, and 1."""
+    accumulator = OfPart(parts.accumulator, number)
     found = mapped(dataclasses.replace(parts, accumulator=accumulator))(state, rows)
     if parts.apply is None:
-        return found, []
+        return found, [], jnp.ones(())
     total, extras, _ = found
     if isinstance(extras, Stateful):
         raise ConfigError(
             "a functional model's state with islands depends on the rows of one part of the batch: "
             "use mode='exact', and rx.gather them"
         )
-    return total, float_sums(extras)
+    return total, float_sums(extras), jnp.ones(())
 
 
-def _totals(state: TrainState, sums: Any, *, count: int) -> tuple[StepSums, PyTree, PyTree]:
+def _totals(state: TrainState, sums: Any) -> tuple[StepSums, PyTree, PyTree]:
     """Return what `step_sums` does, from the sums of all parts."""
-    total, floats = sums
+    total, floats, count = sums
     return total, with_means(state.extras, floats, count), state.reduction

@@ -27,6 +27,10 @@ from replicax.core.placement.mesh import (
     replica_count,
     replicated,
 )
+from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
+from replicax.core.rounds.islands import Islands
+from replicax.core.rounds.round_step import RoundStep
+from replicax.core.rounds.transports import BetweenJobs, InnerJob, OverMesh, OwnParts, Transport
 from replicax.core.step.base import (
     CompiledFunction,
     ReplicaFunction,
@@ -61,7 +65,16 @@ class Program:
     @cached_property
     def shardings(self) -> TrainState:
         """The shardings of a state."""
-        return self.configuration.placing.shardings(self.shapes, self.mesh)
+        placing, islands = self.configuration.placing, self.configuration.islands
+        where = placing.shardings(self.shapes, self.mesh)
+        if islands is None:
+            return where
+        own = jax.tree.map(lambda _: by_rows(self.mesh), self.shapes.islands)
+        if islands.axis is None:
+            own = jax.tree.map(lambda _: replicated(self.mesh), own)
+            inner = placing.shardings(self.shapes.islands.inner, self.mesh)
+            own = dataclasses.replace(own, inner=inner)
+        return dataclasses.replace(where, islands=own)
 
     @cached_property
     def objective(self) -> Objective:
@@ -80,12 +93,36 @@ class Program:
 
         `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
+        if self.configuration.islands is not None:
+            return self._round_step(self.configuration.islands)
+        return self._built(self._step_parts())
+
+    def _step_parts(self) -> StepParts:
         config = self.configuration
         parts = self._built_in_step() if config.step is None else self._custom_step()
         options = config.options(self.mesh) or None
-        return self._built(
-            dataclasses.replace(parts, donate=config.donate, compiler_options=options)
+        return dataclasses.replace(parts, donate=config.donate, compiler_options=options)
+
+    def _round_step(self, islands: Islands) -> RoundStep:
+        """Return steps of each island's own state, with rounds between them."""
+        config, job = self.configuration, self.configuration.job
+        of_one, own = self.shapes.islands.inner, OwnParts(job)
+        if islands.axis is not None:
+            of_one = jax.eval_shape(partial(jax.tree.map, lambda leaf: leaf[0]), of_one)
+        inner = dataclasses.replace(
+            config,
+            islands=None,
+            job=InnerJob(job, own),
+            wrap_apply=Weighing(config.wrap_apply),
         )
+        program = dataclasses.replace(self, configuration=inner, shapes=of_one)
+        arithmetic = arithmetic_of(islands, self.updater, self.shapes.params)
+        transport: Transport
+        if islands.axis is None:
+            transport = BetweenJobs(program.step, arithmetic, self.mesh, job)
+        else:
+            transport = OverMesh(program._step_parts(), arithmetic)
+        return RoundStep(arithmetic, transport, self.shardings, own.begin)
 
     @cached_property
     def score(self) -> CompiledFunction[dict[str, WeightedSum]]:
@@ -266,9 +303,9 @@ def _create_state(
     seed: jax.Array,
 ) -> TrainState:
     """Create the state before the first step."""
-    replicas = replica_count(mesh)
+    replicas, islands = replica_count(mesh), configuration.islands
     of_one = configuration.reduction.init(only_read(params, updater.read))
-    return TrainState(
+    state = TrainState(
         step=jnp.int32(0),
         params=params,
         opt_state=updater.optimizer.init(params),
@@ -279,6 +316,10 @@ def _create_state(
         ),
         scale=first_scale() if configuration.precision.scales else (),
     )
+    if islands is None:
+        return state
+    count = None if islands.axis is None else replicas
+    return arithmetic_of(islands, updater, params).outer(state, count)
 
 
 def program_of(

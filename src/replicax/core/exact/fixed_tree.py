@@ -210,7 +210,7 @@ def _local(
     return sums, float_sums(after), state.extras
 
 
-def with_means(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
+def with_means(extras: PyTree, floats: list[jax.Array], count: int | jax.Array) -> PyTree:
     """Return `extras` with statistics averaged over `count` micro-shards."""
     if isinstance(extras, Stateful):
         return extras

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import choose
 
 BLOCK = 64
@@ -169,7 +170,7 @@ CODECS: dict[str, Codec] = {
 
 def as_codec(codec: str | Codec) -> Codec:
     """Return the codec of that name, or a custom one; otherwise raise `ConfigError`."""
-    if hasattr(codec, "encode"):
+    if not isinstance(codec, str):
         return codec
     return choose("send", codec, CODECS)
 
@@ -200,3 +201,28 @@ def _as_bytes(array: jax.Array) -> jax.Array:
 def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(payload.reshape(-1, size), dtype)
+
+
+def packed_size(tree: PyTree) -> int:
+    """Return the number of values of `packed(tree)`."""
+    return sum(leaf.size + -leaf.size % BLOCK for leaf in jax.tree.leaves(tree))
+
+
+def packed(tree: PyTree) -> jax.Array:
+    """Return the leaves of `tree` as one float32 vector, each padded to whole blocks."""
+    filled = [
+        jnp.pad(leaf.astype(jnp.float32).ravel(), (0, -leaf.size % BLOCK))
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.concatenate(filled) if filled else jnp.zeros(0)
+
+
+def unpacked(vector: jax.Array, like: PyTree) -> PyTree:
+    """Return the tree of a packed vector, with the shapes and dtypes of `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    found, start = [], 0
+    for leaf in leaves:
+        part = vector[start : start + leaf.size]
+        found.append(part.reshape(leaf.shape).astype(leaf.dtype))
+        start += leaf.size + -leaf.size % BLOCK
+    return jax.tree.unflatten(structure, found)

@@ -56,6 +56,16 @@ class Job(Protocol):
     def exchange(self) -> PartsExchange | None:
         """Compute the parts of a batch together with other jobs; None if there are none."""
 
+    islands: int
+    """Number of islands that this job is one of; 1 if there are no others."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Rank of this island among those that live, from 0, and their number."""
+
+    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """Return the arrays of every island that lives, by rank; all must call it in order."""
+
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
 
@@ -100,9 +110,13 @@ class Alone:
 
     process, processes = 0, 1
     exchange: PartsExchange | None = None
+    islands, span = 1, (0, 1)
 
     def __init__(self) -> None:
         self.in_flight = InFlight()
+
+    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
+        return [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
     def agree_on_text(self, topic: str, text: str) -> None: ...

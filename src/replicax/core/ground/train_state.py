@@ -14,7 +14,7 @@ from replicax.errors import StateError
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("step", "params", "opt_state", "extras", "seed", "losses", "reduction", "scale")
+        *("step", "params", "opt_state", "extras", "seed", "losses", "reduction", "scale", "islands")
     ],
     meta_fields=[],
 )
@@ -47,6 +47,9 @@ class TrainState:
     """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
     scale: PyTree = ()
     """Loss scale, if the precision needs one; see `replicax.core.step.loss_scale`."""
+    islands: PyTree = ()
+    """With `rx.Islands`, what islands have for themselves; the fields above are then what all agree
+    on, `opt_state` that of the outer optimizer. See `replicax.core.rounds`."""
 
     def __repr__(self) -> str:
         leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)

@@ -1,0 +1,130 @@
+"""`RoundStep`: steps of an island's own, and between them the exchange of what they changed."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from replicax.core.data.batch import Batch
+from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.rounds.arithmetic import Arithmetic, IslandState
+from replicax.core.rounds.transports import Sent, Transport
+from replicax.core.step.loss import LOSS
+
+ROUND_LOSS = f"round_{LOSS}"
+
+
+class RoundStep:
+    """A step of an outer state: of its islands' own states, with an outer step when it is due.
+
+    The number of steps decides what is due, on the host. Metrics are those of this process's
+    islands, and the loss of all islands in the last complete round, NaN before the first.
+    """
+
+    def __init__(
+        self, arithmetic: Arithmetic, transport: Transport, shardings: TrainState, begin: Any
+    ) -> None:
+        self._arithmetic, self._transport = arithmetic, transport
+        self._islands, self._shardings, self._begin = arithmetic.islands, shardings, begin
+        numbers = range(self._islands.fragments)
+        self._send = [transport.lift(partial(arithmetic.sent, number=n)) for n in numbers]
+        self._take = [transport.lift(partial(arithmetic.taken, number=n)) for n in numbers]
+        self._nothing = jax.jit(arithmetic.nothing, static_argnums=2)
+        self._add = jax.jit(arithmetic.added, donate_argnums=0)
+        self._outer_step = jax.jit(arithmetic.stepped, static_argnums=4)
+        self._next = jax.jit(lambda step: step + 1)
+        self._at: tuple[Any, int] = (lambda: None, 0)
+        self._round_loss: jax.Array | None = None
+        self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
+        self._begun = False
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        step = self._number(state) + 1
+        if not self._begun:
+            self._begin()
+            self._begun = True
+        own, metrics = self._transport.advance(state.islands, batch)
+        state = dataclasses.replace(state, step=self._next(state.step), islands=own)
+        if (number := self._islands.due(step)) is not None:
+            state = self._send_fragment(state, number, step, later=self._islands.delay > 0)
+        if self._under_way is not None and self._under_way[1] == step:
+            state = self._take_fragment(state)
+        self._at = weakref.ref(state.step), step
+        if self._round_loss is None:
+            self._round_loss = metrics[LOSS] * float("nan")
+        return state, {**metrics, ROUND_LOSS: self._round_loss}
+
+    def end_round(self, state: TrainState) -> TrainState:
+        """Return the state after a last, shorter round, if steps were done since the last."""
+        if self._under_way is not None:
+            state = self._take_fragment(state)
+        step = self._number(state)
+        for number in range(self._islands.fragments):
+            state = self._take_fragment(self._send_fragment(state, number, step, later=False))
+        self._at = weakref.ref(state.step), step
+        return state
+
+    def _send_fragment(
+        self, state: TrainState, number: int, step: int, *, later: bool
+    ) -> TrainState:
+        own: IslandState = state.islands
+        (residual, (weights, loss)), payload, exact = self._send[number](own, state.params)
+        share = self._transport.share((payload, exact), later=later)
+        self._under_way = number, step + self._islands.delay, share
+        return dataclasses.replace(
+            state, islands=IslandState(own.inner, residual, weights, loss)
+        )
+
+    def _take_fragment(self, state: TrainState) -> TrainState:
+        assert self._under_way is not None
+        (number, _, share), self._under_way = self._under_way, None
+        sums = self._nothing(state.params, state.extras, number)
+        for payload, exact in share():
+            sums = self._add(sums, payload, exact)
+        params, opt_state, extras, loss = self._outer_step(
+            state.params, state.opt_state, state.extras, sums, number
+        )
+        if number == 0:
+            self._round_loss = loss
+        inner = state.islands.inner
+        own, own_extras = self._take[number]((inner.params, inner.extras), params, extras)
+        inner = dataclasses.replace(inner, params=own, extras=own_extras)
+        after = dataclasses.replace(
+            state,
+            params=params,
+            opt_state=opt_state,
+            extras=extras,
+            islands=dataclasses.replace(state.islands, inner=inner),
+        )
+        self._begun = False
+        placed: TrainState = jax.device_put(after, self._shardings)
+        return placed
+
+    def _number(self, state: TrainState) -> int:
+        """Return the number of steps done, without waiting for the last one if it is known."""
+        known, number = self._at
+        return number if known() is state.step else int(state.step)
+
+    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
+        traced: jax.stages.Traced = self._transport.program.trace(self._subject(state), batch)
+        return traced
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        lowered: jax.stages.Lowered = self._transport.program.lower(self._subject(state), batch)
+        return lowered
+
+    def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
+        return self._transport.program.compiled(self._subject(state), batch)
+
+    def text(self, state: TrainState, batch: Batch) -> str:
+        text = self._transport.program.text(self._subject(state), batch)
+        return f"{text}\n{self._islands.names()}"
+
+    def cache_size(self) -> int:
+        return self._transport.program.cache_size()
+
+    def _subject(self, state: TrainState) -> Any:
+        return self._transport.subject(state.islands)
