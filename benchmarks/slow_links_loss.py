@@ -50,7 +50,6 @@ def windows(of: np.ndarray, seed: list[int], rows: int) -> dict[str, np.ndarray]
 def trained(row: dict[str, Any]) -> dict[str, Any]:
     """Return the evaluation losses of a run, by step."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     import replicax as rx
@@ -63,7 +62,9 @@ def trained(row: dict[str, Any]) -> dict[str, Any]:
         scores = transformer.logits(params, tokens[:, :-1], shape.heads)
         return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
 
-    rate = optax.warmup_cosine_decay_schedule(0, row["rate"], row["steps"] // 30, row["steps"], row["rate"] / 20)
+    rate = optax.warmup_cosine_decay_schedule(
+        0, row["rate"], row["steps"] // 30, row["steps"], row["rate"] / 20
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(

@@ -55,6 +55,7 @@ CORE = (
         "per_replica_sums",
         "modes",
         "exchanged_step",
+        "rounds",
         "config",
         "built_in_step",
     ),

@@ -43,8 +43,10 @@ class Linked:
         self.in_flight = link.progress.in_flight
         self._uses: collections.Counter[str] = collections.Counter()
 
-    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
-        return [arrays]
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        return lambda: [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         found = field_differences(self.gather(topic, _plain(fields)))

@@ -100,6 +100,17 @@ class Configuration:
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
+    @property
+    def calm_steps(self) -> int:
+        """Number of steps from one after which `is_calm` to the next."""
+        islands = self.islands
+        alone = self.job.islands == 1 and islands is not None and islands.delay == 0
+        return 1 if islands is None or alone else islands.interval
+
+    def is_calm(self, step: int) -> bool:
+        """Whether a run may vote, save and take islands in after `step` steps; see `Islands`."""
+        return self.calm_steps == 1 or self.islands is None or self.islands.is_calm(step)
+
     def split_model(self, model: Any) -> SplitModel:
         """Return the definition, params and extras of a model, or of a custom step's state."""
         if self.step is None:
@@ -225,6 +236,16 @@ class DataParallelArguments:
 
     def _islands(self, mode: Mode, layout: Layout, mesh: Mesh, job: Job) -> Islands | None:
         islands = self.islands
+        if islands is not None and self.ema is not None:
+            raise ConfigError(
+                f"ema={self.ema} with rounds of islands, whose averages differ: leave ema out; the "
+                "outer parameters are an average"
+            )
+        if islands is not None and islands.delay and job.processes > 1 and job.islands > 1:
+            raise ConfigError(
+                f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
+                "sent in the background by islands of one process: use delay=0"
+            )
         if islands is None or islands.axis is None:
             return None if islands is None else islands.resolved(job.islands)
         if not mode.per_replica or not layout.is_whole or job.exchange is not None:

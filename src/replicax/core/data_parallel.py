@@ -29,6 +29,7 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import of_one_thread
 from replicax.core.program import Program, program_of
 from replicax.core.rounds.islands import Islands
+from replicax.core.rounds.round_step import RoundStep
 from replicax.core.step.base import Apply
 from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.loss import LOSS
@@ -78,8 +79,7 @@ class DataParallel:
         compiler_options: XLA options, by name, for the step. By default none, except on several
             GPUs, where reductions are allowed to overlap with computation.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
-        islands: `rx.Islands(every=30)` for rounds of steps between which islands do not
-            communicate; by default islands exchange their sums in every step.
+        islands: `rx.Islands` for rounds of steps; by default islands exchange sums in each step.
 
     Raises:
         ConfigError: invalid or incompatible arguments.
@@ -222,8 +222,8 @@ class DataParallel:
     @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
-        end = getattr(self._known.step, "end_round", None)
-        return state if end is None else end(state)
+        step = self._known.step
+        return step.end_round(state) if isinstance(step, RoundStep) else state
 
     @of_one_thread
     def prepare(self, state: TrainState, batch: Batch) -> Batch:

@@ -30,7 +30,7 @@ from replicax.core.placement.mesh import (
 from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
 from replicax.core.rounds.islands import Islands
 from replicax.core.rounds.round_step import RoundStep
-from replicax.core.rounds.transports import BetweenJobs, InnerJob, OverMesh, OwnParts, Transport
+from replicax.core.rounds.transports import BetweenJobs, InnerJob, OverMesh, OwnSpan, Transport
 from replicax.core.step.base import (
     CompiledFunction,
     ReplicaFunction,
@@ -77,6 +77,18 @@ class Program:
         return dataclasses.replace(where, islands=own)
 
     @cached_property
+    def own_shapes(self) -> TrainState:
+        """Shapes of the state that an island's steps update: with rounds its own, else `shapes`."""
+        islands = self.configuration.islands
+        if islands is None:
+            return self.shapes
+        inner: TrainState = self.shapes.islands.inner
+        if islands.axis is None:
+            return inner
+        of_one: TrainState = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), inner)
+        return of_one
+
+    @cached_property
     def objective(self) -> Objective:
         """The loss of the model on whole parameters."""
         config = self.configuration
@@ -106,16 +118,14 @@ class Program:
     def _round_step(self, islands: Islands) -> RoundStep:
         """Return steps of each island's own state, with rounds between them."""
         config, job = self.configuration, self.configuration.job
-        of_one, own = self.shapes.islands.inner, OwnParts(job)
-        if islands.axis is not None:
-            of_one = jax.eval_shape(partial(jax.tree.map, lambda leaf: leaf[0]), of_one)
+        own = OwnSpan(job)
         inner = dataclasses.replace(
             config,
             islands=None,
             job=InnerJob(job, own),
             wrap_apply=Weighing(config.wrap_apply),
         )
-        program = dataclasses.replace(self, configuration=inner, shapes=of_one)
+        program = dataclasses.replace(self, configuration=inner, shapes=self.own_shapes)
         arithmetic = arithmetic_of(islands, self.updater, self.shapes.params)
         transport: Transport
         if islands.axis is None:

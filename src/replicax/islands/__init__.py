@@ -8,6 +8,7 @@ After `docs/islands.md`, read in this order:
     parts.py              which island computes which parts, and the tree that adds them
     agreement.py          who lives, and which exchanges are complete; without threads or sockets
     own_parts.py          the parts of one exchange: computed, sent, combined
+    own_arrays.py         arrays that each island has for itself, in place of parts
     group_changes.py      who joined and left, and what a new one receives
     founding.py           which islands begin, and whether they fit together
     group.py              this island among the others: enters, exchanges, gives the state

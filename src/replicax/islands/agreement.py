@@ -55,6 +55,8 @@ class Agreement:
         """The last complete exchange."""
         self.complete: View | None = None
         """The view in which it was completed."""
+        self.expected: list[int] = []
+        """Members of the next exchange as of the last one, when all knew the same."""
         self.parts: list[int] = []
         """Parts of the next exchange that this island has computed."""
         self.giver = -1
@@ -84,6 +86,12 @@ class Agreement:
         return [] if self.view is None else [index for index, _ in self.view.members]
 
     @property
+    def span(self) -> tuple[int, int]:
+        """Rank and number of those that are expected in the next exchange."""
+        me = self.me[0]
+        return self.expected.index(me) if me in self.expected else -1, len(self.expected)
+
+    @property
     def first(self) -> int:
         """Index of the first member that holds the state, or -1."""
         confirmed = () if self.view is None else self.view.confirmed
@@ -101,6 +109,7 @@ class Agreement:
     def begin(self, view: View) -> None:
         """Take part from the first exchange of `view` on."""
         self.view, self.committed = view, view.exchange - 1
+        self.expected = self.members
         self.giver = self.first
         self._changed_view()
 
@@ -242,6 +251,8 @@ class Agreement:
         staying = set(map(tuple, after.members))
         self._lost = [index for index, start in before.members if (index, start) not in staying]
         self.view = after
+        if staying >= set(map(tuple, before.members)):  # others joined, and nobody left
+            self.expected = self.members
         if self.left is None and not self.tie:
             self._go_on()
         self._changed_view()
@@ -304,6 +315,7 @@ class Agreement:
 
     def _commit(self, exchange: int) -> None:
         self.committed, self.complete, self.parts = exchange, self.view, []
+        self.expected = self.members
         for known in (self._frames, self._have):
             for old in [each for each in known if each <= exchange]:
                 del known[old]
@@ -321,7 +333,7 @@ class Agreement:
         members = [*view.members, *sorted(new)]  # the first is the one that writes
         after = View(view.number + 1, members, self.members, self.committed + 1)
         self._remember(Decided(view.number, after, self.committed))
-        self.view = after
+        self.view, self.expected = after, [index for index, _ in members]
         self._changed_view()
 
     def is_in(self, view: View) -> bool:

@@ -6,7 +6,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+import numpy as np
 
 from replicax.cluster.cluster_job import ClusterJob
 from replicax.cluster.differences import field_differences, first_of
@@ -15,9 +18,14 @@ from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.group_changes import GroupChange, ReceivedState
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.shared_parts import LeadingParts, fail_followers, follow_first, shared_state
-
-_NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
+from replicax.islands.own_arrays import NOTHING, OwnArrays
+from replicax.islands.shared_parts import (
+    LeadingParts,
+    fail_followers,
+    follow_first,
+    shared_lists,
+    shared_state,
+)
 
 
 class IslandJob:
@@ -32,6 +40,7 @@ class IslandJob:
         self.island, self.islands = place.index, len(place.addresses)
         self.rank = -1
         """Rank of this island among those that completed the last exchange, from 0."""
+        self._span = -1, 0
         self.newcomers: list[int] = []
         """Islands that this one has to give the state, before its next exchange."""
         self.changes: list[GroupChange] = []
@@ -44,6 +53,8 @@ class IslandJob:
         self.facts: dict[str, str] = {}
         """Digests, by topic, of what all islands must agree on before they exchange anything."""
         self._rehearses = False
+        self._background = ThreadPoolExecutor(1, "replicax-island-round")
+        self._under_way: Future[Any] | None = None
         self.agree_on_text = inner.agree_on_text
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
@@ -73,6 +84,7 @@ class IslandJob:
             self._rehearses = False
 
     def exchange(self, parts: Parts[Value], /) -> list[Value]:
+        self._settle()
         if self._rehearses:
             arrays = parts.to_host(parts.compute(0))
             values = [parts.from_host(arrays) for _ in range(parts.count)]
@@ -82,8 +94,7 @@ class IslandJob:
             self._take(told)
             return values
         try:
-            if self.group.agreement.view is None:  # in a loop of the user's own
-                self.group.enter({"facts": self.facts, "parts": parts.count}, has_state=True)
+            self._enter_own_loop({"parts": parts.count})
             if self.processes == 1:
                 values, _ = self.group.exchange(parts)
                 self.stand()
@@ -94,6 +105,60 @@ class IslandJob:
             fail_followers(error, self.inner)
             raise
         return values
+
+    def _enter_own_loop(self, fields: Mapping[str, Any]) -> None:
+        """Become a member in a loop of the user's own, in which no run did so before."""
+        assert self.group is not None
+        if self.group.agreement.view is None:
+            self.group.enter({"facts": self.facts, **fields}, has_state=True)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        if self._rehearses:
+            return 0, self.islands
+        if self.rank < 0:
+
+            def find() -> dict[str, Any]:
+                self._enter_own_loop({})
+                return self.stand()
+
+            self.ask_first("the group of islands", find)
+        return self._span
+
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        if self._rehearses:
+            return lambda: [arrays]
+        found: list[list[np.ndarray]] | None = None
+
+        def find() -> dict[str, Any]:
+            nonlocal found
+            assert self.group is not None
+            own = functools.partial(_own_arrays, arrays)
+            found, _ = self.group.exchange(NOTHING, topic="a round", own_parts=own)
+            return self.stand()
+
+        def shared() -> list[list[np.ndarray]]:
+            self.ask_first("a round", find)
+            return found or [] if self.processes == 1 else shared_lists(found, self.inner)
+
+        if not later:
+            return shared
+        self._settle()
+        self._under_way = self._background.submit(find)
+
+        def settled() -> list[list[np.ndarray]]:
+            assert self._under_way is not None
+            self._under_way.result()
+            return found or []
+
+        return settled
+
+    def _settle(self) -> None:
+        """Wait for an exchange in the background: all make the same ones in the same order."""
+        if self._under_way is not None:
+            wait([self._under_way])
 
     def enter(self, fields: Mapping[str, Any], most_bytes: int) -> ReceivedState | None:
         """Become a member; return the state that another island gives, if one does.
@@ -117,6 +182,7 @@ class IslandJob:
 
         It has to contain what `stand` returns.
         """
+        self._settle()
         self.inner.rest()
         told: dict[str, Any] = self.inner.broadcast(topic, find)
         self.inner.move()
@@ -130,6 +196,7 @@ class IslandJob:
         assert group is not None
         told = {
             "rank": group.rank,
+            "span": group.agreement.span,
             "newcomers": group.newcomers,
             "changes": [dataclasses.asdict(change) for change in group.taken_changes()],
             "delayed_seconds": group.delayed_seconds,
@@ -140,13 +207,19 @@ class IslandJob:
 
     def _take(self, told: Mapping[str, Any]) -> None:
         self.rank, self.newcomers = told["rank"], told["newcomers"]
+        self._span = told["span"][0], told["span"][1]
         self.changes += [GroupChange(**change) for change in told["changes"]]
         self.delayed_seconds += told["delayed_seconds"]
 
     def finish(self) -> None:
         """Leave the others, as the run is complete or failed."""
+        self._background.shutdown(wait=False)
         if self.group is not None:
             self.group.finish()
+
+
+def _own_arrays(arrays: list[np.ndarray], *_: Any) -> OwnArrays:
+    return OwnArrays(arrays)
 
 
 class Everyone:
@@ -180,7 +253,7 @@ class Everyone:
         def find() -> dict[str, Any]:
             assert job.group is not None
             options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
-            _, found = job.group.exchange(_NOTHING, notes, **options)
+            _, found = job.group.exchange(NOTHING, notes, **options)
             return {"values": [each for of in found for each in of], **job.stand()}
 
         values: list[Any] = job.ask_first(f"{topic} of all islands", find)["values"]

@@ -51,11 +51,7 @@ class OwnParts(Generic[Value]):
         notes = {}
         for index, _ in view.members:
             for frame, arrays in frames[index]:
-                if frame.topic != topic:
-                    raise AgreementError(
-                        f"this island is at {topic!r} and island {index} at {frame.topic!r}; all "
-                        "must run the same program: start all with the same code"
-                    )
+                check_topic(frame, topic, index)
                 each = len(arrays) // max(len(frame.blocks), 1)
                 for number, block in enumerate(frame.blocks):
                     if within(block, chosen[index]):
@@ -89,3 +85,12 @@ class OwnParts(Generic[Value]):
                 for half in set(halves) - self._sent:
                     self._known.pop(half, None)
         return self._known[block]
+
+
+def check_topic(frame: Frame, topic: str, index: int) -> None:
+    """Raise `AgreementError` if island `index` is at another exchange of the program."""
+    if frame.topic != topic:
+        raise AgreementError(
+            f"this island is at {topic!r} and island {index} at {frame.topic!r}; all must run the "
+            "same program: start all with the same code"
+        )

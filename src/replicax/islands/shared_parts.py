@@ -94,6 +94,13 @@ def shared_state(received: ReceivedState | None, job: Job) -> ReceivedState | No
     return None if found is None else unpacked_run(_broadcast(found, job))
 
 
+def shared_lists(found: list[list[np.ndarray]] | None, job: Job) -> list[list[np.ndarray]]:
+    """Return in all processes the arrays that the first has found; None in the others."""
+    kinds = job.broadcast("arrays of all islands", lambda: [_kinds(each) for each in found or ()])
+    given = found or [_empty(each) or [] for each in kinds]
+    return [_broadcast(each, job) for each in given]
+
+
 def _shared(parts: Parts[Value], job: Job) -> Parts[Value]:
     """Return `parts` whose arrays from other islands are those of the first process."""
     return replace(parts, from_host=lambda arrays: parts.from_host(_broadcast(arrays, job)))

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import jax
-
 from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import Metrics, TrainState, check_unused, was_donated
+from replicax.core.ground.train_state import Metrics, TrainState, was_donated
 from replicax.errors import (
     ConfigError,
     DivergedError,
@@ -24,7 +22,7 @@ from replicax.errors import (
     interrupted,
     require,
 )
-from replicax.train.checkpoints.arrays import abstract, params_not_finite
+from replicax.train.checkpoints.arrays import params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
@@ -32,15 +30,15 @@ from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
 from replicax.train.guarded import Guard, guarded, judged, with_losses
 from replicax.train.hook import Hook, Hooks
-from replicax.train.loop import Loop
-from replicax.train.members import GivenRun, Members
+from replicax.train.members import Members
 from replicax.train.places import exists, place, writing
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import open_progress
 from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
 from replicax.train.records_file import RecordsFile
-from replicax.train.run_state import RunState, first_batch
+from replicax.train.resuming import Resuming
+from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
 from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import Storage
@@ -53,7 +51,7 @@ _ALIKE = "parallel", "data"
 _OF_ENTERED = {"_stopping", "_storage", "_interrupt", "_ledger", "result"}
 
 
-class Run(Loop):
+class Run(Resuming):
     """A training run: yields batches, starting at exactly the next one, and steps on them.
 
     With a `run_dir` it saves checkpoints, and the same program, run again after any stop, resumes
@@ -218,7 +216,9 @@ class Run(Loop):
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
-            self._stopping = self._members.stopping(self._interrupt, clock)
+            self._stopping = self._members.stopping(
+                self._interrupt, clock, lambda: self.dp.configuration.is_calm(self.place.step)
+            )
             self._resume()
             self._meet_members(begins=True)
             self.dp.job.in_flight.forget()  # notes of a run that ended with an error
@@ -301,6 +301,7 @@ class Run(Loop):
             alarm=self.alarm,
             pinned=lambda: self.hooks.pinned,
             follows=self._members.follows,
+            island=self._members.island,
         )
         if self._members.has_islands:
             self._members.arbitrate(lambda gone: storage.goes_on(self.place.step, all_gone=gone))
@@ -309,38 +310,6 @@ class Run(Loop):
         stack.callback(self._storage.close)
         self._file.folder, self._ledger = self._storage.folder, self._storage.ledger
         self._ledger.hooks = self.hooks.seconds
-
-    def _resume(self) -> None:
-        """Move to the saved position, and replace the state with the saved one."""
-        if self._members.given is not None:
-            self._receive(self._members.given)
-            return
-        found = None if self._storage is None else self._storage.found
-        if self._storage is None or found is None:
-            check_unused(self.state)
-            return
-        batch = first_batch(self.source, found.position, found.extra)
-        if self.epochs is not None and self.source.batches is not None:  # in the current batches
-            remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
-            self.total = found.position.step + max(remaining, 0)
-        like = abstract(self.state)
-        if self.dp.donate:
-            for leaf in jax.tree.leaves(self.state):
-                leaf.delete()
-        self.records.extend(found.records)
-        self._run_state.load_state(found.position, {**found.extra, "batch": batch})
-        self.state = self._storage.restore(like)
-        if self._donated:
-            self._never_finite |= params_not_finite(self.state)
-
-    def _receive(self, given: GivenRun) -> None:
-        """Continue the run that another island gave to this one."""
-        like = abstract(self.state)
-        self.records.extend(given.records)
-        self._run_state.load_state(given.position, given.extra)
-        self.state = given.state(like)
-        self._stopping.load_state(given.votes)
-        given.arrays.clear()
 
     def _finish(self) -> None:
         """Save the final state, whether all steps are done or the loop was left early."""

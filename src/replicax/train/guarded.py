@@ -90,9 +90,12 @@ def with_losses(state: TrainState) -> TrainState:
     A spike is a loss more than `SPIKE_SIGMAS` standard deviations above the mean of the last
     `SPIKE_WINDOW` losses that were not spikes, once the window is full.
     """
+    if jax.tree.leaves(state.islands):  # each has its own
+        inner = with_losses(state.islands.inner)
+        return dataclasses.replace(state, islands=dataclasses.replace(state.islands, inner=inner))
     if jax.tree.leaves(state.losses):
         return state
-    shape, where = (SPIKE_WINDOW,), state.step.sharding
+    shape, where = (*state.step.shape, SPIKE_WINDOW), state.step.sharding
     losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
     if not isinstance(state.step, jax.ShapeDtypeStruct):
         losses = jnp.full(shape, _NO_LOSS, jnp.float32, device=where)

@@ -93,14 +93,13 @@ class Loop(Running):
         """
         if batch is not self._given:
             raise StateError(
-                "run.step got a batch other than the last one yielded, or the same batch twice; a "
-                "run tracks its position by one step per batch: call run.step once on each batch"
+                "run.step got a batch other than the last one yielded, or the same batch twice: "
+                "call run.step once on each batch, by which a run tracks its position"
             )
         if not self._begun:
             self._begin(batch)
         self.hooks("before_step", self, batch)
-        self.state, metrics = self.dp.step(self.state, batch)
-        self._given = None
+        (self.state, metrics), self._given = self.dp.step(self.state, batch), None
         self._run_state.stepped(batch)
         step = dispatched(self.place, batch, metrics)
         self.dp.job.in_flight.note(step)
@@ -226,6 +225,7 @@ class Loop(Running):
         """Evaluate if due, and call the hooks at the end of an epoch or of the run."""
         if self._stopping.wanted or self.place.step == self._run_state.closed_at:
             return
+        self.state = self.dp.end_round(self.state) if self._is_last() else self.state
         record = None
         evaluator, here = self._evaluator, self.place
         due = self._is_last() or (evaluator and evaluator.is_due(here, epoch_over=True))
@@ -370,11 +370,12 @@ class Loop(Running):
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
-        if not self._resumable:
+        is_calm = self.dp.configuration.is_calm(self.place.step)
+        if self._storage is None or not self._resumable or not is_calm:
             return False
-        assert self._storage is not None
-        every = self._storage.saving.every
-        by_step = every is not None and self.place.step % every == 0 and not asked
+        every, step = self._storage.saving.every, self.place.step
+        before = max(step - self.dp.configuration.calm_steps, 0)
+        by_step = every is not None and before // every < step // every and not asked
         return by_step or self._stopping.save_due
 
     def _save(self) -> None:

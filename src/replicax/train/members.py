@@ -73,6 +73,11 @@ class Members:
         return self._islands is not None
 
     @property
+    def island(self) -> int | None:
+        """Index of this island, if there are several."""
+        return None if self._islands is None else self._islands.island
+
+    @property
     def follows(self) -> bool:
         """Whether another island writes the folder of the run."""
         return self._islands is not None and self._islands.rank != 0
@@ -84,10 +89,12 @@ class Members:
             return bool(self.everyone.process == 0)
         return self._islands.island == 0 and self._islands.process == 0
 
-    def stopping(self, interrupt: Interrupt, save_every_seconds: float | None) -> Stopping:
-        """Return what turns the requests of all processes into decisions."""
+    def stopping(
+        self, interrupt: Interrupt, save_every_seconds: float | None, calm: Callable[[], bool]
+    ) -> Stopping:
+        """Return what turns the requests of all processes into decisions; `calm` as there."""
         islands = None if self._islands is None else self._islands.everyone
-        return Stopping(interrupt, self.everyone, save_every_seconds, islands=islands)
+        return Stopping(interrupt, self.everyone, save_every_seconds, islands=islands, calm=calm)
 
     def enter(
         self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed

@@ -60,7 +60,7 @@ def program_fingerprint(
     program = dp.program(state)
     plain = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        dataclasses.replace(program.shapes, losses=(), reduction=()),
+        dataclasses.replace(program.own_shapes, losses=(), reduction=()),
     )
     found = {"model": _digest(_described((plain.params, plain.extras)))}
     data = batch.whole().data if isinstance(batch, Batch) else batch

@@ -181,7 +181,8 @@ class Stopping:
     Requests are signals and calls by hooks. Processes vote about twice a second, at a call agreed
     on in the previous vote, so that no process starts a step that another one skips.
 
-    With `islands`, a signal stops all only if all have received one.
+    With `islands`, a signal stops all only if all have received one. There are no votes unless all
+    are `calm`, between two rounds.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Stopping:
         save_every_seconds: float | None = None,
         *,
         islands: Everyone | None = None,
+        calm: Callable[[], bool] = lambda: True,
     ) -> None:
         self.save_due = False
         """Whether all processes must save now; reset when they have."""
@@ -200,7 +202,7 @@ class Stopping:
         """The reason given by a hook that requested the end of the run, if any."""
         self.leaves: str | None = None
         """The signal on which this process leaves the others, which go on."""
-        self._islands, self._signalled_votes = islands, 0
+        self._islands, self._signalled_votes, self._calm = islands, 0, calm
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
@@ -260,6 +262,8 @@ class Stopping:
                 same position.
             admits: whether new islands may join here.
         """
+        if not self._calm():
+            return self.over
         self._calls += 1
         if self._job.processes == 1:
             self._decide([self._mine(now)])

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError, require
@@ -18,6 +20,7 @@ from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.lease import Lease, take_lease
+from replicax.train.own_states import WRITER, OwnStates
 from replicax.train.places import exists, shown, writing
 from replicax.train.records import (
     CONFIG,
@@ -66,6 +69,7 @@ class Storage:
         never_finite: Collection[str] = (),
         pinned: Callable[[], Collection[int]] = tuple,
         follows: bool = False,
+        island: int | None = None,
     ) -> None:
         self.follows = follows
         """Whether another island writes the folder; this one writes nothing until `take_over`."""
@@ -111,6 +115,11 @@ class Storage:
         )
         self._saved: Any = None
         self._told_failure = False
+        self._island = {} if island is None else {WRITER: island}
+        self.own: OwnStates | None = None
+        """The states of this island's own, if islands have any."""
+        if island is not None and saving.wanted and jax.tree.leaves(state.islands):
+            self.own = OwnStates(path, island, saving, job, seed, self._store)
 
     def _open(self) -> dict[str, Any]:
         """Acquire the lease, and find the checkpoint to resume from; in process 0."""
@@ -303,18 +312,24 @@ class Storage:
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Start to save `state` unless it is saved already; see `Saver.save`."""
         what = _what_is_saved(position, extra)
-        if what == self._saved or self.follows:
+        if what == self._saved or (self.follows and self.own is None):
+            return
+        if self.follows and self.own is not None:
+            self.own.save(state, position)
+            self._saved = what
             return
         with self.ledger.spending("saving"):
             self._sync()
             history = {} if self.folder is None else {HISTORY: self.folder.digest}
-            self._saver.save(state, position, extra | history)
+            self._saver.save(state, position, extra | history | self._island)
             self.ledger.mark(position.step)
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         with self.ledger.spending("saving"):
             self.save(state, position, extra)
+            if self.own is not None:
+                self.own.wait()
             while not self._saver.wait():
                 self.tell()
                 self._saved = None
@@ -326,7 +341,7 @@ class Storage:
 
     def tell(self) -> None:
         """Report the outcome of saves; raises the errors of `Saver.poll`."""
-        for line in self._saver.poll():
+        for line in [*self._saver.poll(), *(self.own.poll() if self.own else ())]:
             self._saved = None
             self._alarm(line)
         for fault in (self.folder and self.folder.fault, self.ledger.fault):

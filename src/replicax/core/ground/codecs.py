@@ -21,7 +21,9 @@ class Codec(Protocol):
     bits in every program.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name by which it is chosen."""
 
     def encode(self, vector: jax.Array) -> jax.Array:
         """Return the bytes, uint8 `[payload_bytes(n)]`, of a float32 vector `[n]`."""
@@ -52,7 +54,7 @@ class Floats:
         return _from_bytes(payload, self.dtype).astype(jnp.float32)
 
     def payload_bytes(self, size: int) -> int:
-        return size * jnp.dtype(self.dtype).itemsize
+        return size * int(jnp.dtype(self.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Integers:
     @property
     def most(self) -> int:
         """The largest integer."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def error(self) -> float:
@@ -203,12 +205,12 @@ def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(payload.reshape(-1, size), dtype)
 
 
-def packed_size(tree: PyTree) -> int:
-    """Return the number of values of `packed(tree)`."""
+def vector_size(tree: PyTree) -> int:
+    """Return the number of values of `as_vector(tree)`."""
     return sum(leaf.size + -leaf.size % BLOCK for leaf in jax.tree.leaves(tree))
 
 
-def packed(tree: PyTree) -> jax.Array:
+def as_vector(tree: PyTree) -> jax.Array:
     """Return the leaves of `tree` as one float32 vector, each padded to whole blocks."""
     filled = [
         jnp.pad(leaf.astype(jnp.float32).ravel(), (0, -leaf.size % BLOCK))
@@ -217,8 +219,8 @@ def packed(tree: PyTree) -> jax.Array:
     return jnp.concatenate(filled) if filled else jnp.zeros(0)
 
 
-def unpacked(vector: jax.Array, like: PyTree) -> PyTree:
-    """Return the tree of a packed vector, with the shapes and dtypes of `like`."""
+def from_vector(vector: jax.Array, like: PyTree) -> PyTree:
+    """Return the tree of such a vector, with the shapes and dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     found, start = [], 0
     for leaf in leaves:

@@ -63,8 +63,13 @@ class Job(Protocol):
     def span(self) -> tuple[int, int]:
         """Rank of this island among those that live, from 0, and their number."""
 
-    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Return the arrays of every island that lives, by rank; all must call it in order."""
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """Send arrays to all islands; return a function that waits for those of each, by rank.
+
+        All must call it in order. If `later`, they travel in the background.
+        """
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
@@ -115,8 +120,10 @@ class Alone:
     def __init__(self) -> None:
         self.in_flight = InFlight()
 
-    def share(self, arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
-        return [arrays]
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        return lambda: [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
     def agree_on_text(self, topic: str, text: str) -> None: ...

@@ -14,7 +14,17 @@ from replicax.errors import StateError
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("step", "params", "opt_state", "extras", "seed", "losses", "reduction", "scale", "islands")
+        *(
+            "step",
+            "params",
+            "opt_state",
+            "extras",
+            "seed",
+            "losses",
+            "reduction",
+            "scale",
+            "islands",
+        )
     ],
     meta_fields=[],
 )

@@ -6,13 +6,14 @@ Every function sees one island, and is compiled in the same way whatever carries
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from replicax.core.exact.fixed_tree import float_sums, with_means
-from replicax.core.ground.codecs import packed, packed_size, unpacked
+from replicax.core.ground.codecs import as_vector, from_vector, vector_size
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.rounds.islands import Islands
@@ -34,7 +35,7 @@ _EXACT = 4
 )
 @dataclasses.dataclass(frozen=True)
 class IslandState:
-    """What an island has for itself; stacked along dim 0 if the islands are replicas of a job."""
+    """State of one island, which others do not have; stacked if all are those of one job."""
 
     inner: TrainState
     """The state that its steps update."""
@@ -61,7 +62,8 @@ class Weighing:
             state: TrainState, total: StepSums, *rest: PyTree
         ) -> tuple[TrainState, Metrics]:
             after, told = apply(state, total, *rest)
-            return after, {**told, SUMS: total.weighted}
+            sums: Any = total.weighted
+            return after, {**told, SUMS: sums}
 
         return weighed if self.around is None else self.around(weighed)
 
@@ -79,14 +81,16 @@ class Arithmetic:
         leaves, structure = jax.tree.flatten(params)
         places = [place for place, trains in enumerate(self.trained) if trains]
         chosen = set(places[number :: self.islands.fragments])
-        masked = [
-            leaf if place in chosen else optax.MaskedNode() for place, leaf in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(structure, masked)
+        no_leaf: Any = optax.MaskedNode
+        each = [leaf if n in chosen else no_leaf() for n, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(structure, each)
 
     def merged(self, params: PyTree, part: PyTree) -> PyTree:
         """Return `params` with those of a fragment."""
-        is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+
+        def is_masked(leaf: Any) -> bool:
+            return isinstance(leaf, optax.MaskedNode)
+
         return jax.tree.map(
             lambda new, old: old if is_masked(new) else new, part, params, is_leaf=is_masked
         )
@@ -119,7 +123,7 @@ class Arithmetic:
     def island_state(self, inner: TrainState) -> IslandState:
         """Return an island's own state before the first round."""
         count = self.islands.fragments
-        sizes = [packed_size(self.fragment(inner.params, n)) for n in range(count)]
+        sizes = [vector_size(self.fragment(inner.params, n)) for n in range(count)]
         exact = self.islands.codec.error == 0
         return IslandState(
             # Copied, as they are donated apart from the outer ones.
@@ -132,8 +136,8 @@ class Arithmetic:
     def counted(self, own: Counts, metrics: Metrics) -> Counts:
         """Return the counts after an inner step."""
         one = WeightedSum(metrics[LOSS], jnp.ones(()))  # a custom step has no sums
-        loss = metrics.get(SUMS, {LOSS: one})[LOSS]
-        weights, so_far = own
+        sums: Any = metrics.get(SUMS, {LOSS: one})
+        loss, (weights, so_far) = sums[LOSS], own
         total = WeightedSum(so_far.total + loss.total, so_far.weight + loss.weight)
         return weights + loss.weight, total
 
@@ -145,10 +149,10 @@ class Arithmetic:
         What changes are the residual and the counts.
         """
         codec, residual, loss = self.islands.codec, list(own.residual), own.loss
-        outer, inner = (packed(self.fragment(of, number)) for of in (params, own.inner.params))
+        outer, inner = (as_vector(self.fragment(of, number)) for of in (params, own.inner.params))
         difference = outer - inner
         if residual:
-            difference = self.islands.decay * residual[number] + difference
+            difference = (self.islands.decay or 0) * residual[number] + difference
         payload = codec.encode(difference)
         if residual:
             residual[number] = difference - codec.decode(payload, difference.size)
@@ -164,7 +168,7 @@ class Arithmetic:
     def nothing(self, params: PyTree, extras: PyTree, number: int) -> tuple[jax.Array, jax.Array]:
         """Return zeros, to which the fragment of each island is added."""
         floats = sum(leaf.size for leaf in float_sums(extras)) if number == 0 else 0
-        return jnp.zeros(packed_size(self.fragment(params, number))), jnp.zeros(_EXACT + floats)
+        return jnp.zeros(vector_size(self.fragment(params, number))), jnp.zeros(_EXACT + floats)
 
     def added(
         self, sums: tuple[jax.Array, jax.Array], payload: jax.Array, exact: jax.Array
@@ -186,7 +190,7 @@ class Arithmetic:
         total, numbers = sums
         part = self.fragment(params, number)
         weight = jnp.where(numbers[0] > 0, numbers[0], 1)
-        gradient = unpacked(total / weight, part)
+        gradient = from_vector(total / weight, part)
         updates, after = self.islands.outer.update(gradient, opt_state[number], part)
         params = self.merged(params, optax.apply_updates(part, updates))
         states = (*opt_state[:number], after, *opt_state[number + 1 :])
@@ -204,7 +208,9 @@ class Arithmetic:
             return mix * old + (1 - mix) * new if mix else jnp.copy(new)
 
         part = jax.tree.map(mixed, *(self.fragment(of, number) for of in (params, own_params)))
-        return self.merged(own_params, part), jax.tree.map(jnp.copy, own_extras if number else extras)
+        return self.merged(own_params, part), jax.tree.map(
+            jnp.copy, own_extras if number else extras
+        )
 
     def _averaged(self, extras: PyTree, numbers: jax.Array) -> PyTree:
         floats, start = [], _EXACT

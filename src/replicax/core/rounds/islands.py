@@ -70,8 +70,8 @@ class Islands:
             )
         if not 0 <= self.delay < max(self.interval, 1):
             raise ConfigError(
-                f"delay={self.delay} with a fragment every {self.interval} steps; each takes effect "
-                f"before the next is sent: use at most {self.interval - 1}"
+                f"delay={self.delay} with a fragment every {self.interval} steps; each takes "
+                f"effect before the next is sent: use at most {self.interval - 1}"
             )
         if self.mix > 1:
             raise ConfigError(f"mix={self.mix}; it is a share: use at most 1")

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.placement.layout import copied
 from replicax.core.rounds.arithmetic import Arithmetic, IslandState
 from replicax.core.rounds.transports import Sent, Transport
 from replicax.core.step.loss import LOSS
@@ -39,13 +41,11 @@ class RoundStep:
         self._at: tuple[Any, int] = (lambda: None, 0)
         self._round_loss: jax.Array | None = None
         self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
-        self._begun = False
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = self._number(state) + 1
-        if not self._begun:
+        if self._at[0]() is not state.step or (step - 1) % self._islands.interval == 0:
             self._begin()
-            self._begun = True
         own, metrics = self._transport.advance(state.islands, batch)
         state = dataclasses.replace(state, step=self._next(state.step), islands=own)
         if (number := self._islands.due(step)) is not None:
@@ -59,13 +59,27 @@ class RoundStep:
 
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round, if steps were done since the last."""
+        step = self._number(state)
         if self._under_way is not None:
             state = self._take_fragment(state)
-        step = self._number(state)
         for number in range(self._islands.fragments):
-            state = self._take_fragment(self._send_fragment(state, number, step, later=False))
+            if (step - number * self._islands.interval) % self._islands.every:
+                state = self._take_fragment(self._send_fragment(state, number, step, later=False))
         self._at = weakref.ref(state.step), step
         return state
+
+    def joined(self, state: TrainState) -> TrainState:
+        """Return `state` of another island as that of one that joins: outer parameters, and nothing
+        that was not sent.
+        """
+        own: IslandState = state.islands
+        inner = dataclasses.replace(
+            own.inner, **copied({"params": state.params, "extras": state.extras})
+        )
+        nothing = jax.tree.map(jnp.zeros_like, (own.residual, own.weights, own.loss))
+        joined = dataclasses.replace(state, islands=IslandState(inner, *nothing))
+        placed: TrainState = jax.device_put(joined, self._shardings)
+        return placed
 
     def _send_fragment(
         self, state: TrainState, number: int, step: int, *, later: bool
@@ -74,9 +88,7 @@ class RoundStep:
         (residual, (weights, loss)), payload, exact = self._send[number](own, state.params)
         share = self._transport.share((payload, exact), later=later)
         self._under_way = number, step + self._islands.delay, share
-        return dataclasses.replace(
-            state, islands=IslandState(own.inner, residual, weights, loss)
-        )
+        return dataclasses.replace(state, islands=IslandState(own.inner, residual, weights, loss))
 
     def _take_fragment(self, state: TrainState) -> TrainState:
         assert self._under_way is not None
@@ -99,7 +111,6 @@ class RoundStep:
             extras=extras,
             islands=dataclasses.replace(state.islands, inner=inner),
         )
-        self._begun = False
         placed: TrainState = jax.device_put(after, self._shardings)
         return placed
 
@@ -117,14 +128,15 @@ class RoundStep:
         return lowered
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
-        return self._transport.program.compiled(self._subject(state), batch)
+        found: Sequence[Any] = self._transport.program.compiled(self._subject(state), batch)
+        return found
 
     def text(self, state: TrainState, batch: Batch) -> str:
         text = self._transport.program.text(self._subject(state), batch)
         return f"{text}\n{self._islands.names()}"
 
     def cache_size(self) -> int:
-        return self._transport.program.cache_size()
+        return int(self._transport.program.cache_size())
 
     def _subject(self, state: TrainState) -> Any:
         return self._transport.subject(state.islands)

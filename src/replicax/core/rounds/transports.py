@@ -4,13 +4,11 @@ Both compile the same functions of one island, and hand on the same bytes.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.exchanged_step import OfPart
@@ -31,8 +29,8 @@ Sent = tuple[jax.Array, jax.Array]
 class Transport(Protocol):
     """Runs functions of one island for those that this process has, and carries what they send."""
 
-    program: StepProgram
-    """The step that runs, of its `subject`."""
+    program: Any
+    """The step that runs, a `CompiledFunction` of its `subject`."""
 
     def subject(self, own: IslandState) -> Any:
         """Return what `program` updates."""
@@ -50,7 +48,7 @@ class Transport(Protocol):
         """
 
 
-class OwnParts:
+class OwnSpan:
     """The parts of a batch that one of several islands computes, without the others'."""
 
     def __init__(self, job: Job) -> None:
@@ -82,7 +80,7 @@ class OwnParts:
 class InnerJob:
     """The job of an island's own steps: `job`, without the other islands."""
 
-    def __init__(self, job: Job, own: OwnParts) -> None:
+    def __init__(self, job: Job, own: OwnSpan) -> None:
         self._job = job
         self.exchange = None if job.exchange is None else own
 
@@ -98,7 +96,6 @@ class BetweenJobs:
     ) -> None:
         self.program, self._job, self._everywhere = program, job, replicated(mesh)
         self._counted = jax.jit(arithmetic.counted)
-        self._background: ThreadPoolExecutor | None = None
 
     def subject(self, own: IslandState) -> TrainState:
         return own.inner
@@ -113,14 +110,13 @@ class BetweenJobs:
         return jax.jit(function)
 
     def share(self, sent: Sent, *, later: bool) -> Callable[[], list[Sent]]:
-        def exchanged() -> list[Sent]:
-            found = self._job.share([whole_on_host(array) for array in sent])
-            return [tuple(from_host(array, self._everywhere) for array in of) for of in found]
+        found = self._job.share([whole_on_host(array) for array in sent], later=later)
 
-        if not later:
-            return exchanged
-        self._background = self._background or ThreadPoolExecutor(1, "replicax-round")
-        return self._background.submit(exchanged).result
+        def placed() -> list[Sent]:
+            each = [[from_host(array, self._everywhere) for array in of] for of in found()]
+            return [(payload, exact) for payload, exact in each]
+
+        return placed
 
 
 class OverMesh:
@@ -130,16 +126,16 @@ class OverMesh:
         self._mesh, rows = parts.mesh, by_rows(parts.mesh)
         self._rows, self._everywhere = rows.spec, replicated(parts.mesh)
 
-        def step(own: Any, batch: Batch, axis: Axis | None) -> tuple[Any, Metrics]:
+        def step(state: Any, batch: Batch, axis: Axis | None) -> Any:
             assert axis is not None
-            mine: IslandState = jax.tree.map(lambda leaf: leaf[0], own)
+            mine: IslandState = jax.tree.map(lambda leaf: leaf[0], state)
             inner, metrics = _step_of_one(parts, jax.lax.axis_index(axis))(mine.inner, batch)
             weights, loss = arithmetic.counted((mine.weights, mine.loss), metrics)
             after = IslandState(inner, mine.residual, weights, loss)
             return jax.tree.map(lambda leaf: leaf[None], (after, metrics))
 
         into: Any = rows, batch_shardings(parts.mesh)
-        self.program = Jitted(
+        self.program: Any = Jitted[Any](
             parts.wrap(step, parts.mesh, into, rows),
             into,
             rows,
@@ -184,8 +180,7 @@ def _step_of_one(parts: StepParts, number: jax.Array) -> Callable[..., Any]:
 
 def _means(metrics: Metrics) -> Metrics:
     """Return the means over all islands; of verdicts, the largest."""
-    sums = metrics.pop(SUMS, {})
+    sums: Any = metrics.pop(SUMS, {})
     found = {name: jnp.max(each, axis=0) for name, each in metrics.items()}
     totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
     return {**found, **{name: total.mean() for name, total in totals.items()}}
-

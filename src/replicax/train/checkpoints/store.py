@@ -81,7 +81,7 @@ def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEnt
     more = len(differences) - _MOST_NAMED
     named = "; ".join(differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
     fix = "the model, optimizer or precision has changed; restore the original"
-    if all(each.startswith("reduction") for each in differences):
+    if all(each.startswith(("reduction", "islands")) for each in differences):
         fix = "this state is per replica; use the original number of devices and reduction"
     raise CheckpointError(f"{named}: {fix}, or start a new run")
 

@@ -189,7 +189,8 @@ def injected_rates(state: TrainState) -> list[jax.Array]:
     def is_injected(node: Any) -> bool:
         return LEARNING_RATE in getattr(node, "hyperparams", ())
 
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_injected)
+    own = getattr(state.islands, "inner", state)
+    nodes = jax.tree.leaves(own.opt_state, is_leaf=is_injected)
     return [node.hyperparams[LEARNING_RATE] for node in nodes if is_injected(node)]
 
 
