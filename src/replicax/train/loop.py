@@ -370,13 +370,12 @@ class Loop(Running):
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
-        is_calm = self.dp.configuration.is_calm(self.place.step)
-        if self._storage is None or not self._resumable or not is_calm:
+        settings, step = self.dp.configuration, self.place.step
+        if self._storage is None or not self._resumable or not settings.is_calm(step):
             return False
-        every, step = self._storage.saving.every, self.place.step
-        before = max(step - self.dp.configuration.calm_steps, 0)
-        by_step = every is not None and before // every < step // every and not asked
-        return by_step or self._stopping.save_due
+        every, before = self._storage.saving.every, max(step - settings.calm_steps, 0)
+        by_step = every and before // every < step // every and not asked
+        return bool(by_step or self._stopping.save_due)
 
     def _save(self) -> None:
         assert self._storage is not None
