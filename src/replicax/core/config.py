@@ -246,6 +246,8 @@ class DataParallelArguments:
                 f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
                 "sent in the background by islands of one process: use delay=0"
             )
+        if islands is not None and islands.sends_gradients:
+            return self._gradients(islands, mode, job)
         if islands is None or islands.axis is None:
             return None if islands is None else islands.resolved(job.islands)
         if not mode.per_replica or not layout.is_whole or job.exchange is not None:
@@ -255,6 +257,16 @@ class DataParallelArguments:
                 "an island: use mode='shard_map', layout='replicated' and a job without islands"
             )
         return islands.resolved(replica_count(mesh))
+
+    def _gradients(self, islands: Islands, mode: Mode, job: Job) -> Islands | None:
+        """Return the settings of islands that send gradients; None if they need not be encoded."""
+        if islands.codec.name == "sparse" or islands.axis is not None or mode.bitwise:
+            raise ConfigError(
+                f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
+                f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
+                f"reduction={islands.codec.name!r} within one job, or another mode"
+            )
+        return islands if job.exchange is not None and islands.codec.error else None
 
     def _check_step(self, mesh: Mesh) -> None:
         stages = mesh.shape.get(STAGE, 1)

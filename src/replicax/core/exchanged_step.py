@@ -64,11 +64,16 @@ class OfPart:
 class ExchangedStep:
     """The program of `parts` as a function of the state and the whole batch, by `exchange`.
 
-    `whole` is the same computation as one program; it is only analysed, not run.
+    `whole` is the same computation as one program; it is only analysed, not run. If `coded`, the
+    exchange returns the sums of this job, and `coded(sums, state.islands)` those of all.
     """
 
     def __init__(
-        self, parts: StepParts, exchange: PartsExchange, whole: CompiledFunction[Any]
+        self,
+        parts: StepParts,
+        exchange: PartsExchange,
+        whole: CompiledFunction[Any],
+        coded: Callable[[Any, PyTree], tuple[Any, PyTree]] | None = None,
     ) -> None:
         if jax.tree.leaves(parts.shapes.reduction):
             raise ConfigError(
@@ -76,7 +81,7 @@ class ExchangedStep:
                 "steps, and a step has a sum for each part of a batch: use 'float32'"
             )
         self.trace, self.lower = whole.trace, whole.lower
-        self._exchange = exchange
+        self._exchange, self._coded = exchange, coded
         self._count = FixedTree(parts.micro_shards, REDUCTIONS["float32"]).micro_batches(1)
         where, everywhere = batch_shardings(parts.mesh), replicated(parts.mesh)
         placed = parts.total if parts.apply is None else parts.total[0]
@@ -107,6 +112,9 @@ class ExchangedStep:
 
         parts = Parts(self._count, compute, self._add, on_host, received)
         [total] = self._exchange(parts)
+        if self._coded is not None:  # it is that of this job
+            total, islands = self._coded(total, state.islands)
+            state = dataclasses.replace(state, islands=islands)
         return total[0] if self._update is None else self._update(state, total)
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
 from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
+from replicax.core.ground.codecs import vector_size
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit
 from replicax.core.models.definition import Definition, SplitModel
@@ -28,6 +29,7 @@ from replicax.core.placement.mesh import (
     replicated,
 )
 from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
+from replicax.core.rounds.coded_sums import CodedSums
 from replicax.core.rounds.islands import Islands
 from replicax.core.rounds.round_step import RoundStep
 from replicax.core.rounds.transports import BetweenJobs, InnerJob, OverMesh, OwnSpan, Transport
@@ -67,7 +69,7 @@ class Program:
         """The shardings of a state."""
         placing, islands = self.configuration.placing, self.configuration.islands
         where = placing.shardings(self.shapes, self.mesh)
-        if islands is None:
+        if islands is None or islands.sends_gradients:
             return where
         own = jax.tree.map(lambda _: by_rows(self.mesh), self.shapes.islands)
         if islands.axis is None:
@@ -80,7 +82,7 @@ class Program:
     def own_shapes(self) -> TrainState:
         """Shapes of the state that an island's steps update: with rounds its own, else `shapes`."""
         islands = self.configuration.islands
-        if islands is None:
+        if islands is None or islands.sends_gradients:
             return self.shapes
         inner: TrainState = self.shapes.islands.inner
         if islands.axis is None:
@@ -105,9 +107,17 @@ class Program:
 
         `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
-        if self.configuration.islands is not None:
-            return self._round_step(self.configuration.islands)
-        return self._built(self._step_parts())
+        islands = self.configuration.islands
+        if islands is None:
+            return self._built(self._step_parts())
+        if not islands.sends_gradients:
+            return self._round_step(islands)
+        parts, job = self._step_parts(), self.configuration.job
+        coded, whole = (
+            CodedSums(islands.codec, self.mesh, job),
+            self.configuration.mode.build(parts),
+        )
+        return ExchangedStep(parts, OwnSpan(job, anew=True), whole, coded)
 
     def _step_parts(self) -> StepParts:
         config = self.configuration
@@ -328,6 +338,9 @@ def _create_state(
     )
     if islands is None:
         return state
+    if islands.sends_gradients:
+        read = only_read(params, updater.read)
+        return dataclasses.replace(state, islands=jnp.zeros(vector_size(read)))
     count = None if islands.axis is None else replicas
     return arithmetic_of(islands, updater, params).outer(state, count)
 

@@ -1,5 +1,7 @@
 """The part of a run that begins where an earlier start, or another island, is."""
 
+import dataclasses
+
 import jax
 
 from replicax.core.ground.train_state import TrainState, check_unused
@@ -69,5 +71,7 @@ class Resuming(Loop):
                 "state of another: results differ from those of a run that was not stopped"
             )
         step_program = self.dp.program(self.state).step
-        assert isinstance(step_program, RoundStep)
-        return step_program.joined(self.state)
+        if isinstance(step_program, RoundStep):
+            return step_program.joined(self.state)
+        nothing = jax.tree.map(jax.numpy.zeros_like, self.state.islands)
+        return dataclasses.replace(self.state, islands=nothing)

@@ -7,6 +7,8 @@ Read in this order:
     transports.py      the same functions over one job's mesh, and between jobs
     round_step.py      `RoundStep`: steps of an island's own, and the exchange when it is due
 
+    coded_sums.py      without rounds: encoded gradients in every step
+
 It imports the rooms below `exact` and `exchanged_step`. Tests: `tests/core/rounds/`. Public:
 `rx.Islands`.
 """

@@ -28,6 +28,9 @@ class Islands:
     parameters changed, and an outer optimizer takes the mean, weighted by the rows of each, as the
     gradient of the parameters that evaluation, `dp.model` and checkpoints have.
 
+    With `every=1` and no `outer` optimizer there are no rounds: islands send the sums of their
+    gradients in every step, encoded, for one update by the optimizer.
+
     Examples:
         >>> dp = rx.DataParallel(loss, optax.adamw(3e-4), job=rx.initialize(),
         ...                      islands=rx.Islands(every=30, send="int4"))
@@ -79,6 +82,11 @@ class Islands:
             raise ConfigError(f"axis={self.axis!r}; islands of one job are along 'data': use that")
 
     @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients are sent in every step, instead of differences after a round."""
+        return self.every == 1 and self.outer is None
+
+    @property
     def codec(self) -> Codec:
         """The codec that `send` names."""
         return as_codec(self.send)
@@ -101,6 +109,8 @@ class Islands:
 
     def resolved(self, islands: int) -> "Islands":
         """Return these settings with the defaults for a number of islands."""
+        if self.sends_gradients:
+            return self
         sparse = self.codec.name == "sparse"
         rate = next((rate for most, rate in _RATES.items() if islands <= most), 0.8)
         usual = optax.sgd(1.0) if sparse else optax.sgd(rate, _MOMENTUM, nesterov=True)
@@ -118,7 +128,8 @@ class Islands:
             for field in dataclasses.fields(self)
             if field.name not in ("outer", "send")
         }
-        assert self.outer is not None
+        if self.outer is None:
+            return {**chosen, "send": self.codec.name}
         leaf = jnp.zeros(2)
         traced = jax.make_jaxpr(self.outer.update)(leaf, self.outer.init(leaf), leaf)
         digest = hashlib.sha256(str(traced).encode()).hexdigest()[:12]

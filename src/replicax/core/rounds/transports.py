@@ -49,16 +49,21 @@ class Transport(Protocol):
 
 
 class OwnSpan:
-    """The parts of a batch that one of several islands computes, without the others'."""
+    """The parts of a batch that one of several islands computes, without the others'.
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._span = job, (0, 0)
+    They are chosen `anew` in every step, or by `begin`.
+    """
+
+    def __init__(self, job: Job, *, anew: bool = False) -> None:
+        self._job, self._span, self._anew = job, (0, 0), anew
 
     def begin(self) -> None:
         """Choose the parts for a round, by the islands that live now."""
         self._span = self._job.span
 
     def __call__(self, parts: Parts[Value], /) -> list[Value]:
+        if self._anew:
+            self.begin()
         rank, islands = self._span
         if parts.add is None:
             raise ConfigError(
