@@ -112,12 +112,9 @@ class Program:
             return self._built(self._step_parts())
         if not islands.sends_gradients:
             return self._round_step(islands)
-        parts, job = self._step_parts(), self.configuration.job
-        coded, whole = (
-            CodedSums(islands.codec, self.mesh, job),
-            self.configuration.mode.build(parts),
-        )
-        return ExchangedStep(parts, OwnSpan(job, anew=True), whole, coded)
+        parts, config = self._step_parts(), self.configuration
+        coded = CodedSums(islands.codec, self.mesh, config.job)
+        return ExchangedStep(parts, OwnSpan(config.job, anew=True), config.mode.build(parts), coded)
 
     def _step_parts(self) -> StepParts:
         config = self.configuration
