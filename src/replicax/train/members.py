@@ -53,9 +53,12 @@ class GivenRun:
 
 
 class Members:
-    """The islands of a run, if it has any; `stops` tells whether to give up joining them."""
+    """The islands of a run, if it has any.
 
-    def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
+    `stops` tells whether to give up joining them, `is_over` whether the run needs none of them.
+    """
+
+    def __init__(self, job: Job, stops: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
         if self._islands is None and (place := find_island(os.environ)) is not None:
             raise ConfigError(
@@ -64,7 +67,7 @@ class Members:
             )
         self._group = None if self._islands is None else self._islands.group
         if self._group is not None:
-            self._group.stops = stops
+            self._group.stops, self._group.is_over = stops, is_over
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
         self.given: GivenRun | None = None
