@@ -40,6 +40,8 @@ class Group:
         """Decides whether to go on if half or more were lost; told if most of those are gone."""
         self.stops: Callable[[], bool] = lambda: False
         """Tells whether to give up joining the others."""
+        self.is_over: Callable[[], bool] = lambda: False
+        """Tells whether the run is over, so that no others need be waited for."""
         self._changes: list[GroupChange] = []
         self.admits = True
         """Whether islands that start anew may join now."""
@@ -224,7 +226,8 @@ class Group:
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
         if self._grouped:
             return
-        if first := founders(me, everyone, self._candidates, self.network.peers, waited_seconds):
+        here = self._candidates, self.network.peers
+        if first := founders(me, everyone, *here, waited_seconds, self.is_over):
             confirmed = [index for index, _ in first] if has_state else [self.place.index]
             self.agreement.begin(founded(first, confirmed))
             self._look()

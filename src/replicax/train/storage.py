@@ -386,6 +386,17 @@ class Storage:
             self._lease.check()
 
 
+def is_complete(path: Path | None, total: int | None) -> bool:
+    """Whether a run of so many steps is saved in its folder, as far as its names tell."""
+    if path is None or total is None:
+        return False
+    try:
+        saved = Store(path / CHECKPOINTS, 1, None).paths()
+    except OSError:  # asked again
+        return False
+    return bool(saved) and saved[-1][0] >= total
+
+
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
     """The parts that distinguish two checkpoints of a start; step times do not count."""
     return position, extra.get("evaluated"), extra.get("hooks")
