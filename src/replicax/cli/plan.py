@@ -48,8 +48,8 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
     islands: Annotated[Count | None, shown_as("N", "none")] = None
     """Islands, each with such a target, that compute the batch together (launch --islands)."""
-    between: Annotated[str | None, shown_as("RATE, ROUND TRIP", "none")] = None
-    """The network between islands: "1 Gbit/s, 20 ms"."""
+    network: Annotated[str | None, shown_as("LINK", "none")] = None
+    """The network between islands: "100 Mbit/s, 20 ms", or of each pair: "a-b=1Gbit,8ms; ..."."""
     by_formula: bool = False
     """Do not run the target's compiler."""
     run: Annotated[str | None, shown_as("NAME", "plan, recipe and time")] = None
@@ -88,7 +88,7 @@ def plan(arguments: list[str]) -> int:
             noise_scale=noise_scale,
             transformer=_transformer(recipe),
             islands=options.islands,
-            between=options.between,
+            network=options.network,
             by_formula=options.by_formula,
             show=show,
         )
