@@ -13,6 +13,7 @@ import replicax as rx
 from replicax.arguments import Count, Positive
 from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
+from replicax.cli.plan_failures import plan_failures
 from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
@@ -58,6 +59,8 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
 
 def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
+    if arguments[:1] == ["--failures"]:  # of any job, without a recipe
+        return plan_failures(arguments[1:])
     parsed = parse_with_recipe("plan", PlanOptions, arguments)
     options, recipe = parsed.options, parsed.recipe
     folder = run_folder(options.run, f"plan-{parsed.name}", new=True)

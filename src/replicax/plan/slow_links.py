@@ -5,7 +5,6 @@ and what it takes beyond the steps that may hide it is waited for; the links car
 after another.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,27 +161,3 @@ def _recommended(found: Sequence[SlowLinkForecast]) -> tuple[int | None, str]:
         )
     fastest = max(range(len(found)), key=shares.__getitem__)
     return fastest, f"none computes {ENOUGH:.0%} of the time; this one computes most"
-
-
-def required_bytes_per_second(
-    share: float,
-    compute_seconds: float,
-    transfer_bytes: float,
-    hidden_seconds: float,
-    tail_share: float = 0,
-) -> float:
-    """Return the rate at which a transfer lets an island compute this share of the time.
-
-    `tail_share` is the part of a transfer that is never hidden.
-
-    Examples:
-        Half of the time on a transfer of 10 bytes after every second:
-
-        >>> required_bytes_per_second(0.5, 1.0, 10.0, 0.0)
-        10.0
-    """
-    exposed = compute_seconds * (1 / share - 1)
-    most = exposed + min(hidden_seconds, compute_seconds)
-    if tail_share:
-        most = min(most, exposed / tail_share)
-    return transfer_bytes / most if most else math.inf
