@@ -166,6 +166,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "Hook",
     "Interrupt",
     "IslandLeftError",
+    "Islands",
     "Job",
     "KeepBest",
     "LearningRate",
