@@ -5,12 +5,15 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from replicax.errors import choose
 
 BLOCK = 64
 """Values that share a scale. A leaf is padded to whole blocks."""
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest scale: devices differ in whether they know smaller floats."""
 
 
 class Codec(Protocol):
@@ -20,7 +23,9 @@ class Codec(Protocol):
     bits in every program.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name in `CODECS`."""
 
     def encode(self, vector: jax.Array) -> jax.Array:
         """Return the bytes, uint8 `[payload_bytes(n)]`, of a float32 vector `[n]`."""
@@ -45,13 +50,16 @@ class Floats:
     error: float
 
     def encode(self, vector: jax.Array) -> jax.Array:
-        return _as_bytes(vector.astype(self.dtype))
+        kind = jnp.finfo(self.dtype)  # type: ignore[no-untyped-call]
+        # XLA may remove a pair of conversions, as it is free to compute more precisely.
+        rounded = lax.reduce_precision(vector, kind.nexp, kind.nmant)
+        return _as_bytes(rounded.astype(self.dtype))
 
     def decode(self, payload: jax.Array, size: int) -> jax.Array:
         return _from_bytes(payload, self.dtype).astype(jnp.float32)
 
     def payload_bytes(self, size: int) -> int:
-        return size * jnp.dtype(self.dtype).itemsize
+        return int(size * jnp.dtype(self.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Integers:
     """Signed integers of 8 or 4 bits, in blocks of 64 with a scale each.
 
     The scale is max|x| / (2^(bits-1) - 1), rounded up to bfloat16, so that no value is clipped;
-    values are rounded to the nearest multiple of it.
+    values are rounded to the nearest multiple of it. It is at least 2^-126.
     """
 
     name: str
@@ -68,7 +76,7 @@ class Integers:
     @property
     def most(self) -> int:
         """The largest integer."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << self.bits - 1) - 1
 
     @property
     def error(self) -> float:
@@ -77,9 +85,10 @@ class Integers:
 
     def encode(self, vector: jax.Array) -> jax.Array:
         blocks = _blocks(vector, BLOCK)
-        scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / self.most)
-        unit = scales.astype(jnp.float32)[:, None]
-        whole = jnp.round(blocks / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+        scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / self.most, _SMALLEST)
+        # XLA:CPU's maximum of many values passes over a NaN.
+        scales = _rounded_up(jnp.where(jnp.all(jnp.isfinite(blocks), axis=1), scales, jnp.nan))
+        whole = jnp.round(blocks / scales.astype(jnp.float32)[:, None]).astype(jnp.int8)
         packed = _as_bytes(whole.reshape(-1))
         if self.bits == 4:
             packed = packed[0::2] & 0xF | packed[1::2] << 4
@@ -169,7 +178,7 @@ CODECS: dict[str, Codec] = {
 
 def as_codec(codec: str | Codec) -> Codec:
     """Return the codec of that name, or a custom one; otherwise raise `ConfigError`."""
-    if hasattr(codec, "encode"):
+    if not isinstance(codec, str) and hasattr(codec, "encode"):
         return codec
     return choose("send", codec, CODECS)
 
