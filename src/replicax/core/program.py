@@ -107,8 +107,9 @@ class Program:
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
-                f"step= with reduction={config.reduction!r}, which keeps state for one sum between "
-                "steps; a custom step may have several sums: use 'float32' or 'bfloat16'"
+                f"step= with reduction={config.names()['reduction']!r}, which keeps state for one "
+                "sum between steps; a custom step may have several sums: use 'float32' or "
+                "'bfloat16'"
             )
         assert config.step is not None
         assert isinstance(definition, CustomState)
@@ -131,6 +132,12 @@ class Program:
 
     def _built_in_step(self) -> StepParts:
         config, mesh, shards = self.configuration, self.mesh, None
+        if config.precision.scales and jax.tree.leaves(self.shapes.reduction):
+            raise ConfigError(
+                f"precision='float16' with reduction={config.names()['reduction']!r}, which keeps "
+                "a part of the scaled gradient while the loss scale may change: use "
+                "precision='bfloat16', or reduction='float32'"
+            )
         gradient, everywhere = None, replicated(mesh)
         if config.mode.per_replica and config.layout.splits_optimizer:
             whole = config.placing.gradient_shardings(self.shapes.params, mesh)
