@@ -21,8 +21,9 @@ from replicax.errors import ConfigError
 from replicax.islands.exchange_bytes import blocks_sent, exchange_bytes
 from replicax.islands.group import Group
 from replicax.islands.peer import IslandPeer
-from replicax.plan.island_exchange import island_exchange, parse_link
+from replicax.plan.island_exchange import island_exchange
 from replicax.plan.plan_table import plan_table
+from replicax.plan.site_network import parse_network
 
 HEADER_BYTES = 2000
 """The most that the header of a frame of these models takes."""
@@ -38,8 +39,7 @@ def test_bytes_of_spans_computed_by_hand() -> None:
 
 
 def test_seconds_computed_by_hand() -> None:
-    link = parse_link("1 Gbit/s, 20 ms")
-    assert (link.bytes_per_second, link.round_trip_seconds) == (1.25e8, 0.02)
+    link = parse_network("1 Gbit/s, 20 ms")
     found = island_exchange(3, 8, 125_000_000, link, batch_seconds=8.0)
     assert found.sent_bytes == (250_000_000, 500_000_000, 500_000_000)
     assert found.received_bytes == (500_000_000, 375_000_000, 375_000_000)
@@ -52,25 +52,6 @@ def test_seconds_computed_by_hand() -> None:
     assert (unknown.seconds, unknown.share) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate", "seconds"),
-    [
-        ("100 MB/s, 1 ms", 1e8, 1e-3),
-        ("2.5Gbit/s,50us", 2.5e9 / 8, 5e-5),
-        ("800 bit/s, 1.5 s", 100.0, 1.5),
-    ],
-)
-def test_links(text: str, rate: float, seconds: float) -> None:
-    link = parse_link(text)
-    assert (link.bytes_per_second, link.round_trip_seconds) == pytest.approx((rate, seconds))
-
-
-@pytest.mark.parametrize("text", ["", "1 Gbit/s", "1 Gb/s, 20 ms", "20 ms, 1 Gbit/s", "0 B/s, 1 s"])
-def test_no_link(text: str) -> None:
-    with pytest.raises(ConfigError, match="1 Gbit/s, 20 ms"):
-        parse_link(text)
-
-
 def test_parts_are_a_power_of_two() -> None:
     with pytest.raises(ConfigError, match=r"micro_shards=6.*use 8"):
         island_exchange(2, 6, 10)
@@ -78,7 +59,7 @@ def test_parts_are_a_power_of_two() -> None:
 
 def test_a_plan_has_the_exchange() -> None:
     given: dict[str, Any] = {"target": "h100:8", "by_formula": True, "changes": {}}
-    found = rx.plan(step(), MODEL, rows(64), **given, islands=2, between="1 Gbit/s, 20 ms")
+    found = rx.plan(step(), MODEL, rows(64), **given, islands=2, network="1 Gbit/s, 20 ms")
     sums = 4 * PARAMETERS + 8
     exchange, speed = found.islands, found.speed
     assert exchange is not None
@@ -88,12 +69,10 @@ def test_a_plan_has_the_exchange() -> None:
     assert exchange.share == pytest.approx(
         exchange.seconds / (exchange.seconds + speed.step.seconds / 2)
     )
-    assert strict(found)["islands"]["link"]["text"] == "1 Gbit/s, 20 ms"
+    assert strict(found)["islands"]["network"]["text"] == "1 Gbit/s, 20 ms"
     (line,) = [line for line in plan_table(found) if line.startswith("sums ")]
     assert "2 islands, 8 parts" in line
     assert rx.plan(step(), MODEL, rows(64), **given).islands is None
-    with pytest.raises(ConfigError, match="islands=2"):
-        rx.plan(step(), MODEL, rows(64), **given, between="1 Gbit/s, 20 ms")
 
 
 class Member(Alone):

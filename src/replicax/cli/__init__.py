@@ -43,6 +43,8 @@ commands:
   runs [FOLDER]          list the runs in runs/ and their progress
   plan RECIPE --target T [FLAGS]
                          predict memory and speed on hardware you do not have
+  plan --failures --devices N [FLAGS]
+                         predict the goodput of a job whose devices fail
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
   verify RECIPE [FLAGS]  check that N devices compute the same as one, in every mode;
                          or check a custom step, without a recipe

@@ -13,6 +13,7 @@ import replicax as rx
 from replicax.arguments import Count, Positive
 from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
+from replicax.cli.plan_failures import plan_failures
 from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
@@ -48,8 +49,8 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
     islands: Annotated[Count | None, shown_as("N", "none")] = None
     """Islands, each with such a target, that compute the batch together (launch --islands)."""
-    between: Annotated[str | None, shown_as("RATE, ROUND TRIP", "none")] = None
-    """The network between islands: "1 Gbit/s, 20 ms"."""
+    network: Annotated[str | None, shown_as("LINK", "none")] = None
+    """The network between islands: "100 Mbit/s, 20 ms", or of each pair: "a-b=1Gbit,8ms; ..."."""
     by_formula: bool = False
     """Do not run the target's compiler."""
     run: Annotated[str | None, shown_as("NAME", "plan, recipe and time")] = None
@@ -58,6 +59,8 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
 
 def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
+    if arguments[:1] == ["--failures"]:  # of any job, without a recipe
+        return plan_failures(arguments[1:])
     parsed = parse_with_recipe("plan", PlanOptions, arguments)
     options, recipe = parsed.options, parsed.recipe
     folder = run_folder(options.run, f"plan-{parsed.name}", new=True)
@@ -88,7 +91,7 @@ def plan(arguments: list[str]) -> int:
             noise_scale=noise_scale,
             transformer=_transformer(recipe),
             islands=options.islands,
-            between=options.between,
+            network=options.network,
             by_formula=options.by_formula,
             show=show,
         )

@@ -6,6 +6,7 @@ The answers come first, followed by the details behind them.
 from collections.abc import Callable, Iterator
 
 from replicax.plan.planned import Need, Plan, Scaling, Speed
+from replicax.plan.slow_links_table import slow_links_lines
 from replicax.table import MARGIN, WIDTH, Line, columns, labelled
 from replicax.wording import (
     UNKNOWN,
@@ -33,6 +34,7 @@ def plan_table(plan: Plan) -> list[str]:
         [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *labelled("first", plan.first)],
         [*_memory(plan), *_changes(plan)],
         [*_traffic(plan), *_islands(plan)],
+        slow_links_lines(plan.slow_links) if plan.slow_links else [],
         [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
         [text for note in plan.notes for text in labelled("note", note)],
     )
@@ -276,8 +278,8 @@ def _islands(plan: Plan) -> Iterator[str]:
         f"{size_text(found.sums_bytes)} per step: one sends up to {sent} and receives up to "
         f"{received}"
     )
-    if found.link is not None and found.seconds is not None:
-        text += f"; {time_text(found.seconds)} over {found.link.text}"
+    if found.network is not None and found.seconds is not None:
+        text += f"; {time_text(found.seconds)} over {found.network.text}"
     if found.share is not None:
         text += f", at most {percent(found.share)} of a step"
     yield from labelled("sums", text)

@@ -11,6 +11,7 @@ from replicax.core.placement.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
 from replicax.plan.island_exchange import IslandExchange
 from replicax.plan.memory_formula import MemoryFormula, OnPaper
+from replicax.plan.slow_links import SlowLinks
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
 
@@ -172,6 +173,8 @@ class Plan:
     """For a transformer whose sizes are given."""
     islands: IslandExchange | None = None
     """The exchange of the islands, if any; all else is of one island with the whole batch."""
+    slow_links: SlowLinks | None = None
+    """Methods of training over a network between islands, if one is given."""
 
     @property
     def replicas(self) -> int:

@@ -20,10 +20,12 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
 from replicax.plan.compiler import Compiler, compiler_for
-from replicax.plan.island_exchange import IslandExchange, IslandLink, island_exchange, parse_link
+from replicax.plan.island_exchange import IslandExchange, island_exchange
 from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
 from replicax.plan.memory_formula import Transformer, tree_bytes
 from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
+from replicax.plan.site_network import SiteNetwork, parse_network
+from replicax.plan.slow_links import SlowLinks, slow_links
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
 from replicax.plan.steps import (
@@ -183,18 +185,42 @@ class _Planner:
         )
 
     def islands(
-        self, islands: int, link: IslandLink | None, step: TargetStep, speeds: tuple[Speed, ...]
+        self,
+        islands: int,
+        network: SiteNetwork | None,
+        step: TargetStep,
+        speeds: tuple[Speed, ...],
     ) -> IslandExchange:
         metrics = step.program.metrics if step.program is not None else 1
         sums = self.steps.island_sums_bytes(self.dp, metrics)
-        seconds = None
-        if speeds and speeds[0].rows == step.need.rows:
-            seconds = speeds[0].step.seconds
         self.notes.append(
             f"memory and speed are those of one island with the whole batch; with {islands} "
             f"islands, each computes parts of 1/{self.dp.micro_shards} of it, one by one"
         )
-        return island_exchange(islands, self.dp.micro_shards, sums, link, seconds)
+        known = speeds and speeds[0].rows == step.need.rows
+        seconds = speeds[0].step.seconds if known else None
+        return island_exchange(islands, self.dp.micro_shards, sums, network, seconds)
+
+    def slow_links(
+        self,
+        islands: int | None,
+        network: SiteNetwork,
+        step: TargetStep,
+        speeds: tuple[Speed, ...],
+    ) -> SlowLinks:
+        """Return all methods over a network, with the batch split among the islands.
+
+        A batch that does not fit is computed at the speed of the largest that does.
+        """
+        count = network.islands if islands is None else islands
+        if network.sites and count != len(network.sites):
+            raise ConfigError(
+                f"islands={count} with a network of {len(network.sites)} sites, "
+                f"{', '.join(network.sites)}; an island is a site: leave islands out"
+            )
+        rows = step.need.rows / count
+        own = speeds[0].step.seconds / speeds[0].rows * rows if speeds else None
+        return slow_links(sum(leaf.size for leaf in self.params), own, network, count)
 
 
 @typed
@@ -212,7 +238,7 @@ def plan(
     noise_scale: Positive | None = None,
     transformer: Transformer | None = None,
     islands: Count | None = None,
-    between: str | None = None,
+    network: str | Mapping[str, str] | None = None,
     by_formula: bool = False,
     show: ShowProgress | None = None,
 ) -> Plan:
@@ -245,21 +271,21 @@ def plan(
         transformer: the sizes of a transformer, to add the back-of-the-envelope formula.
         islands: number of islands, each of which is such a target and computes parts of the batch;
             the plan then has the bytes of their exchange.
-        between: the network between islands, to report the exchange's time: the rate of each and
-            the round-trip time, such as `1 Gbit/s, 20 ms`.
+        network: the network between islands (two, unless `islands` or pairs of sites say more), to
+            forecast every method of training over it: the rate of each and the round-trip time,
+            such as `100 Mbit/s, 20 ms`, or those of each pair of sites, such as
+            `{"paris-oslo": "100 Mbit/s, 30 ms"}`.
         by_formula: do not use the compiler.
         show: called with a line of progress before each step.
 
     Raises:
         ConfigError: an unknown target, or a size that its chip does not come in; a compiler of
             another version than jax requires; mesh axes that do not divide the devices; several
-            processes; rows or a noise scale not above 0; `between` without islands or units.
+            processes; rows or a noise scale not above 0; a `network` without units.
         CompilerError: the compiler fails.
     """
     _check(wished_rows, noise_scale)
-    if between is not None and islands is None:
-        raise ConfigError(f"between={between!r} without islands; give their number: islands=2")
-    link = None if between is None else parse_link(between)
+    sites = None if network is None else parse_network(network)
     target = parse_target(target) if isinstance(target, str) else target
     dp = in_fit(dp, model, target)
     if changes is not None:
@@ -275,7 +301,8 @@ def plan(
         shown = _shown(step.need, largest)
         speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
         traffic = planner.traffic(shown[0]) if shown else None
-        exchange = None if islands is None else planner.islands(islands, link, step, speeds)
+        exchange = None if islands is None else planner.islands(islands, sites, step, speeds)
+        slow = None if sites is None else planner.slow_links(islands, sites, step, speeds)
     replicas, room = replica_count(dp.mesh), target.chip.usable_bytes
     batches = [replicas * need.rows for need in (step.need, largest) if need is not None]
     planned = Plan(
@@ -305,6 +332,7 @@ def plan(
         notes=tuple(dict.fromkeys(planner.notes)),
         on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
         islands=exchange,
+        slow_links=slow,
     )
     return dataclasses.replace(planned, first=first_change(dp, planned))
 

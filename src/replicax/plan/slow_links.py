@@ -1,0 +1,163 @@
+"""Training methods over slow links: bytes, waiting time and utilization of each, and which to use.
+
+Utilization is the share of the time in which an island computes. An exchange begins after a step
+and what it takes beyond the steps that may hide it is waited for; the links carry one exchange
+after another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicax.core.ground.codecs import CODECS
+from replicax.errors import choose
+from replicax.plan.island_exchange import ROUND_TRIPS
+from replicax.plan.loss_costs import published_cost
+from replicax.plan.site_network import SiteNetwork
+
+ENOUGH = 0.9
+"""Utilization above which less risk for the loss counts more than more speed."""
+DELAY_STEPS = 5
+"""Steps for which an overlapped exchange may last: up to 5 cost less than 0.2% of the loss
+(arXiv 2501.18512, section 3.3.2)."""
+FRAGMENTS = 6
+"""Parts that a streaming method sends one by one."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How often, how much and how patiently the islands exchange."""
+
+    kind: str
+    send: str
+    """Name of a codec."""
+    every: int = 1
+    """Steps from one exchange of a parameter to the next."""
+    fragments: int = 1
+    delay_steps: int = 0
+
+    @property
+    def title(self) -> str:
+        """The name in tables."""
+        return f"{self.kind} {self.send}"
+
+
+@dataclass(frozen=True)
+class SlowLinkForecast:
+    """A method over a network."""
+
+    method: Method
+    sync_bytes: int
+    """Bytes that one island sends to each other one in an exchange of all fragments."""
+    transfer_seconds: float
+    """Time of that on the links."""
+    exposed_seconds: float | None
+    """Waiting time per exchange of all fragments; None if the time of a step is unknown."""
+    utilization: float | None
+    loss_cost: str
+    """Published difference of the evaluation loss from that of data parallelism."""
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """All methods over a network, and the one to use."""
+
+    network: SiteNetwork
+    islands: int
+    step_seconds: float | None
+    """Computation of one island in a step."""
+    forecasts: tuple[SlowLinkForecast, ...]
+    recommended: int | None
+    """Index of the method to use; None if the time of a step is unknown."""
+    why: str
+
+
+_PLAIN = ("float32", "bfloat16", "int8", "int4")
+DIFFERENCES, STREAMED = "DiLoCo", "streaming DiLoCo"
+METHODS: tuple[Method, ...] = (
+    *(Method("data parallel", send) for send in _PLAIN),
+    *(Method(DIFFERENCES, send, 30) for send in _PLAIN),
+    *(Method(STREAMED, send, 30, FRAGMENTS, DELAY_STEPS) for send in _PLAIN),
+    Method("SparseLoCo", "sparse", 30),
+    *(Method(DIFFERENCES, send, 100) for send in _PLAIN),
+    *(Method(STREAMED, send, 100, FRAGMENTS, DELAY_STEPS) for send in _PLAIN),
+)
+"""In order of their risk for the loss: sums of every step, then differences every 30 steps, then
+with a delay, then sparse, then every 100 steps."""
+
+
+def utilization(
+    compute_seconds: float, transfer_seconds: float, hidden_seconds: float, tail_seconds: float = 0
+) -> float:
+    """Return the share of the time spent computing, if transfers follow one another.
+
+    Args:
+        compute_seconds: computation between the starts of two transfers.
+        transfer_seconds: one transfer.
+        hidden_seconds: computation that a transfer may take from its start. Beyond the start of the
+            next transfer it hides nothing more: links that are always busy set the pace.
+        tail_seconds: part of a transfer that is never hidden.
+    """
+    hidden = min(hidden_seconds, compute_seconds)
+    return compute_seconds / (compute_seconds + max(tail_seconds, transfer_seconds - hidden))
+
+
+def forecast(
+    parameters: int,
+    step_seconds: float | None,
+    islands: int,
+    network: SiteNetwork,
+    method: Method,
+) -> SlowLinkForecast:
+    """Return the waiting time and the utilization of a method.
+
+    Args:
+        parameters: those that are exchanged.
+        step_seconds: the computation of one island in a step.
+        islands: number of islands; each sends its payload to all others (one rounding).
+        network: see `parse_network`.
+        method: one of `METHODS`, or another.
+    """
+    codec = choose("send", method.send, CODECS)
+    fragment_size = -(-parameters // method.fragments)
+    fragment_bytes = codec.payload_bytes(fragment_size)
+    fragment_seconds = network.seconds(fragment_bytes, islands, ROUND_TRIPS)
+    exposed = share = None
+    if step_seconds is not None:
+        compute = step_seconds * method.every / method.fragments
+        share = utilization(compute, fragment_seconds, method.delay_steps * step_seconds)
+        exposed = method.fragments * compute * (1 / share - 1)
+    return SlowLinkForecast(
+        method,
+        method.fragments * fragment_bytes,
+        method.fragments * fragment_seconds,
+        exposed,
+        share,
+        published_cost(parameters, islands, method.every, method.send, method.delay_steps > 0),
+    )
+
+
+def slow_links(
+    parameters: int,
+    step_seconds: float | None,
+    network: SiteNetwork,
+    islands: int | None = None,
+    methods: Sequence[Method] = METHODS,
+) -> SlowLinks:
+    """Return the forecast of every method, and the one to use: the first that computes enough."""
+    count = network.islands if islands is None else islands
+    found = tuple(forecast(parameters, step_seconds, count, network, each) for each in methods)
+    best, why = _recommended(found)
+    return SlowLinks(network, count, step_seconds, found, best, why)
+
+
+def _recommended(found: Sequence[SlowLinkForecast]) -> tuple[int | None, str]:
+    shares = [each.utilization for each in found if each.utilization is not None]
+    if len(shares) < len(found):
+        return None, "the time of a step is unknown, so which method waits how long is unknown too"
+    enough = [index for index, share in enumerate(shares) if share >= ENOUGH]
+    if enough:
+        return enough[0], (
+            f"the least risk for the loss of those that compute at least {ENOUGH:.0%} of the time"
+        )
+    fastest = max(range(len(found)), key=shares.__getitem__)
+    return fastest, f"none computes {ENOUGH:.0%} of the time; this one computes most"
