@@ -33,7 +33,7 @@ from replicax.wording import counted
 
 LinkForecast = Callable[[LinkMethod, int, int, float], float]
 """`forecast(method, parameters, islands, step_seconds)`: the utilization that is expected."""
-CONTROL = "REPLICAX_BENCH_CONTROL"
+LINK_CONTROL = "REPLICAX_BENCH_CONTROL"
 """Environment variable with the descriptor on which an island is told what to run."""
 _PATIENT = {"REPLICAX_STALL_SECONDS": "600", "REPLICAX_SILENT_SECONDS": "120"}
 """An exchange over a slow link is no stall, and may delay heartbeats."""
@@ -257,7 +257,7 @@ def _island_processes(
                 variables.PROCESSES: "1",
                 ISLAND: str(number),
                 ISLANDS: links.addresses(number),
-                CONTROL: f"{theirs.fileno()} {','.join(map(str, _cores_of(number, count)))}",
+                LINK_CONTROL: f"{theirs.fileno()} {','.join(map(str, _cores_of(number, count)))}",
             }
             with theirs, path.open("wb") as log:
                 options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}

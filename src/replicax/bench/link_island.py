@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.bench.link_methods import NEVER, LinkMethod
+from replicax.bench.link_methods import ENDLESS_STEPS, LinkMethod
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.rounds.islands import Islands
@@ -70,7 +70,9 @@ class LinkIsland:
     def _ready(self, method: LinkMethod | None) -> tuple[DataParallel, Batch]:
         name = ALONE if method is None else method.name
         if name not in self._steps:
-            dp = self._data_parallel(Islands(every=NEVER) if method is None else method.islands)
+            dp = self._data_parallel(
+                Islands(every=ENDLESS_STEPS) if method is None else method.islands
+            )
             self._steps[name] = dp, self._batch_of(dp)
         return self._steps[name]
 
@@ -84,7 +86,7 @@ class LinkIsland:
         return group.bytes[0] + sum(peer.sent_bytes for peer in group.network.peers.values())
 
 
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], descriptor: int) -> None:
+def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]], descriptor: int) -> None:
     """Answer each line of JSON on a socket with another, until the other end closes it.
 
     Then the process ends at once, even in the middle of an exchange with islands that are gone.

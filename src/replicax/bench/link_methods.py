@@ -6,7 +6,7 @@ from replicax.core.ground.codecs import CODECS
 from replicax.core.rounds.islands import Islands
 from replicax.errors import choose
 
-NEVER = 1_000_000_000
+ENDLESS_STEPS = 1_000_000_000
 """Steps of a round that does not end while it is measured."""
 _STEPS = 3
 """Steps measured at once of a method that exchanges in every one."""

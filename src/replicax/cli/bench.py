@@ -18,7 +18,7 @@ from replicax.bench import processes
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import all_cases, notes_on_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
-from replicax.bench.link_bench import CONTROL
+from replicax.bench.link_bench import LINK_CONTROL
 from replicax.bench.machine import only_cores, own_cores
 from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
@@ -262,7 +262,7 @@ def _one_process(arguments: list[str]) -> None:
     Process 0 writes the result to the path that follows the command's flags. With `--network`, be
     an island instead.
     """
-    if CONTROL in os.environ:
+    if LINK_CONTROL in os.environ:
         serve_island(parse_with_recipe("bench", BenchOptions, arguments))
         return
     *own, path = arguments

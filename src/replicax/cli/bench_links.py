@@ -11,8 +11,8 @@ import jax
 
 import replicax as rx
 from replicax.arguments import Count
-from replicax.bench.link_bench import CONTROL, LinkForecast, bench_links
-from replicax.bench.link_island import LinkIsland, serve
+from replicax.bench.link_bench import LINK_CONTROL, LinkForecast, bench_links
+from replicax.bench.link_island import LinkIsland, answer_lines
 from replicax.bench.link_methods import METHOD_NAMES, LinkMethod, link_methods
 from replicax.bench.link_report import link_table, write_link_bench
 from replicax.cli.flags import Arguments, several_of, shown_as, words
@@ -78,7 +78,7 @@ def measure_links(parsed: Arguments[Any], arguments: Sequence[str]) -> None:
 
 def serve_island(parsed: Arguments[Any]) -> None:
     """Run the steps of one island, as the process that measures tells it."""
-    descriptor, cores = os.environ[CONTROL].split()
+    descriptor, cores = os.environ[LINK_CONTROL].split()
     os.sched_setaffinity(0, map(int, cores.split(",")))  # before JAX counts them
     options, recipe = parsed.options, parsed.recipe
     job = rx.initialize(verbose=False)
@@ -107,7 +107,7 @@ def serve_island(parsed: Arguments[Any]) -> None:
         chosen = None if method is None else LinkMethod(**method)
         return island.run(chosen, question["before"], question["steps"])
 
-    serve(answer, int(descriptor))
+    answer_lines(answer, int(descriptor))
 
 
 def check_without_links(options: Any) -> None:
