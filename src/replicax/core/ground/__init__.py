@@ -7,6 +7,8 @@ Read in this order:
     codecs.py          vectors as bytes to send, of 32 to 2.3 bits per value
     precision.py       the dtype of the model's computation, and that of sums
     job.py             `Job`, the methods of a job of many processes that the core calls
+    largest_places.py  the places of the largest values of each row, and
+    codecs.py          vectors as bytes to send
     in_flight.py       the steps that are dispatched and not finished
     traced_for.py      the devices that a step is traced for, attached or described
     jax_internals.py   every name that comes from `jax._src`

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from replicax.core.ground.largest_places import largest_places
 from replicax.errors import choose
 
 BLOCK = 64
@@ -91,7 +92,9 @@ class Integers:
         whole = jnp.round(blocks / scales.astype(jnp.float32)[:, None]).astype(jnp.int8)
         packed = _as_bytes(whole.reshape(-1))
         if self.bits == 4:
-            packed = packed[0::2] & 0xF | packed[1::2] << 4
+            # Two bytes at a time, which a processor does faster than every other byte.
+            pairs = _from_bytes(packed, jnp.uint16)
+            packed = (pairs & 0xF | pairs >> 4 & 0xF0).astype(jnp.uint8)
         return jnp.concatenate([packed, _as_bytes(scales)])
 
     def decode(self, payload: jax.Array, size: int) -> jax.Array:
@@ -125,10 +128,9 @@ class Sparse:
 
     def encode(self, vector: jax.Array) -> jax.Array:
         blocks = _blocks(vector, self._of)
-        # Without NaNs, which a sort may put anywhere.
+        # Without NaNs, which have no place in an order.
         order = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
-        _, found = lax.top_k(order, self._kept)
-        index = jnp.sort(found, axis=1)
+        index = largest_places(order, self._kept)
         values = jnp.take_along_axis(blocks, index, axis=1)
         size = jnp.abs(values)
         large = size > jnp.mean(size, axis=1, keepdims=True)

@@ -1,0 +1,281 @@
+"""`bench --network`: methods side by side, between islands whose links have a limited rate.
+
+Utilization is the time of steps without any exchange, divided by that of the same steps with it:
+the same islands on the same cores, one after the other in each repetition.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import secrets
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax.bench.link_island import ALONE
+from replicax.bench.link_methods import LinkMethod
+from replicax.bench.machine import Neighbours, environment, notes_on_neighbours, own_cores
+from replicax.bench.measurement import Display
+from replicax.bench.numbers import ratios
+from replicax.bench.shaped_links import ShapedLinks, shaped_links
+from replicax.cluster import variables
+from replicax.errors import ClusterError
+from replicax.islands.island_variables import ISLAND, ISLANDS
+from replicax.wording import counted
+
+LinkForecast = Callable[[LinkMethod, int, int, float], float]
+"""`forecast(method, parameters, islands, step_seconds)`: the utilization that is expected."""
+LINK_CONTROL = "REPLICAX_BENCH_CONTROL"
+"""Environment variable with the descriptor on which an island is told what to run."""
+_PATIENT = {"REPLICAX_STALL_SECONDS": "600", "REPLICAX_SILENT_SECONDS": "120"}
+"""An exchange over a slow link is no stall, and may delay heartbeats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkCase:
+    """One method between a number of islands."""
+
+    islands: int
+    method: LinkMethod
+    step_seconds: tuple[float, ...]
+    """Mean time of a step, over the islands, in each repetition."""
+    utilization: tuple[float, ...]
+    """Time without an exchange, divided by that with it, in each repetition."""
+    forecast: float
+    bytes_per_step: float
+    """Bytes that an island sent in a step, counted on its sockets, with headers: the median."""
+    formula_bytes_per_step: float
+    """The same, by the formula for the payload."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkBench:
+    """All methods over one network."""
+
+    network: str
+    bytes_per_second: float
+    shaped_by: str
+    why_relay: str
+    """Why no namespaces were used; empty if they were."""
+    parameters: int
+    alone_step_seconds: Mapping[int, tuple[float, ...]]
+    """Mean time of a step without an exchange, by number of islands, in each repetition."""
+    cases: tuple[LinkCase, ...]
+    repetitions: int
+    environment: Mapping[str, Any]
+    seed: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def bench_links(
+    command: Sequence[str],
+    islands: Sequence[int],
+    network: str,
+    bytes_per_second: float,
+    methods: Sequence[LinkMethod],
+    forecast: LinkForecast,
+    *,
+    logs: Path,
+    repetitions: int = 5,
+    seed: int = 0,
+    relay: bool = False,
+    progress: bool = True,
+) -> LinkBench:
+    """Measure all methods for each number of islands; an island is a process of `command`.
+
+    Raises:
+        ClusterError: an island has ended.
+    """
+    started, neighbours, display = time.perf_counter(), Neighbours(), Display(progress)
+    cases, alone, kinds = list[LinkCase](), dict[int, tuple[float, ...]](), list[str]()
+    parameters, why = 0, ""
+    with contextlib.closing(display):
+        for count in islands:
+            links, why = shaped_links(count, bytes_per_second, relay=relay)
+            kinds.append(links.kind)
+            with contextlib.closing(links), _island_processes(command, links, count, logs) as told:
+                display.show(f"{counted(count, 'island')}: compiling")
+                parameters = int(told.ask({"method": None})[0]["parameters"])
+                steps = max(method.measured_steps for method in methods)
+                plan: list[LinkMethod | None] = [None, *methods]
+                runs = _repeated(told, plan, steps, count, repetitions, seed, display)
+            alone[count], found = _cases(count, methods, runs, parameters, forecast)
+            cases += found
+    return LinkBench(
+        network=network,
+        bytes_per_second=bytes_per_second,
+        shaped_by=kinds[0],
+        why_relay=why,
+        parameters=parameters,
+        alone_step_seconds=alone,
+        cases=tuple(cases),
+        repetitions=repetitions,
+        environment=environment(),
+        seed=seed,
+        seconds=time.perf_counter() - started,
+        notes=tuple(notes_on_neighbours(neighbours.cores())),
+    )
+
+
+_Runs = dict[str, list[tuple[int, list[dict[str, float]]]]]
+"""The steps and the answers of all islands, by name of the method, in each repetition."""
+
+
+def _repeated(
+    told: "_Islands",
+    methods: Sequence[LinkMethod | None],
+    alone_steps: int,
+    islands: int,
+    repetitions: int,
+    seed: int,
+    display: Display,
+) -> _Runs:
+    """Run every method once to compile it, then in each repetition, in random order."""
+    order, found = random.Random(seed), _Runs()
+    total = (1 + repetitions) * len(methods)
+    for turn in range(1 + repetitions):
+        chosen = order.sample(methods, len(methods)) if turn else methods
+        for place, method in enumerate(chosen):
+            name = ALONE if method is None else method.name
+            what = f"repetition {turn}/{repetitions}" if turn else "warm-up"
+            left = display.left(turn * len(methods) + place, total)
+            display.show(f"{counted(islands, 'island')}, {what}: {name}", left)
+            steps = alone_steps if method is None else method.measured_steps
+            answers = told.ask(
+                {
+                    "method": None if method is None else dataclasses.asdict(method),
+                    "before": 1 if method is None else method.steps_before,
+                    "steps": steps,
+                }
+            )
+            if turn:
+                found.setdefault(name, []).append((steps, answers))
+    return found
+
+
+def _cases(
+    count: int,
+    methods: Sequence[LinkMethod],
+    runs: _Runs,
+    parameters: int,
+    forecast: LinkForecast,
+) -> tuple[tuple[float, ...], list[LinkCase]]:
+    """Return the times of a step without an exchange, and the case of each method."""
+
+    def seconds(name: str) -> list[float]:
+        """Return the mean time of a step in each repetition, over steps and islands."""
+        each = [(steps, [told["seconds"] for told in answers]) for steps, answers in runs[name]]
+        return [float(np.mean(of_islands)) / steps for steps, of_islands in each]
+
+    def of(method: LinkMethod) -> LinkCase:
+        mine = seconds(method.name)
+        sent = [
+            told["sent_bytes"] / steps for steps, answers in runs[method.name] for told in answers
+        ]
+        return LinkCase(
+            count,
+            method,
+            tuple(mine),
+            tuple(ratios(alone, mine)),
+            forecast(method, parameters, count, float(np.median(alone))),
+            float(np.median(sent)),
+            method.bytes_per_step(parameters, count),
+        )
+
+    alone = seconds(ALONE)
+    return tuple(alone), [of(method) for method in methods]
+
+
+class _Islands:
+    """The processes of all islands, as those that are told what to run."""
+
+    def __init__(self, ends: Sequence[socket.socket], logs: Sequence[Path]) -> None:
+        self._ends, self._logs = ends, logs
+
+    def ask(self, question: Mapping[str, Any]) -> list[dict[str, float]]:
+        """Return the answer of each island; `ClusterError` as soon as one has ended."""
+        text = json.dumps(question).encode() + b"\n"
+        answers, waiting = dict[int, bytes](), selectors.DefaultSelector()
+        with waiting:
+            for number, end in enumerate(self._ends):
+                with contextlib.suppress(OSError):  # its end is read below
+                    end.sendall(text)
+                waiting.register(end, selectors.EVENT_READ, number)
+            while waiting.get_map():
+                for key, _ in waiting.select():
+                    end, number = self._ends[key.data], key.data
+                    data = _received(end)
+                    if not data:
+                        raise ClusterError(self._cause(number))
+                    answers[number] = answers.get(number, b"") + data
+                    if answers[number].endswith(b"\n"):
+                        waiting.unregister(end)
+        return [json.loads(answers[number]) for number in range(len(self._ends))]
+
+    def _cause(self, number: int) -> str:
+        log = self._logs[number]
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return f"island {number} has ended: {lines[-1] if lines else 'no output'}; see {log}"
+
+
+def _received(end: socket.socket) -> bytes:
+    try:
+        return end.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+@contextlib.contextmanager
+def _island_processes(
+    command: Sequence[str], links: ShapedLinks, count: int, logs: Path
+) -> Iterator[_Islands]:
+    """Start the islands, each on cores of its own as far as there are enough; kill them after."""
+    secret, job = secrets.token_urlsafe(), secrets.token_hex(8)
+    started, ends = list[subprocess.Popen[bytes]](), list[socket.socket]()
+    files = [logs / f"{count}-islands" / f"island-{number}.log" for number in range(count)]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for number, path in enumerate(files):
+            ours, theirs = socket.socketpair()
+            ends.append(ours)
+            env = {
+                **os.environ,
+                **_PATIENT,
+                "JAX_PLATFORMS": "cpu",
+                variables.JOB_ID: job,
+                variables.SECRET: secret,
+                variables.PROCESS_ID: "0",
+                variables.PROCESSES: "1",
+                ISLAND: str(number),
+                ISLANDS: links.addresses(number),
+                LINK_CONTROL: f"{theirs.fileno()} {','.join(map(str, _cores_of(number, count)))}",
+            }
+            with theirs, path.open("wb") as log:
+                options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+                options |= {"env": env, "pass_fds": [theirs.fileno()]}
+                started.append(links.start(number, command, **options))
+        yield _Islands(ends, files)
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+        for end in ends:
+            end.close()
+
+
+def _cores_of(island: int, islands: int) -> list[int]:
+    """Return the cores of an island: equal shares, or one that several islands share."""
+    cores = own_cores()
+    each = max(len(cores) // islands, 1)
+    first = island * each % len(cores)
+    return cores[first : first + each]

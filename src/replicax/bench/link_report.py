@@ -1,0 +1,117 @@
+"""Methods over slow links as a table of 80 columns, a plot, and files."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax.bench.link_bench import LinkBench, LinkCase
+from replicax.bench.link_methods import LinkMethod
+from replicax.bench.numbers import percent_around, spread
+from replicax.bench.plots import IDEAL, STYLES
+from replicax.errors import MissingDependencyError, require
+from replicax.table import aligned, labelled
+from replicax.wording import counted, duration, percent, size_text, time_text
+
+PICTURE = "slow_links.png"
+_HEADS = ("islands", "method", "bytes\na step", "of the\nformula", "step", "utili-\nzation")
+_COMPARED = ("fore-\ncast", "points\napart")
+
+
+def link_table(bench: LinkBench) -> list[str]:
+    """Return the measurements as lines of at most 80 columns."""
+    where = bench.environment
+    network = f"{bench.network} for each island, by {bench.shaped_by}"
+    if bench.why_relay:
+        network += f" ({bench.why_relay})"
+    about = (
+        f"{where['date']} · {where['processor']}, {where['cores']} cores · jax {where['jax']} · "
+        f"{bench.parameters:,} parameters · {counted(bench.repetitions, 'repetition')} in "
+        f"{duration(bench.seconds)}, median ± half the interquartile range"
+    )
+    rows = [[*_HEADS, *_COMPARED], *(_row(case) for case in bench.cases)]
+    lines = [*labelled("bench", about), *labelled("links", network)]
+    for islands, seconds in bench.alone_step_seconds.items():
+        step = time_text(float(np.median(seconds)))
+        text = f"{counted(islands, 'island')}, a step without an exchange: {step}"
+        lines += labelled("alone", text)
+    notes = [line for note in bench.notes for line in labelled("note", note)]
+    return [*lines, "", *aligned(rows, left=2), *notes]
+
+
+def _row(case: LinkCase) -> list[str]:
+    measured = float(np.median(case.utilization))
+    return [
+        str(case.islands),
+        method_text(case.method),
+        size_text(case.bytes_per_step),
+        f"{case.bytes_per_step / case.formula_bytes_per_step:.3f}",
+        time_text(float(np.median(case.step_seconds))),
+        percent_around(case.utilization),
+        percent(case.forecast),
+        f"{100 * (measured - case.forecast):+.1f}",
+    ]
+
+
+def method_text(method: LinkMethod) -> str:
+    """Return the name of a method, and how often it exchanges."""
+    return method.name if method.every == 1 else f"{method.name}, {method.every}"
+
+
+def write_link_bench(bench: LinkBench, folder: Path) -> list[Path]:
+    """Write `bench.json` and, with matplotlib, `slow_links.png`; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "bench.json", folder / PICTURE]
+    paths[0].write_text(json.dumps(link_json(bench), indent=2) + "\n", encoding="utf-8")
+    try:
+        link_figure(bench).savefig(paths[1], dpi=150)
+    except MissingDependencyError:
+        del paths[1]
+    return paths
+
+
+def link_json(bench: LinkBench) -> dict[str, Any]:
+    """Return all repetitions, and the medians with their quartiles."""
+
+    def of(case: LinkCase) -> dict[str, Any]:
+        found = dataclasses.asdict(case)
+        middle, low, high = spread(case.utilization)
+        apart = 100 * (middle - case.forecast)
+        return {**found, "median_and_quartiles": [middle, low, high], "points_apart": apart}
+
+    return {**dataclasses.asdict(bench), "cases": [of(case) for case in bench.cases]}
+
+
+def link_figure(bench: LinkBench) -> Any:
+    """Plot the utilization of each method as bars, with the forecast as a line across each."""
+    figure_class = require("matplotlib.figure", "cli").Figure
+    figure = figure_class(figsize=(9.0, 4.2), layout="constrained")
+    axis = figure.subplots()
+    counts = sorted(bench.alone_step_seconds)
+    width, names = 0.8 / len(counts), list(dict.fromkeys(c.method.name for c in bench.cases))
+    for place, count in enumerate(counts):
+        own = [case for case in bench.cases if case.islands == count]
+        at = [
+            names.index(case.method.name) + (place - (len(counts) - 1) / 2) * width for case in own
+        ]
+        middles, lows, highs = 100 * np.asarray([spread(case.utilization) for case in own]).T
+        bars = np.stack([middles - lows, highs - middles])
+        colour = STYLES[1 + place % (len(STYLES) - 1)][0]
+        text = counted(count, "island")
+        axis.bar(at, middles, 0.9 * width, yerr=bars, capsize=3, color=colour, label=text)
+        forecasts, half = [100 * case.forecast for case in own], 0.45 * width
+        lefts, rights = [each - half for each in at], [each + half for each in at]
+        label = None if place else "forecast"
+        axis.hlines(forecasts, lefts, rights, color="black", linewidth=2, label=label)
+    axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_ylim(0, 110)
+    axis.set_ylabel("utilization in %")
+    axis.set_title(
+        f"{bench.parameters:,} parameters · {bench.network} · {bench.shaped_by}", fontsize=10
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="upper left", frameon=False)
+    return figure

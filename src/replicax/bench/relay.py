@@ -1,0 +1,113 @@
+"""A relay between islands on one host, which passes bytes on at the rates of their links."""
+
+import contextlib
+import socket
+import threading
+import time
+
+_CHUNK_BYTES = 1 << 15
+_CONNECT_SECONDS = 2.0
+
+
+class TokenBucket:
+    """The next time at which bytes may pass a link; threads share it."""
+
+    def __init__(self, bytes_per_second: float, burst_bytes: int) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._burst_seconds = burst_bytes / bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, count: int) -> float:
+        """Let `count` bytes pass after those before; return the time at which they have."""
+        with self._lock:
+            # A link that rested lets a burst pass at once.
+            begins = max(self._free_at, time.monotonic() - self._burst_seconds)
+            self._free_at = begins + count / self._bytes_per_second
+            return self._free_at
+
+
+class Relay:
+    """Listens in the place of every island, once for each other one, and passes bytes on.
+
+    Bytes wait for the uplink of the island that sends them and the downlink of the other.
+    """
+
+    def __init__(self, islands: int, bytes_per_second: float, burst_bytes: int) -> None:
+        own = [socket.create_server(("127.0.0.1", 0)) for _ in range(islands)]
+        self._ports = [each.getsockname()[1] for each in own]
+        self._up = [TokenBucket(bytes_per_second, burst_bytes) for _ in range(islands)]
+        self._down = [TokenBucket(bytes_per_second, burst_bytes) for _ in range(islands)]
+        self._lock, self._closing = threading.Lock(), False
+        self._open: set[socket.socket] = set()
+        self._listening: dict[tuple[int, int], socket.socket] = {}
+        for dialler in range(islands):
+            for other in {*range(islands)} - {dialler}:
+                self._listening[dialler, other] = socket.create_server(("127.0.0.1", 0))
+        for each in own:  # free now, and no port of the relay
+            each.close()
+        for pair in self._listening:
+            threading.Thread(target=self._accept, args=pair, daemon=True).start()
+
+    def ports_of(self, island: int) -> list[int]:
+        """Return the ports by island: its own, on which it listens, and those of the relay."""
+        return [
+            port if other == island else self._listening[island, other].getsockname()[1]
+            for other, port in enumerate(self._ports)
+        ]
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
+        with self._lock:
+            self._closing = True
+            ending = [*self._listening.values(), *self._open]
+        for each in ending:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for each in self._listening.values():
+            each.close()
+
+    def _accept(self, dialler: int, other: int) -> None:
+        listening = self._listening[dialler, other]
+        while True:
+            try:
+                dialled, _ = listening.accept()
+            except OSError:
+                return
+            try:
+                address = "127.0.0.1", self._ports[other]
+                reached = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+                reached.settimeout(None)
+            except OSError:  # it does not listen yet, or any more
+                dialled.close()
+                continue
+            ways = (dialler, other, dialled, reached), (other, dialler, reached, dialled)
+            with self._lock:
+                self._open |= {dialled, reached}
+                closing = self._closing
+            left = [2]
+            for way in ways:
+                threading.Thread(target=self._pump, args=(*way, left), daemon=True).start()
+            if closing:
+                dialled.shutdown(socket.SHUT_RDWR)
+
+    def _pump(
+        self, sender: int, receiver: int, source: socket.socket, to: socket.socket, left: list[int]
+    ) -> None:
+        """Pass bytes on in one direction until it ends, and free both ends after the last one."""
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        with contextlib.suppress(OSError):
+            for each in (source, to):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while count := source.recv_into(buffer):
+                # Both links carry a byte at the same time, as packets follow one another.
+                until = max(self._up[sender].reserve(count), self._down[receiver].reserve(count))
+                time.sleep(max(until - time.monotonic(), 0.0))
+                to.sendall(buffer[:count])
+        with self._lock:
+            left[0] -= 1
+            last = not left[0]
+            self._open -= {source, to} if last else set()
+        for each in (source, to):
+            with contextlib.suppress(OSError):
+                each.close() if last else each.shutdown(socket.SHUT_RDWR)
