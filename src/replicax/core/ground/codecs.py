@@ -1,4 +1,4 @@
-"""Codecs: float32 vectors as bytes to send, of 4 bytes to 2.3 bits per value."""
+"""Codecs: float32 vectors as bytes to send, of 4 bytes to 0.23 bits per value."""
 
 import dataclasses
 from typing import Protocol
