@@ -10,15 +10,18 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.arguments import Count, Devices
+from replicax.arguments import Count, Devices, Natural, NotNegative
 from replicax.cli.flags import one_of, shown_as
 from replicax.cluster.place import find_place
 from replicax.core.data.sources import as_source
 from replicax.core.exact.fixed_tree import MICRO_SHARDS, fix_threads
+from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Alone, Job
 from replicax.core.modes import MODES, as_mode
 from replicax.core.placement.layout import LAYOUTS, Layout
+from replicax.core.placement.mesh import replica_count
 from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.rounds.islands import OuterSGD
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
@@ -111,10 +114,18 @@ class StepOptions:
         }
 
     def data_parallel(
-        self, recipe: Any, mode: str, mesh: jax.sharding.Mesh | None, job: Job | None = None
+        self,
+        recipe: Any,
+        mode: str,
+        mesh: jax.sharding.Mesh | None,
+        job: Job | None = None,
+        **more: Any,
     ) -> rx.DataParallel:
-        """Return the step of `recipe` on `mesh`, by default on all devices that `mode` supports."""
-        arguments = {"mesh": mesh, "mode": mode, "job": job, **self.settings(recipe)}
+        """Return the step of `recipe` on `mesh`, by default on all devices that `mode` supports.
+
+        `more` are further arguments of `DataParallel`.
+        """
+        arguments = {"mesh": mesh, "mode": mode, "job": job, **self.settings(recipe), **more}
         return rx.DataParallel(recipe.loss, recipe.optimizer(), **arguments)
 
     def fix_threads(self, *modes: str) -> None:
@@ -137,6 +148,52 @@ class DeviceOptions:
 
     devices: Annotated[Devices | None, shown_as("INT", "all")] = None
     """Number of devices, over all processes; simulated on a CPU (verify: 8 by default)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundOptions:
+    """Rounds of steps between two exchanges, for commands that run a step in a single mode."""
+
+    every: Annotated[Count | None, shown_as("N", "none: islands add up every step")] = None
+    """Steps of a round, after which islands exchange how their parameters changed (DiLoCo)."""
+    send: Annotated[str, one_of(CODECS)] = "float32"
+    """With --every: how islands encode what they send, with error feedback."""
+    outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8, by islands")] = None
+    """With --every: learning rate of the outer step, SGD on what all islands sent."""
+    outer_momentum: Annotated[NotNegative | None, shown_as("FLOAT", "0.9; sparse: 0")] = None
+    """With --every: Nesterov momentum of the outer step; with fewer than 100 rounds, 0.5."""
+    fragments: Count = 1
+    """With --every: parts of the parameters, sent in turn at equal intervals of a round."""
+    delay: Natural = 0
+    """With --every: steps after which an outer step takes effect, sent in the background."""
+    island_axis: Annotated[Literal["data"] | None, shown_as("data", "the job's islands")] = None
+    """With --every and --mode shard_map: data makes each replica an island, to simulate them."""
+
+    def rounds(self, mesh: jax.sharding.Mesh | None, job: Job) -> dict[str, Any]:
+        """Return the argument `islands` of `DataParallel`, if there are rounds."""
+        if self.every is None:
+            fields = dataclasses.fields(RoundOptions)
+            given = [each.name for each in fields if getattr(self, each.name) != each.default]
+            if given:
+                raise ConfigError(
+                    f"--{given[0].replace('_', '-')} without --every; it is about rounds of steps: "
+                    "add --every 30, or leave it out"
+                )
+            return {}
+        islands = rx.Islands(
+            every=self.every,
+            send=self.send,
+            fragments=self.fragments,
+            delay=self.delay,
+            axis=self.island_axis,
+        )
+        rate, momentum, count = self.outer_rate, self.outer_momentum, job.islands
+        if self.island_axis is not None:
+            count = jax.device_count() if mesh is None else replica_count(mesh)
+        if (rate, momentum) != (None, None):
+            outer = OuterSGD(count, islands.codec, rate, momentum)
+            islands = dataclasses.replace(islands, outer=outer)
+        return {"islands": islands}
 
 
 def make_host_devices(devices: int, processes: int = 1) -> None:

@@ -16,6 +16,7 @@ from replicax.cli.sharding import print_sharding
 from replicax.cli.step_options import (
     DeviceOptions,
     ModeOptions,
+    RoundOptions,
     StepOptions,
     first_rows,
     make_host_devices,
@@ -70,6 +71,11 @@ class StartOptions:
 @dataclasses.dataclass(frozen=True)
 class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
     """How a step is computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandOptions(RoundOptions):
+    """Rounds between islands: replicax launch --islands, or --island-axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +173,7 @@ class TrainOptions:
 
     start: StartOptions = StartOptions()
     compute: ComputeOptions = ComputeOptions()
+    islands: IslandOptions = IslandOptions()
     eval: EvalOptions = EvalOptions()
     record: RecordOptions = RecordOptions()
     save: SaveOptions = SaveOptions()
@@ -235,7 +242,8 @@ def _run(
     if compute.devices is not None:
         make_host_devices(compute.devices, job.processes)
     mesh = compute.mesh(compute.devices)
-    dp = compute.data_parallel(recipe, compute.mode, mesh, job)
+    rounds = options.islands.rounds(mesh, job)
+    dp = compute.data_parallel(recipe, compute.mode, mesh, job, **rounds)
     if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     if speaks:

@@ -18,12 +18,14 @@ from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import (
     DeviceOptions,
     ModeOptions,
+    RoundOptions,
     StepOptions,
     check_alone,
     data_lines,
     first_rows,
     make_host_devices,
 )
+from replicax.core.ground.job import Alone
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
@@ -56,7 +58,7 @@ NOT_EVALUATED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
+class VerifyOptions(JsonOptions, StepOptions, RoundOptions, ModeOptions, DeviceOptions):
     """Options of `replicax verify` for any recipe."""
 
     modes: Annotated[str | None, several_of(MODES, "all")] = None
@@ -137,7 +139,8 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
     options, recipe = parsed.options, parsed.recipe
     options.say(*data_lines(recipe))
     mesh = options.mesh(as_mode(options.mode).most_devices or options.devices)
-    dp = options.data_parallel(recipe, options.mode, mesh)
+    rounds = options.rounds(mesh, Alone())
+    dp = options.data_parallel(recipe, options.mode, mesh, **rounds)
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
     key = jax.random.key(options.seed)

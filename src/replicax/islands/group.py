@@ -27,10 +27,7 @@ _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 
 
 class Group:
-    """The islands that train together, as this one sees them.
-
-    One thread uses it; the network's threads bring what arrives.
-    """
+    """The islands that train together, as this one sees them; one thread and the network use it."""
 
     def __init__(self, place: IslandPlace, timeouts: Timeouts) -> None:
         self.place, self._timeouts = place, timeouts
@@ -351,8 +348,7 @@ class Group:
             changed = view is not before or (view is not None and view.exchange == exchange)
             self.pace.exchanged(time.monotonic() - began, changed=changed)
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
-            for old in [each for each in self._frames if each <= exchange]:
-                del self._frames[old]
+            self._frames = {n: each for n, each in self._frames.items() if n > exchange}
         assert complete is not None
         return own.combined(complete, exchange, frames, topic)
 
@@ -390,11 +386,10 @@ class Group:
             began = time.monotonic()
             self._changed.wait(_LOOK_SECONDS)
             left -= min(time.monotonic() - began, 2 * _LOOK_SECONDS)  # else it was frozen itself
-            missing = of.missing(exchange)
-            before, peers = seen, self.network.peers
-            seen = {index: peers[index].progress for index in missing if index in peers}
+            missing, peers = of.missing(exchange), self.network.peers
+            before, seen = seen, {i: peers[i].progress for i in missing if i in peers}
             # Between two exchanges an island may take many steps, and its arrays some time.
-            if any(peers[index].rests or seen[index] != before.get(index) for index in seen):
+            if any(peers[i].rests or seen[i] != before.get(i) for i in seen):
                 left = allowed
             if left < 0:
                 for index in missing:

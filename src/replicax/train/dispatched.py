@@ -12,6 +12,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
+from replicax.core.rounds.round_step import ROUND_LOSS
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError
 from replicax.train.guarded import NOT_FINITE, SPIKE
@@ -71,7 +72,7 @@ class Meter:
 
     Its metrics are means over the steps since the last record, weighted by their real rows.
     Skipped steps, which have separate records, and non-finite metrics are excluded; if no value
-    remains, the mean is NaN. Step 1 has a separate record.
+    remains, the mean is NaN, and the loss of rounds is left out. Step 1 has a separate record.
     """
 
     _last: Dispatched | None  # the newest step, if it has no record yet
@@ -129,6 +130,8 @@ class Meter:
         seconds = self._seconds if self._started is None else now - self._started
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
         sums, at = {name: self._sums[name] for name in step.metrics}, step.place
+        if ROUND_LOSS in sums and not sums[ROUND_LOSS][1]:
+            del sums[ROUND_LOSS]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
         record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
         self.rows, self._sums, self._wait_seconds, self._started = 0, {}, 0.0, now

@@ -38,6 +38,7 @@ from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
 from replicax.train.records_file import RecordsFile
 from replicax.train.resuming import Resuming
+from replicax.train.rounds_told import doubtful_rounds
 from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
 from replicax.train.stopping import Interrupt, is_any_open
@@ -203,6 +204,8 @@ class Run(Resuming):
                 self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
+            for line in doubtful_rounds(self.dp, self.total) if self._members.speaks else ():
+                self.alarm(line)
             # Called again, as in a notebook, with a state that is used up, it can resume.
             self._donated = was_donated(self.state) and self._is_known()
             self._never_finite = set() if self._donated else params_not_finite(self.state)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
+import jax
+
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, ConfigError, require
@@ -22,6 +24,8 @@ from replicax.wording import named
 BEST = "best.json"
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """State fields that only a resumed run needs: a state without them is loaded without them."""
+_OF_ISLANDS = ("islands", "opt_state", "scale")
+"""Fields of a run with rounds that a state without rounds has otherwise, or not at all."""
 _MOST_NAMED = 6
 
 
@@ -125,14 +129,23 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
 def load_checkpoint(
     checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
 ) -> Loaded:
-    """Verify every byte of a checkpoint, and read it."""
+    """Verify every byte of a checkpoint, and read it.
+
+    A state without rounds takes the outer parameters of a run with rounds, whose optimizer states
+    are those of its islands: its own is new.
+    """
     require("orbax.checkpoint", "checkpoints")
     like, manifest, path = dp.program(state).abstract_state(), checkpoint.manifest, checkpoint.path
+    rounds = any(name.startswith("islands.") for name in manifest.arrays)
+    outer_alone = rounds and not jax.tree.leaves(like.islands)
+    if outer_alone:
+        like = dataclasses.replace(like, opt_state=(), losses=(), reduction=(), scale=())
+    left_out = (*_OF_THE_RUN_ALONE, *(_OF_ISLANDS if outer_alone else ()))
     wanted = array_entries(like)
     found = {
         name: entry
         for name, entry in manifest.arrays.items()
-        if name in wanted or name.partition(".")[0] not in _OF_THE_RUN_ALONE
+        if name in wanted or name.partition(".")[0] not in left_out
     }
     try:
         check_arrays(found, wanted)
@@ -142,6 +155,9 @@ def load_checkpoint(
         checkpoint.store.verify(path, manifest)
         with dp.configuration.in_own_mesh():
             restored = read(like, checkpoint.store.local(path) / STATE)
+            if outer_alone:
+                fresh = dp.program(state).init(restored.params, restored.extras, int(restored.seed))
+                restored = dataclasses.replace(fresh, step=restored.step)
     with _readable(checkpoint.run):
         history = read_records(
             checkpoint.run, manifest.position.records, manifest.extra.get(HISTORY)

@@ -25,6 +25,7 @@ from replicax.core.placement.pipeline_schedules import bubble
 from replicax.table import WIDTH
 from replicax.train.goodput import Goodput
 from replicax.train.records import Record
+from replicax.train.rounds_told import rounds_lines
 from replicax.wording import counted, duration
 
 
@@ -110,6 +111,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
             f"stages {stages} x {counted(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
             f"{bubble(stages, micro):.0%}"
         )
+    lines += rounds_lines(dp, state)
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)

@@ -1,11 +1,19 @@
 """Islands that are simulated in one process, to compare their bits with one device."""
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
 
 from replicax.core.ground.job import Alone, Parts, Value
 from replicax.islands.messages import View
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import added, assigned
+
+_Result = TypeVar("_Result")
+_SECONDS = 600.0
 
 
 class SimulatedIslands(Alone):
@@ -32,3 +40,39 @@ class SimulatedIslands(Alone):
         if parts.add is None:
             return [known[part, 1] for part in range(parts.count)]
         return [added((0, parts.count), known, parts.add)]
+
+
+class SharingIsland(Alone):
+    """The job of one of several islands, each in a thread of its own, that share arrays."""
+
+    def __init__(
+        self, rank: int, sent: list[list[list[np.ndarray]]], news: threading.Condition
+    ) -> None:
+        super().__init__()
+        self._sent, self._news = sent, news
+        self._own, self.span, self.islands = sent[rank], (rank, len(sent)), len(sent)
+
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        number = len(self._own)
+        with self._news:
+            self._own.append(arrays)
+            self._news.notify_all()
+
+        def found() -> list[list[np.ndarray]]:
+            with self._news:
+                if not self._news.wait_for(
+                    lambda: all(len(each) > number for each in self._sent), _SECONDS
+                ):
+                    raise TimeoutError("another island has ended")
+            return [each[number] for each in self._sent]
+
+        return found
+
+
+def on_sharing_islands(count: int, run: Callable[[SharingIsland], _Result]) -> list[_Result]:
+    """Return the results of `run(job)` on each of `count` islands, at the same time."""
+    news, sent = threading.Condition(), [list[list[np.ndarray]]() for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, [SharingIsland(rank, sent, news) for rank in range(count)]))

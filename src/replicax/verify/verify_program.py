@@ -26,6 +26,7 @@ from replicax.verify.exactness import (
 from replicax.verify.facts import examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
+from replicax.verify.round_checks import check_rounds
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
@@ -70,10 +71,14 @@ def verify_program(
         "rows": rows,
     }
     show = show or (lambda text: None)
+    checks = list[Check]()
+    if dp.configuration.islands is not None:
+        checks = list(check_rounds(dp, model, batch, seed, show))
+        dp = dp.replace(islands=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:
         look = partial(_checks, chosen=modes is not None)
-    checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
+    checks += list(look(dp, model, batch, chosen, micro_batches, seed, show))
     show("sums")
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(

@@ -128,3 +128,14 @@ def test_a_codec_by_name_or_of_ones_own() -> None:
     assert as_codec("int4") is as_codec(CODECS["int4"]) is CODECS["int4"]
     with pytest.raises(ConfigError, match="int8, int4, sparse"):
         as_codec("int2")
+
+
+@pytest.mark.parametrize("scale_of_all", [1e-45, 1e-39, 1e-30, 1e30, 3e38])
+@pytest.mark.parametrize("name", CODECS)
+def test_tiny_and_huge_values_stay_finite(name: str, scale_of_all: float) -> None:
+    values = (scale_of_all * np.random.default_rng(0).uniform(-1, 1, 100)).astype(np.float32)
+    _, back = sent(name, values)
+    assert np.all(np.isfinite(back))
+    # XLA flushes denormals to zero.
+    most = np.abs(values).max()
+    assert np.all(np.abs(back - values) <= CODECS[name].error * most * (1 + 1e-6) + 1.2e-38)

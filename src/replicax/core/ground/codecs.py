@@ -1,4 +1,4 @@
-"""Codecs: float32 vectors as bytes to send, of 4 bytes to 2.3 bits per value."""
+"""Codecs: float32 vectors as bytes to send, of 4 bytes to 0.23 bits per value."""
 
 import dataclasses
 from typing import Protocol
@@ -41,6 +41,10 @@ class Codec(Protocol):
     def error(self) -> float:
         """The largest error of a value, relative to the largest magnitude in its block."""
 
+    @property
+    def block(self) -> int:
+        """Values in a block."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Floats:
@@ -49,6 +53,7 @@ class Floats:
     name: str
     dtype: jnp.dtype
     error: float
+    block: int = 1
 
     def encode(self, vector: jax.Array) -> jax.Array:
         kind = jnp.finfo(self.dtype)  # type: ignore[no-untyped-call]
@@ -73,6 +78,7 @@ class Integers:
 
     name: str
     bits: int
+    block: int = BLOCK
 
     @property
     def most(self) -> int:
@@ -123,17 +129,16 @@ class Sparse:
     name: str = "sparse"
     error: float = 1.0
     """A value that is not sent is lost, unless it is kept for the next time."""
+    block: int = 4096
 
-    _of, _kept = 4096, 64
+    _kept = 64
 
     def encode(self, vector: jax.Array) -> jax.Array:
-        blocks = _blocks(vector, self._of)
-        # Without NaNs, which have no place in an order.
-        order = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
-        index = largest_places(order, self._kept)
+        blocks = _blocks(vector, self.block)
+        index = largest_places(_sizes(blocks), self._kept)
         values = jnp.take_along_axis(blocks, index, axis=1)
         size = jnp.abs(values)
-        large = size > jnp.mean(size, axis=1, keepdims=True)
+        large = size > jnp.sum(size / self._kept, axis=1, keepdims=True)
         levels = [_mean_where(size, large), _mean_where(size, ~large)]
         code = (2 * jnp.signbit(values) + large).astype(jnp.uint8).reshape(-1, 4)
         codes = code[:, 0] | code[:, 1] << 2 | code[:, 2] << 4 | code[:, 3] << 6
@@ -144,7 +149,7 @@ class Sparse:
         return jnp.concatenate([indices.reshape(-1), codes, _as_bytes(magnitudes.reshape(-1))])
 
     def decode(self, payload: jax.Array, size: int) -> jax.Array:
-        count = -(-size // self._of)
+        count = -(-size // self.block)
         of_indices, of_codes = self._kept * 12 // 8, self._kept * 2 // 8
         cuts = [count * of_indices, count * (of_indices + of_codes)]
         indices, codes, magnitudes = jnp.split(payload, cuts)
@@ -157,12 +162,12 @@ class Sparse:
         chosen = jnp.where(code & 1, levels[:, :1], levels[:, 1:])
         values = jnp.where(code & 2, -chosen, chosen)
         rows = jnp.arange(count)[:, None]
-        empty = jnp.zeros((count, self._of))
+        empty = jnp.zeros((count, self.block))
         blocks = empty.at[rows, index].set(values, unique_indices=True, indices_are_sorted=True)
         return blocks.reshape(-1)[:size]
 
     def payload_bytes(self, size: int) -> int:
-        return -(-size // self._of) * (self._kept * 14 // 8 + 4)
+        return -(-size // self.block) * (self._kept * 14 // 8 + 4)
 
 
 CODECS: dict[str, Codec] = {
@@ -190,18 +195,21 @@ def _blocks(vector: jax.Array, size: int) -> jax.Array:
     return jnp.pad(vector, (0, -vector.size % size)).reshape(-1, size)
 
 
+def _sizes(values: jax.Array) -> jax.Array:
+    """Return magnitudes; infinity for NaNs, which a maximum may lose and a sort put anywhere."""
+    return jnp.where(jnp.isnan(values), jnp.inf, jnp.abs(values))
+
+
 def _rounded_up(values: jax.Array) -> jax.Array:
-    """Return values that are not negative, rounded to bfloat16 and up."""
+    """Return values that are not negative, and no NaNs, rounded to bfloat16 and up."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
-    up = ((bits + 0xFFFF) >> 16).astype(jnp.uint16)
-    up = lax.bitcast_convert_type(up, jnp.bfloat16)
-    return jnp.where(jnp.isnan(values), jnp.bfloat16(jnp.nan), up)
+    return lax.bitcast_convert_type(((bits + 0xFFFF) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
     """Return the mean of the chosen values of each row; 0 if there are none."""
-    count = jnp.sum(chosen, axis=1)
-    return jnp.sum(jnp.where(chosen, values, 0), axis=1) / jnp.maximum(count, 1)
+    count = jnp.maximum(jnp.sum(chosen, axis=1, keepdims=True), 1)
+    return jnp.sum(jnp.where(chosen, values / count, 0), axis=1)  # the sum of all may overflow
 
 
 def _as_bytes(array: jax.Array) -> jax.Array:

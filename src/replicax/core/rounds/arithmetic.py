@@ -84,6 +84,11 @@ class Arithmetic:
         each = [leaf if n in chosen else no_leaf() for n, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, each)
 
+    def payload_bytes(self, params: PyTree) -> int:
+        """Return the bytes that an island encodes in a round."""
+        sizes = (self._size(params, number) for number in range(self.islands.fragments))
+        return sum(map(self.islands.codec.payload_bytes, sizes))
+
     def merged(self, params: PyTree, part: PyTree) -> PyTree:
         """Return `params` with those of a fragment."""
 

@@ -14,8 +14,35 @@ from replicax.errors import ConfigError
 
 _RATES = {1: 0.5, 4: 0.6}
 """Outer learning rates up to a number of islands (2503.09799, figure 8); 0.8 for more."""
-_MOMENTUM = 0.9
+MOMENTUM = 0.9
+"""Default outer momentum, which does harm in runs of few rounds."""
 _SPARSE_DECAY = 0.95
+
+
+class OuterSGD(optax.GradientTransformation):  # type: ignore[misc]
+    """SGD with Nesterov momentum, which knows its `rate` and its `momentum`.
+
+    The defaults are those of a number of islands; without momentum for `sparse`.
+    """
+
+    rate: float
+    momentum: float
+
+    def __new__(
+        cls, islands: int, codec: Codec, rate: float | None = None, momentum: float | None = None
+    ) -> "OuterSGD":
+        sparse = codec.name == "sparse"
+        usual = next((rate for most, rate in _RATES.items() if islands <= most), 0.8)
+        rate = (1.0 if sparse else usual) if rate is None else rate
+        momentum = (0.0 if sparse else MOMENTUM) if momentum is None else momentum
+        plain = optax.sgd(rate, momentum or None, nesterov=momentum > 0)
+        made: OuterSGD = super().__new__(cls, *plain)
+        made.rate, made.momentum = rate, momentum
+        return made
+
+    def __str__(self) -> str:
+        with_momentum = f", Nesterov momentum {self.momentum:g}" if self.momentum else ""
+        return f"SGD {self.rate:g}{with_momentum}"
 
 
 @typed
@@ -111,13 +138,10 @@ class Islands:
         """Return these settings with the defaults for a number of islands."""
         if self.sends_gradients:
             return self
-        sparse = self.codec.name == "sparse"
-        rate = next((rate for most, rate in _RATES.items() if islands <= most), 0.8)
-        usual = optax.sgd(1.0) if sparse else optax.sgd(rate, _MOMENTUM, nesterov=True)
-        decay = _SPARSE_DECAY if sparse else 1.0
+        decay = _SPARSE_DECAY if self.codec.name == "sparse" else 1.0
         return dataclasses.replace(
             self,
-            outer=self.outer or usual,
+            outer=self.outer or OuterSGD(islands, self.codec),
             decay=decay if self.decay is None else self.decay,
         )
 

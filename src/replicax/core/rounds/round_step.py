@@ -3,13 +3,15 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.core.data.batch import Batch
+from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.placement.layout import copied
 from replicax.core.rounds.arithmetic import Arithmetic, IslandState
@@ -23,13 +25,13 @@ class RoundStep:
     """A step of an outer state: of its islands' own states, with an outer step when it is due.
 
     The number of steps decides what is due, on the host. Metrics are those of this process's
-    islands, and the loss of all islands in the last complete round, NaN before the first.
+    islands, and the loss of all islands in a round; NaN in steps in which no round ends.
     """
 
     def __init__(
         self, arithmetic: Arithmetic, transport: Transport, shardings: TrainState, begin: Any
     ) -> None:
-        self._arithmetic, self._transport = arithmetic, transport
+        self.arithmetic, self.transport = arithmetic, transport
         self._islands, self._shardings, self._begin = arithmetic.islands, shardings, begin
         numbers = range(self._islands.fragments)
         self._send = [transport.lift(partial(arithmetic.sent, number=n)) for n in numbers]
@@ -44,18 +46,24 @@ class RoundStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = self._number(state) + 1
+        if self._under_way is not None and not 0 <= self._under_way[1] - step < self._islands.delay:
+            self._under_way[2]()  # of a state that the caller has left
+            self._under_way = None
         if self._at[0]() is not state.step or (step - 1) % self._islands.interval == 0:
             self._begin()
-        own, metrics = self._transport.advance(state.islands, batch)
+        own, metrics = self.transport.advance(state.islands, batch)
         state = dataclasses.replace(state, step=self._next(state.step), islands=own)
         if (number := self._islands.due(step)) is not None:
             state = self._send_fragment(state, number, step, later=self._islands.delay > 0)
         if self._under_way is not None and self._under_way[1] == step:
             state = self._take_fragment(state)
         self._at = weakref.ref(state.step), step
-        if self._round_loss is None:
-            self._round_loss = metrics[LOSS] * float("nan")
-        return state, {**metrics, ROUND_LOSS: self._round_loss}
+        loss, self._round_loss = self._round_loss, None
+        return state, {**metrics, ROUND_LOSS: self._unknown if loss is None else loss}
+
+    @cached_property
+    def _unknown(self) -> jax.Array:
+        return from_host(np.full((), np.nan, np.float32), self._shardings.step)
 
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round, if steps were done since the last."""
@@ -65,7 +73,7 @@ class RoundStep:
         for number in range(self._islands.fragments):
             if (step - number * self._islands.interval) % self._islands.every:
                 state = self._take_fragment(self._send_fragment(state, number, step, later=False))
-        self._at = weakref.ref(state.step), step
+        self._at, self._round_loss = (weakref.ref(state.step), step), None
         return state
 
     def joined(self, state: TrainState) -> TrainState:
@@ -81,12 +89,17 @@ class RoundStep:
         placed: TrainState = jax.device_put(joined, self._shardings)
         return placed
 
+    def exchanges(self, state: TrainState) -> list[jax.stages.Compiled]:
+        """Return the program that carries each fragment; none between jobs."""
+        shapes = (jax.eval_shape(send, state.islands, state.params) for send in self._send)
+        return [found for _, *sent in shapes for found in self.transport.carrying(tuple(sent))]
+
     def _send_fragment(
         self, state: TrainState, number: int, step: int, *, later: bool
     ) -> TrainState:
         own: IslandState = state.islands
         (residual, (weights, loss)), payload, exact = self._send[number](own, state.params)
-        share = self._transport.share((payload, exact), later=later)
+        share = self.transport.share((payload, exact), later=later)
         self._under_way = number, step + self._islands.delay, share
         return dataclasses.replace(state, islands=IslandState(own.inner, residual, weights, loss))
 
@@ -120,23 +133,23 @@ class RoundStep:
         return number if known() is state.step else int(state.step)
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        traced: jax.stages.Traced = self._transport.program.trace(self._subject(state), batch)
+        traced: jax.stages.Traced = self.transport.program.trace(self._subject(state), batch)
         return traced
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        lowered: jax.stages.Lowered = self._transport.program.lower(self._subject(state), batch)
+        lowered: jax.stages.Lowered = self.transport.program.lower(self._subject(state), batch)
         return lowered
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
-        found: Sequence[Any] = self._transport.program.compiled(self._subject(state), batch)
+        found: Sequence[Any] = self.transport.program.compiled(self._subject(state), batch)
         return found
 
     def text(self, state: TrainState, batch: Batch) -> str:
-        text = self._transport.program.text(self._subject(state), batch)
+        text = self.transport.program.text(self._subject(state), batch)
         return f"{text}\n{self._islands.names()}"
 
     def cache_size(self) -> int:
-        return int(self._transport.program.cache_size())
+        return int(self.transport.program.cache_size())
 
     def _subject(self, state: TrainState) -> Any:
-        return self._transport.subject(state.islands)
+        return self.transport.subject(state.islands)

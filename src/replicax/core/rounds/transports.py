@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from replicax.core.data.batch import Batch
 from replicax.core.exchanged_step import OfPart
@@ -46,6 +47,9 @@ class Transport(Protocol):
 
         If `later`, do so in the background.
         """
+
+    def carrying(self, sent: Sent) -> list[jax.stages.Compiled]:
+        """Return the program that carries `sent` of these shapes, if one does."""
 
 
 class OwnSpan:
@@ -123,6 +127,9 @@ class BetweenJobs:
 
         return placed
 
+    def carrying(self, sent: Sent) -> list[jax.stages.Compiled]:
+        return []
+
 
 class OverMesh:
     """The transport over the mesh of one job: each replica is an island."""
@@ -175,6 +182,11 @@ class OverMesh:
         payloads, exact = self._whole(sent)
         return lambda: list(zip(payloads, exact, strict=True))
 
+    def carrying(self, sent: Sent) -> list[jax.stages.Compiled]:
+        rows = NamedSharding(self._mesh, self._rows)
+        placed = jax.tree.map(lambda leaf: leaf.update(sharding=rows), sent)
+        return [self._whole.lower(placed).compile()]
+
 
 def _step_of_one(parts: StepParts, number: jax.Array) -> Callable[..., Any]:
     """Return the step of one island on its rows, part `number` of the batch."""
@@ -184,8 +196,14 @@ def _step_of_one(parts: StepParts, number: jax.Array) -> Callable[..., Any]:
 
 
 def _means(metrics: Metrics) -> Metrics:
-    """Return the means over all islands; of verdicts, the largest."""
+    """Return the means over all islands; of verdicts, which are no floats, the farthest from 0."""
     sums: Any = metrics.pop(SUMS, {})
-    found = {name: jnp.max(each, axis=0) for name, each in metrics.items()}
     totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
+    found = {name: _mean_or_verdict(each) for name, each in metrics.items()}
     return {**found, **{name: total.mean() for name, total in totals.items()}}
+
+
+def _mean_or_verdict(each: jax.Array) -> jax.Array:
+    if jnp.issubdtype(each.dtype, jnp.floating):
+        return jnp.mean(each, axis=0)
+    return each[jnp.argmax(jnp.abs(each.astype(jnp.int32)))]

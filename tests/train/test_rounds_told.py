@@ -1,0 +1,84 @@
+"""The lines of a run with rounds: what it does, and settings that cost loss."""
+
+import re
+from typing import Any
+
+import jax
+import optax
+import pytest
+from support.rounds import BATCH, MODEL, PLAIN, SOURCE, on, over
+
+import replicax as rx
+from replicax.train.curves import draw_curves
+from replicax.train.rounds_told import doubtful_rounds, rounds_lines
+
+
+def lines_of(islands: rx.Islands, devices: int = 2) -> str:
+    dp = on(devices, islands)
+    found = rounds_lines(dp, dp.init(MODEL))
+    assert max(map(len, found)) <= 80
+    return " ".join(" ".join(found).split())
+
+
+def test_the_line_has_every_setting_and_the_bytes() -> None:
+    found = lines_of(over(30, send="int4", fragments=3, delay=5, outer=None))
+    parts = found.removeprefix("rounds ").split(" · ")
+    assert parts[:2] == ["30 steps", "int4"]
+    assert re.findall(r"[\d.]+", parts[2]) == ["0.6", "0.9"]
+    assert [re.findall(r"\d+", part) for part in parts[3:6]] == [["3"], ["5"], ["2"]]
+    assert parts[6].endswith(f"{3 * 34} B")
+
+
+def test_an_optimizer_of_ones_own_has_no_figures() -> None:
+    part = lines_of(over(30, outer=optax.adam(0.1))).split(" · ")[2]
+    assert re.findall(r"\d", part) == []
+
+
+def test_without_rounds_there_is_no_line() -> None:
+    dp = on(2)
+    assert rounds_lines(dp, dp.init(MODEL)) == []
+    assert doubtful_rounds(dp, 10) == []
+
+
+@pytest.mark.parametrize(
+    ("islands", "steps", "numbers"),
+    [
+        (over(30, outer=None), 3000, []),
+        (over(30, outer=None), 2970, [["99", "0.9"]]),
+        (over(30, outer=None), 100, [["3", "0.9"], ["100", "3", "30", "10"]]),
+        (over(30), 100, [["100", "3", "30", "10"]]),
+        (over(30, outer=None), None, []),
+        (over(1, outer=None), 3000, [["1"]]),
+        (over(1), 3000, []),
+        (over(30, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)), 300, []),
+        (over(30, send="sparse", outer=None), 300, []),
+    ],
+)
+def test_settings_that_cost_loss(
+    islands: rx.Islands, steps: int | None, numbers: list[list[str]]
+) -> None:
+    lines = doubtful_rounds(on(2, islands), steps)
+    found = [re.findall(r"(?<![\w.])\d[\d.]*", line) for line in lines]
+    assert [each[: len(wanted)] for each, wanted in zip(found, numbers, strict=True)] == numbers
+    assert not any("\n" in line for line in lines)
+
+
+def test_a_run_says_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    dp = on(2, over(3, outer=None))
+    rx.fit(dp, dp.init(MODEL), SOURCE, batch_size=BATCH, steps=4)
+    out, err = capsys.readouterr()
+    assert len(re.findall(r"^rounds ", out, re.M)) == 1
+    assert len(err.splitlines()) == 2
+    assert all(line.startswith("ALARM") for line in err.splitlines())
+
+
+def test_curves_have_a_panel_of_rounds(tmp_path: Any) -> None:
+    dp = on(2, over(3, outer=PLAIN))
+    result = rx.fit(
+        dp, dp.init(MODEL), SOURCE, batch_size=BATCH, steps=9, log_every=1, progress=False
+    )
+    draw_curves(result.records, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    known = [r.step for r in result.records if "round_loss" in r.metrics]
+    assert known == [3, 6, 9]
+    assert jax.tree.leaves(result.state.islands)
