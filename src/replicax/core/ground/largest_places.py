@@ -46,7 +46,8 @@ def _kth_largest(bits: jax.Array, rank: int) -> jax.Array:
         count = jnp.sum(bits >= higher[:, None], axis=1, dtype=jnp.int32)
         return jnp.where(count >= rank, higher, least)
 
-    return lax.fori_loop(0, 31, with_bit, jnp.zeros(bits.shape[0], jnp.int32))
+    least: jax.Array = lax.fori_loop(0, 31, with_bit, jnp.zeros(bits.shape[0], jnp.int32))
+    return least
 
 
 def _places_of_ones(words: jax.Array, count: int) -> jax.Array:
