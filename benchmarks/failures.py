@@ -10,7 +10,7 @@ from typing import Any
 
 from timing import environment, save
 
-from replicax.plan.failures import Failures, forecast
+from replicax.plan.failures import Failures, goodput_forecast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -23,7 +23,7 @@ def by_devices() -> list[dict[str, Any]]:
     """Return the forecast for each number of devices."""
     found = []
     for devices in DEVICES:
-        each = forecast(Failures(devices=devices))
+        each = goodput_forecast(Failures(devices=devices))
         found.append(
             {
                 "devices": devices,

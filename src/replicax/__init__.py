@@ -22,6 +22,7 @@ from replicax.core.modes import Mode as Mode
 from replicax.core.placement.layout import layout as layout
 from replicax.core.placement.mesh import make_mesh as make_mesh
 from replicax.core.rounds.islands import Islands as Islands
+from replicax.core.step.coded import Coded as Coded
 from replicax.core.step.custom_step import mean as mean
 from replicax.core.step.custom_step import value_and_grad as value_and_grad
 from replicax.core.step.loss import Weighted as Weighted
@@ -151,6 +152,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "CSV",
     "CheckpointError",
     "ClusterError",
+    "Coded",
     "CompilerError",
     "ConfigError",
     "DataError",
@@ -166,6 +168,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "Hook",
     "Interrupt",
     "IslandLeftError",
+    "Islands",
     "Job",
     "KeepBest",
     "LearningRate",

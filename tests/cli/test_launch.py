@@ -61,9 +61,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     assert not (folder / "runs").exists()
 
 
-def test_help_shows_where_the_command_goes(main: Main) -> None:
+def test_help_shows_where_the_command_goes(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = main("launch", "--help")
     assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
     assert "--processes N [OPTIONS] -- COMMAND" in out
     assert "--devices-per-process" in out
 

@@ -66,6 +66,16 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert not (folder / "runs").exists()
 
 
+def test_an_island_has_to_name_its_run(
+    main: Main, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAX_ISLAND", "1")
+    monkeypatch.setenv("REPLICAX_ISLANDS", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
+    monkeypatch.setenv("REPLICAX_SECRET", "s")
+    assert_mentions(refusal(main, *REGRESSION), "island 1 of 3", "--run")
+    assert not (folder / "runs").exists()
+
+
 HALF = """
 import dataclasses
 @dataclasses.dataclass

@@ -26,6 +26,7 @@ class Node:
         self.sent: set[tuple[int, int]] = set()
         self.completed: dict[int, tuple] = {}
         self.seen: dict[int, tuple] = {}
+        self.expects: dict[int, set[tuple]] = collections.defaultdict(set)
 
     @property
     def runs(self) -> bool:
@@ -67,6 +68,8 @@ class Node:
             self.seen[of.view.number] = tuple(map(tuple, of.view.members))
         if of.complete is not None and of.committed >= 0:
             self.completed[of.committed] = tuple(map(tuple, of.complete.members))
+        if of.view is not None:
+            self.expects[of.committed].add(tuple(of.expected))
 
 
 class World:
@@ -151,8 +154,10 @@ class World:
         return self.deliver() or any(node.work() for node in busy)
 
     def _adopted(self) -> None:
-        """A new member hears of its view with the state, from a member that holds it."""
+        """A new member hears of its view with the state, from a member that holds it, later."""
         for node in list(self.waiting):
+            if self.random.random() < 0.8:
+                continue
             for other in self.nodes.values():
                 view = other.agreement.view
                 member = other.runs and view is not None and node.start in map(tuple, view.members)
@@ -180,14 +185,18 @@ class World:
         One that left may have completed an exchange that the others then repeated without it.
         """
         completed, seen = collections.defaultdict(set), collections.defaultdict(set)
+        expects = collections.defaultdict(set)
         for node in self.nodes.values():
             if node.runs and node.is_confirmed:
                 for exchange, members in node.completed.items():
                     completed[exchange].add(members)
                 for number, members in node.seen.items():
                     seen[number].add(members)
+                for exchange, members in node.expects.items():
+                    expects[exchange] |= members
         assert all(len(each) == 1 for each in completed.values()), dict(completed)
         assert all(len(each) == 1 for each in seen.values()), dict(seen)
+        assert all(len(each) == 1 for each in expects.values()), dict(expects)
 
 
 def simulate(seed: int, islands: int, deaths: int, joins: bool) -> World:

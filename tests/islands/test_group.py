@@ -1,64 +1,19 @@
 """Islands and their group, each in a thread."""
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from support.island_groups import STATE, Threads
 from support.island_networks import places
 from support.waiting import until
 
 from replicax.cluster.watchdog import Timeouts
-from replicax.core.ground.job import Parts
 from replicax.errors import IslandLeftError
 from replicax.islands import founding, group
 from replicax.islands.group import Group
-from replicax.islands.island_place import IslandPlace
-
-NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
-STATE = {"step": 3}, [np.arange(5.0), np.zeros((0, 2), np.int8)]
-
-
-class Threads:
-    """Groups of one job, whose calls run in threads."""
-
-    def __init__(self) -> None:
-        self._pool, self._groups = ThreadPoolExecutor(8), list[Group]()
-
-    def start(self, place: IslandPlace, **timeouts: float) -> Group:
-        self._groups.append(Group(place, Timeouts(**timeouts)))
-        return self._groups[-1]
-
-    def found(self, there: Sequence[IslandPlace], **timeouts: float) -> list[Group]:
-        """Return groups that are all members and have the state."""
-        found = [self.start(place, **timeouts) for place in there]
-        entered = [self.enter(each) for each in found]
-        until(lambda: found[0].newcomers)
-        found[0].give(*STATE)
-        assert [each.result(20.0) is None for each in entered] == [
-            n == 0 for n in range(len(there))
-        ]
-        return found
-
-    def enter(self, island: Group) -> "Future[Any]":
-        return self._pool.submit(island.enter, {})
-
-    def exchange(self, island: Group, **options: Any) -> "Future[Any]":
-        return self._pool.submit(island.exchange, NOTHING, island.place.index, **options)
-
-    def all_exchange(self, islands: Sequence[Group], **options: Any) -> None:
-        notes = [each.place.index for each in islands]
-        for done in [self.exchange(each, **options) for each in islands]:
-            assert done.result(20.0) == ([], notes)
-
-    def close(self) -> None:
-        for each in self._groups:
-            each.stops = lambda: True
-            each.finish()
-        self._pool.shutdown()
 
 
 @pytest.fixture
@@ -184,3 +139,29 @@ def test_time_in_which_an_island_was_frozen_does_not_count(
     assert not early.done()
     threads.exchange(other).result(20.0)
     assert early.result(20.0) == ([], [0, 1])
+
+
+def test_an_island_that_takes_steps_is_waited_for(threads: Threads) -> None:
+    """As at the end of a round, where a slow one has many left."""
+    one, other = threads.found(places(2), stall_seconds=1.0, stall_multiple=1.0, silent_seconds=2.0)
+    one.arbiter = lambda all_gone: True
+    for _ in range(3):
+        threads.all_exchange([one, other])
+    early = threads.exchange(one)
+    for _ in range(20):
+        time.sleep(0.15)
+        other.move()
+    assert not early.done()
+    threads.exchange(other).result(20.0)
+    assert early.result(20.0) == ([], [0, 1])
+    assert threads.exchange(one).result(20.0) == ([], [0])  # it takes none any more
+
+
+def test_a_thread_that_waits_for_others_ends_when_the_island_leaves(threads: Threads) -> None:
+    one, other = threads.found(places(2))
+    threads.all_exchange([one, other])
+    waiting = threads.exchange(one)
+    until(lambda: one.agreement.missing(1) == [1])
+    one.finish()
+    with pytest.raises(IslandLeftError):
+        waiting.result(20.0)

@@ -7,8 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launch.fake_ray import FakeCluster, LostError
@@ -17,7 +20,7 @@ from support.waiting import until
 
 from replicax.errors import ConfigError
 from replicax.launch import islands_on_ray
-from replicax.launch.islands_on_ray import ray_reason, run_islands_on_ray
+from replicax.launch.islands_on_ray import RayProcess, ray_reason, run_islands_on_ray
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.on_ray import RayOptions, launch_on_ray
 
@@ -169,6 +172,28 @@ def test_a_signal_reaches_all_and_none_is_started_again(
     assert len(cluster.actors) == 2
     os.close(reads)
     os.close(writes)
+
+
+@pytest.mark.parametrize(("runs", "number"), [(False, signal.SIGTERM), (True, signal.SIGKILL)])
+def test_one_that_the_launcher_kills_is_not_lost(runs: bool, number: int) -> None:
+    """With its actor, as it has no process yet or must not go on."""
+    answer = Future[Any]()
+    ray = SimpleNamespace(
+        exceptions=FakeCluster.exceptions,
+        kill=lambda _: answer.set_exception(LostError("gone")),
+    )
+    reference = SimpleNamespace(future=lambda: answer)
+    placed: Any = SimpleNamespace(
+        ray=ray,
+        begin=lambda _: (None, None if runs else reference),
+        run=lambda *_: reference,
+    )
+    start: Any = None
+    process = RayProcess(placed, start, 0)
+    process.send(number)
+    assert not process.listen()
+    process.close()
+    assert (process.ended().status, process.ended().report) == (-number, None)
 
 
 @pytest.mark.parametrize(

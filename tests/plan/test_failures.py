@@ -14,7 +14,7 @@ from replicax.plan.failures import (
     EVERY_STEP,
     RESTART,
     Failures,
-    forecast,
+    goodput_forecast,
     islands_goodput,
     kept,
     restarted,
@@ -75,7 +75,7 @@ def test_islands_by_hand() -> None:
     ],
 )
 def test_the_simplest_that_is_nearly_best(job: Failures, strategy: str) -> None:
-    found = forecast(job)
+    found = goodput_forecast(job)
     assert found.recommended == strategy
     assert all(0 < each.goodput <= 1 for each in found.strategies)
 
@@ -88,13 +88,13 @@ def test_rate_of_the_job() -> None:
 @pytest.mark.parametrize("islands", [1, 5])
 def test_islands_that_cannot_be(islands: int) -> None:
     with pytest.raises(ConfigError, match=f"islands={islands} with devices=4.*from 2"):
-        forecast(Failures(devices=4, islands=islands))
+        goodput_forecast(Failures(devices=4, islands=islands))
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--failures", "--devices", "1000"]) == 0
     text = capsys.readouterr().out
-    assert "islands, every step *" in text
+    assert f"{EVERY_STEP} *" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert main(["plan", "--failures", "--devices", "1000", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"] == EVERY_STEP

@@ -20,10 +20,12 @@ import replicax as rx
 from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
 from replicax.cluster.watchdog import Timeouts
+from replicax.islands import founding
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import IslandPlace
 from replicax.train.fingerprint import sha256
+from replicax.train.storage import is_complete
 
 ROWS, BATCH, EPOCHS = 64, 16, 10
 STEPS = EPOCHS * ROWS // BATCH
@@ -192,6 +194,23 @@ def test_an_island_that_comes_back_receives_the_run(
     assert metrics(back[0].result.records) == metrics(alone.records)
 
 
+def test_an_island_that_comes_back_after_the_end_ends_too(
+    alone: rx.Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(founding, "FOUND_SECONDS", 1.0)
+    settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
+    where = places(3)
+    islands = [Island(place, **settings) for place in where]
+    for island in islands:
+        island.join()
+    late = Island(where[1], **settings).join()
+    assert late.bits() == sha256(alone.state.params)
+    assert (late.result.step, late.result.steps) == (STEPS, 0)
+    assert written(tmp_path / "run") == metrics(alone.records)
+    told = [(tmp_path / "run", STEPS + 1), (tmp_path / "run", None), (tmp_path, STEPS)]
+    assert not any(is_complete(*each) for each in told)
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
@@ -238,3 +257,12 @@ def test_an_iterator_of_batches_is_refused() -> None:
         batches = iter([SOURCE])
         with pytest.raises(rx.ConfigError, match="iterator"):
             rx.fit(dp, dp.init({"w": jnp.asarray(WEIGHTS)}), batches, steps=1, progress=False)
+
+
+def test_an_island_without_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAX_ISLAND", "1")
+    monkeypatch.setenv("REPLICAX_ISLANDS", "127.0.0.1:1,127.0.0.1:2")
+    monkeypatch.setenv("REPLICAX_SECRET", "s")
+    dp = rx.DataParallel(squared, optax.adam(0.05))
+    with pytest.raises(rx.ConfigError, match=r"island 1 of 2 .*job="):
+        rx.fit(dp, dp.init({"w": jnp.asarray(WEIGHTS)}), SOURCE, batch_size=BATCH, steps=1)

@@ -14,11 +14,14 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.checks import Check
+from replicax.core.ground.codecs import BLOCK
 from replicax.core.modes import MODES
 from replicax.core.step.base import StepSums
+from replicax.core.step.coded import Coded
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
+from replicax.verify.residual import check_residual
 from replicax.verify.subject import Subject
 from replicax.verify.traffic import check_traffic, read_programs
 
@@ -27,9 +30,12 @@ IN_EVERY_MODE = pytest.mark.parametrize(
 )
 
 
-def make(mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.good) -> Subject:
+def make(
+    mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.good, **options: Any
+) -> Subject:
     mesh = rx.make_mesh(devices=jax.devices()[: zoo.DEVICES])
-    dp = rx.DataParallel(loss, optax.adam(1e-2), mesh=mesh, mode=mode, reduction=reduction)
+    options |= {"mesh": mesh, "mode": mode, "reduction": reduction}
+    dp = rx.DataParallel(loss, optax.adam(1e-2), **options)
     return Subject(dp, zoo.network(), zoo.data(), 1, 0)
 
 
@@ -54,6 +60,55 @@ def test_bfloat16_passes_near_its_bound_and_sends_half(mode: str) -> None:
     half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 8)
     assert traffic.figures["least_bytes"] == half
     assert traffic.figures["bytes"] <= 1.05 * half
+
+
+@pytest.mark.parametrize("layout", only(["replicated"], ["replicated", "zero1"]))
+@pytest.mark.parametrize(("send", "share"), [("int8", 0.0072), ("int4", 0.13)])
+def test_coded_passes_near_its_bound_and_sends_its_bytes(
+    send: str, share: float, layout: str
+) -> None:
+    subject = make("shard_map", send, layout=layout)
+    parity = checks(subject)
+    assert [check.verdict for check in parity] == ["pass"] * 3
+    assert all(0.2 < check.figures["of_bound"] <= 1 for check in parity)
+    facts = examine_subject(subject)
+    (traffic,) = check_traffic(
+        subject, facts, read_programs(subject, [subject.own], lambda text: None)
+    )
+    assert traffic.verdict == "pass" or layout == "zero1"  # whose guard sends a few bytes
+    blocks = {"int8": 64 + 2, "int4": 32 + 2}[send] * 4  # one for each leaf: three, for 4 replicas
+    gathered = 4 * (6 * 8 + 8 + 8 * 4) * 3 / 4 if layout == "zero1" else 0
+    assert traffic.figures["least_bytes"] == 2 * 3 / 4 * (blocks + 8) + gathered
+    assert traffic.figures["bytes"] <= 1.05 * traffic.figures["least_bytes"]
+    (kept,) = check_residual(ProgramCases(subject, facts, print).trial(subject.own), subject.full)
+    assert (kept.subject, kept.verdict, kept.figures["differing"]) == ("residual", "pass", 0)
+    assert kept.figures["share"] == pytest.approx(share, rel=0.5)
+
+
+class Forgetful(Coded):
+    """Keeps what its own encoding loses, but not what that of the sum does."""
+
+    def _sum(self, vector: jax.Array, axis: Any) -> tuple[jax.Array, jax.Array]:
+        total, lost = super()._sum(vector, axis)
+        own = jnp.arange(lost.size) // BLOCK == lax.axis_index(axis)
+        return total, jnp.where(own, 0, lost)
+
+
+class Careless(Coded):
+    """Declares an eighth of its error."""
+
+    def error(self, roundings: int = 2) -> float:
+        return super().error(roundings) / 8
+
+
+@pytest.mark.parametrize(
+    ("broken", "parity", "residual"), [(Forgetful, "pass", "fail"), (Careless, "fail", "pass")]
+)
+def test_a_broken_coded_one_fails(broken: type[Coded], parity: str, residual: str) -> None:
+    subject = make("shard_map", broken("int4"))
+    assert verdicts(subject) == [parity] * 3
+    trial = ProgramCases(subject, examine_subject(subject), print).trial(subject.own)
+    assert [check.verdict for check in check_residual(trial, subject.full)] == [residual]
 
 
 @EXHAUSTIVE

@@ -101,13 +101,18 @@ class _Sent(Protocol):
         ...
 
 
-def sums_bytes(params: Iterable[Any], metrics: int, sent: Any = None) -> int:
+def sums_bytes(
+    params: Iterable[Any], metrics: int, reduction: Any = None, replicas: int = 1
+) -> int:
     """Return the bytes of the gradient, loss and metric sums as sent.
 
     `params` are the leaves of the trained parameters or their shapes, and `metrics` is the number
-    of reduced metrics, including the loss. A reduction may round the gradient to the dtype `sent`;
-    otherwise it is float32 or wider.
+    of reduced metrics, including the loss. A `reduction` over `replicas` may have a `dtype` that
+    it rounds the gradient to, or `payload_bytes`; otherwise it sends float32 or wider.
     """
+    if hasattr(reduction, "payload_bytes"):
+        return int(reduction.payload_bytes(params, replicas)) + _SUM_BYTES * metrics
+    sent = getattr(reduction, "dtype", None)
 
     def element_bytes(own: np.dtype[Any]) -> int:
         if sent is None:

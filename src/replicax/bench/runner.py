@@ -21,6 +21,7 @@ from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import STAGE
 from replicax.core.placement.pipeline_schedules import bubble
+from replicax.core.step.coded import Coded
 from replicax.core.step.loss_scale import settled
 from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
@@ -126,8 +127,9 @@ class Runner:
         case, dp, compiled = self.case, self.dp, self._compiled
         padded = dp.split.padded(case.global_batch)
         reduction, least = dp.configuration.reduction, None
-        if isinstance(reduction, Wire) and dp.layout.is_whole:
-            gradient = sums_bytes(jax.tree.leaves(state.params), 0, reduction.dtype)
+        if isinstance(reduction, (Wire, Coded)) and dp.layout.is_whole:
+            leaves = jax.tree.leaves(state.params)
+            gradient = sums_bytes(leaves, 0, reduction, case.replicas)
             least = wire_bytes_of_all_reduce(gradient, case.devices)
         chip = chip_of_kind(dp.mesh.devices.flat[0].device_kind)
         peak = chip.flops_per_second.get(dp.precision.name) if chip else None

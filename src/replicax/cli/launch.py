@@ -15,16 +15,16 @@ from replicax.launch.supervisor import launch as launch_here
 
 ENGINES = ("local", "slurm", "kubernetes", "ray")
 EXAMPLE = "replicax launch --processes 2 -- python train.py"
+# A line is a paragraph, as tyro joins the lines of one.
 HELP = """replicax launch --processes N [OPTIONS] -- COMMAND ...
 
-Starts N processes of COMMAND, which train together and end together.
+Starts N processes of COMMAND, which train as one job: if one fails, all end.
 
-Each gets its rank in REPLICAX_* variables, which rx.initialize() reads.
+With --islands M, M such jobs train together: one that dies restarts alone.
 
-With --islands M, M islands of N processes each hold a replica of the state and exchange sums; if
-one dies, only that one is restarted, and the others go on.
+The processes find each other with rx.initialize(), from REPLICAX_* variables.
 
-The engines slurm, kubernetes and ray have further options: add --help after --on ENGINE."""
+For the options of a cluster engine: replicax launch --on ENGINE --help"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +32,19 @@ class LaunchOptions:
     """Options of `replicax launch` for any engine."""
 
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
-    """Where to run: this host, or a cluster engine."""
-    processes: Annotated[Count | None, shown_as("N", "none, required")] = None
-    """Number of processes; of each island 1, unless it is given."""
+    """Where to run: here or on Ray; slurm and kubernetes print a file to submit."""
+    processes: Annotated[Count | None, shown_as("N", "1 with --islands, else required")] = None
+    """Number of processes; with --islands, of each island."""
     islands: Annotated[Count | None, shown_as("M", "none")] = None
-    """Number of islands, each of which is restarted on its own while the others go on."""
+    """Number of islands; one that dies is started again while the others go on."""
     devices_per_process: Annotated[Devices | None, shown_as("N", "none")] = None
-    """Number of CPU devices that each process simulates."""
+    """Number of CPU devices that JAX simulates in each process, to try things out."""
     pin: bool = False
     """Pin each process to its own CPU cores."""
-    restarts: Annotated[Natural | None, shown_as("R", "0; of an island 20")] = None
-    """Restarts of the whole job after a failure; of an island, those in a row within a minute."""
+    restarts: Annotated[Natural | None, shown_as("R", "0; with --islands 20")] = None
+    """Restarts after a failure; with --islands, of one that dies each time within a minute."""
     name: str = "replicax"
-    """Name of the job in the engine."""
+    """Name of the job on a cluster."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LocalOptions:
     """How to run it on this host."""
 
     grace: Annotated[float, Range(0, 7 * 86_400)] = GRACE_SECONDS
-    """Seconds that the processes have to exit after Ctrl-C or SIGTERM."""
+    """Seconds that the processes have to exit after Ctrl-C or SIGTERM, until they are killed."""
     logs: Annotated[str | None, shown_as("FOLDER", "a new one in runs/")] = None
     """Folder for the output of the processes."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions
-from replicax.plan.failures import FailureForecast, Failures, forecast
+from replicax.plan.failures import FailureForecast, Failures, goodput_forecast
 from replicax.table import Line, columns, labelled
 from replicax.wording import counted, time_text
 
@@ -24,7 +24,7 @@ class FailureOptions(JsonOptions, Failures):
 def plan_failures(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse("plan --failures", FailureOptions, arguments)
-    found = forecast(options.job)
+    found = goodput_forecast(options.job)
     content: dict[str, Any] = dataclasses.asdict(found)
     options.write_json(content)
     options.say(*failure_lines(found))

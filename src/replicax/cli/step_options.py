@@ -48,7 +48,7 @@ class StepOptions:
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
     reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"
-    """Dtype gradients are rounded to on the wire; bfloat16 in per-replica modes only."""
+    """Dtype gradients are sent in; others than float32 in per-replica modes only."""
 
     @property
     def _axes(self) -> str:

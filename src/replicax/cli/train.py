@@ -1,6 +1,7 @@
 """`replicax train`: train, evaluate and record a recipe."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from replicax.core.data.sources import PerProcess, can_shuffle
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, choose, require
+from replicax.islands.island_place import find_island
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
@@ -202,6 +204,11 @@ def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("train", TrainOptions, arguments)
     options = parsed.options
+    if options.start.run is None and (place := find_island(os.environ)) is not None:
+        raise ConfigError(
+            f"island {place.index} of {len(place.addresses)} without --run; each start would make "
+            "a folder of its own, and two groups could train on apart: give all the same --run"
+        )
     folder = run_folder(options.start.run, parsed.name)
     hooks, saving = options.hooks(), options.save.saving()
     options.compute.fix_threads(options.compute.mode)

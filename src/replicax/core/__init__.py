@@ -13,6 +13,7 @@
     mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
     per_replica_sums.py    mode `jit` on several GPUs: the same sums, replica by replica
     exchanged_step.py      the same sums, part by part, if other jobs compute some of them
+    rounds/                steps of an island alone, and the exchange of what they changed
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update
     placement/, data/      where the arrays of the state lie, and the rows of the batch
     exact/, pipeline/      the same sums, if the mode fixes bits, or the layout has stages
@@ -22,8 +23,8 @@ To read this room, begin with `step/`, in the order that it gives: its `update.p
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
 step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, exchanged_step,
-config, built_in_step, program, first_step_checks, evaluation, data_parallel. From the rest of
-Replicax they import `errors` and `arguments`; from elsewhere jax, numpy and optax, and a model's
+rounds, config, built_in_step, program, first_step_checks, evaluation, data_parallel. From the rest
+of Replicax they import `errors` and `arguments`; from elsewhere jax, numpy and optax, and a model's
 library where a model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest,
 with a folder for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode
 and layout with one device.

@@ -70,7 +70,8 @@ class DataParallel:
         precision: `float32`, `bfloat16` or `float16`; see
             `replicax.core.ground.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
-            (half the bytes), or a custom one; see `replicax.core.step.reduction.Reduction`.
+            (half the bytes), `int8` or `int4` (a quarter or an eighth, with error feedback; see
+            `replicax.Coded`), or a custom one; see `replicax.core.step.reduction.Reduction`.
         trainable: which parameters train, all by default; see
             `replicax.core.step.optimizer.Trainable`.
         ema: decay of a moving average of the parameters; see

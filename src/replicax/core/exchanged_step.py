@@ -76,8 +76,9 @@ class ExchangedStep:
         coded: Callable[[Any, PyTree], tuple[Any, PyTree]] | None = None,
     ) -> None:
         if jax.tree.leaves(parts.shapes.reduction):
+            name = getattr(parts.reduction, "name", parts.reduction)
             raise ConfigError(
-                f"reduction={parts.reduction!r} with islands; it keeps state for one sum between "
+                f"reduction={name!r} with islands; it keeps state for one sum between "
                 "steps, and a step has a sum for each part of a batch: use 'float32'"
             )
         self.trace, self.lower = whole.trace, whole.lower

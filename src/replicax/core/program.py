@@ -15,9 +15,9 @@ from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
 from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
-from replicax.core.ground.codecs import vector_size
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit
+from replicax.core.ground.vectors import size_in_blocks
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.layout import on_devices_of
@@ -161,8 +161,9 @@ class Program:
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
-                f"step= with reduction={config.reduction!r}, which keeps state for one sum between "
-                "steps; a custom step may have several sums: use 'float32' or 'bfloat16'"
+                f"step= with reduction={config.names()['reduction']!r}, which keeps state for one "
+                "sum between steps; a custom step may have several sums: use 'float32' or "
+                "'bfloat16'"
             )
         assert config.step is not None
         assert isinstance(definition, CustomState)
@@ -185,6 +186,12 @@ class Program:
 
     def _built_in_step(self) -> StepParts:
         config, mesh, shards = self.configuration, self.mesh, None
+        if config.precision.scales and jax.tree.leaves(self.shapes.reduction):
+            raise ConfigError(
+                f"precision='float16' with reduction={config.names()['reduction']!r}, which keeps "
+                "a part of the scaled gradient while the loss scale may change: use "
+                "precision='bfloat16', or reduction='float32'"
+            )
         gradient, everywhere = None, replicated(mesh)
         if config.mode.per_replica and config.layout.splits_optimizer:
             whole = config.placing.gradient_shardings(self.shapes.params, mesh)
@@ -337,7 +344,7 @@ def _create_state(
         return state
     if islands.sends_gradients:
         read = only_read(params, updater.read)
-        return dataclasses.replace(state, islands=jnp.zeros(vector_size(read)))
+        return dataclasses.replace(state, islands=jnp.zeros(size_in_blocks(jax.tree.leaves(read))))
     count = None if islands.axis is None else replicas
     return arithmetic_of(islands, updater, params).outer(state, count)
 

@@ -1,7 +1,7 @@
 """Which islands found a group, and whether an island fits to others."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from replicax.cluster.differences import field_differences, first_of
 from replicax.islands.agreement import IslandStart
@@ -27,16 +27,18 @@ def founders(
     candidates: Candidates,
     peers: Collection[int],
     waited_seconds: float,
+    is_over: Callable[[], bool],
 ) -> list[IslandStart]:
     """Return the members of a new group if `me` is the first of enough islands, else nothing.
 
     `everyone` is the number of islands, `peers` are those connected to this one. Enough are all,
-    or after `FOUND_SECONDS` more than half.
+    or after `FOUND_SECONDS` more than half; or any, if their run `is_over`.
     """
     ready = {index: start for index, (start, _) in candidates.items() if index in peers}
     ready[me[0]] = me[1]
     enough = len(ready) == everyone
-    enough |= 2 * len(ready) > everyone and waited_seconds > FOUND_SECONDS
+    if not enough and waited_seconds > FOUND_SECONDS:
+        enough = 2 * len(ready) > everyone or is_over()
     seen = [{index, *candidates[index][1].sees} for index in ready if index != me[0]]
     # Who does not see another one would take it for lost.
     if enough and min(ready) == me[0] and all(ready.keys() <= each for each in seen):

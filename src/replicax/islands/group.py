@@ -1,7 +1,6 @@
 """This island in its group: finds the others, exchanges sums with them, takes in new ones."""
 
 import json
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,11 @@ from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, State, View
 from replicax.islands.own_parts import OwnParts
+from replicax.islands.pace import Pace
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
-_USUAL = 20
-"""Number of recent exchanges whose median time is the usual one."""
 
 
 class Group:
@@ -40,18 +38,19 @@ class Group:
         """Decides whether to go on if half or more were lost; told if most of those are gone."""
         self.stops: Callable[[], bool] = lambda: False
         """Tells whether to give up joining the others."""
+        self.is_over: Callable[[], bool] = lambda: False
+        """Tells whether the run is over, so that no others need be waited for."""
         self._changes: list[GroupChange] = []
         self.admits = True
         """Whether islands that start anew may join now."""
         self.most_bytes = 1 << 30
         """The limit for the arrays of a frame that arrives."""
-        self.delayed_seconds = 0.0
-        """How much longer than usual exchanges took in which the group changed."""
+        self.pace = Pace(timeouts)
         self.bytes = [0, 0]
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
         self._state: ReceivedState | None = None
-        self._why, self._usual = dict[int, str](), list[float]()
+        self._why = dict[int, str]()
         with self._changed:  # what the network brings waits
             self._connect()
 
@@ -224,7 +223,8 @@ class Group:
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
         if self._grouped:
             return
-        if first := founders(me, everyone, self._candidates, self.network.peers, waited_seconds):
+        here = self._candidates, self.network.peers
+        if first := founders(me, everyone, *here, waited_seconds, self.is_over):
             confirmed = [index for index, _ in first] if has_state else [self.place.index]
             self.agreement.begin(founded(first, confirmed))
             self._look()
@@ -285,9 +285,22 @@ class Group:
         """Leave, as the run is complete or failed."""
         for peer in self.network.peers.values():
             peer.send(Done())
+        with self._changed:  # a thread may still wait for an exchange
+            self.agreement.left = self.agreement.left or "it has finished"
+            self._changed.notify_all()
         self.network.close()
 
     # Exchanges.
+
+    def move(self) -> None:
+        """Report progress: heartbeats say so."""
+        self.pace.move()
+        self.network.moves, self.network.rests = self.network.moves + 1, False
+
+    def rest(self) -> None:
+        """Report that no progress is expected until the next `move`."""
+        self.pace.rest()
+        self.network.rests = True
 
     def exchange(
         self,
@@ -333,22 +346,15 @@ class Group:
                 own.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view, slow=slow)
-        self._note_time(time.monotonic() - began, exchange, before)
         with self._changed:
+            view = self.agreement.view
+            changed = view is not before or (view is not None and view.exchange == exchange)
+            self.pace.exchanged(time.monotonic() - began, changed=changed)
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
             for old in [each for each in self._frames if each <= exchange]:
                 del self._frames[old]
         assert complete is not None
         return own.combined(complete, exchange, frames, topic)
-
-    def _note_time(self, seconds: float, exchange: int, before: View | None) -> None:
-        """Note how long an exchange took; in those in which the group changed, it is a delay."""
-        view = self.agreement.view
-        changed = view is not before or (view is not None and view.exchange == exchange)
-        if changed and len(self._usual) > 1:
-            self.delayed_seconds += max(seconds - statistics.median(self._usual), 0.0)
-        else:
-            self._usual = [*self._usual[-_USUAL:], seconds]
 
     def _note_part(self, part: int) -> None:
         with self._changed:
@@ -378,15 +384,17 @@ class Group:
         """Wait until the exchange is complete or the view changes."""
         of = self.agreement
         receiving = exchange == view.exchange and len(view.confirmed) < len(view.members)
-        slow |= receiving or len(self._usual) < 2
-        usual = None if slow else statistics.median(self._usual)
-        left = allowed = self._timeouts.allowed(usual)
+        left = allowed = self.pace.allowed(slow=slow or receiving)
+        seen: dict[int, Any] = {}
         while of.committed < exchange and of.view is view and of.settled and of.left is None:
             began = time.monotonic()
             self._changed.wait(_LOOK_SECONDS)
             left -= min(time.monotonic() - began, 2 * _LOOK_SECONDS)  # else it was frozen itself
             missing = of.missing(exchange)
-            if any(peer.rests for i, peer in self.network.peers.items() if i in missing):
+            before, peers = seen, self.network.peers
+            seen = {index: peers[index].progress for index in missing if index in peers}
+            # Between two exchanges an island may take many steps, and its arrays some time.
+            if any(peers[index].rests or seen[index] != before.get(index) for index in seen):
                 left = allowed
             if left < 0:
                 for index in missing:

@@ -67,12 +67,12 @@ class IslandJob:
     def move(self) -> None:
         self.inner.move()
         if self.group is not None:
-            self.group.network.rests = False
+            self.group.move()
 
     def rest(self) -> None:
         self.inner.rest()
         if self.group is not None:
-            self.group.network.rests = True
+            self.group.rest()
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -199,9 +199,9 @@ class IslandJob:
             "span": group.agreement.span,
             "newcomers": group.newcomers,
             "changes": [dataclasses.asdict(change) for change in group.taken_changes()],
-            "delayed_seconds": group.delayed_seconds,
+            "delayed_seconds": group.pace.delayed_seconds,
         }
-        group.delayed_seconds = 0.0
+        group.pace.delayed_seconds = 0.0
         self._take(told)
         return told
 

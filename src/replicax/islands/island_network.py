@@ -64,6 +64,8 @@ class Network:
         """The limit for the arrays of a frame that arrives."""
         self.rests = False
         """Whether this island is not expected to make progress; heartbeats say so."""
+        self.moves = 0
+        """Number of times that this island made progress, which they say, too."""
         self.troubles: dict[int, str] = {}
         """Why this island could not reach another one that has not joined yet, by index."""
         self._place, self._patience_seconds = place, patience_seconds
@@ -115,7 +117,7 @@ class Network:
             *(introduced, control, data),
             beat_seconds=beat_seconds,
             most_bytes=lambda: self.most_bytes,
-            rests=lambda: self.rests,
+            beat=lambda: Beat(self.rests, self.moves),
         )
 
     def _hold(self, peer: IslandPeer) -> IslandPeer | None:

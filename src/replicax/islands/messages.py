@@ -77,6 +77,8 @@ class Beat(Typed):
 
     rests: bool = False
     """Whether the sender waits for something else, such as a disk: no progress is expected."""
+    moves: int = 0
+    """Number of times that the sender made progress, such as by a step."""
 
 
 # The protocol, on the control connection.

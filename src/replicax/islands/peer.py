@@ -45,7 +45,7 @@ class IslandPeer:
         *,
         beat_seconds: float,
         most_bytes: Callable[[], int],
-        rests: Callable[[], bool],
+        beat: Callable[[], Beat],
     ) -> None:
         self.index, self.start = introduced.island, introduced.start
         self.host, self.boot, self.pid = introduced.host, introduced.boot, introduced.pid
@@ -53,7 +53,8 @@ class IslandPeer:
         """Whether its loss has been reported."""
         self.rests = False
         """Whether it says that no progress is to be expected of it."""
-        self._own_rests, self._control, self._data = rests, control, data
+        self._moves = 0
+        self._own_beat, self._control, self._data = beat, control, data
         self._sent_before, self._received_before = data.sent_bytes, data.received_bytes
         self._beat_seconds, self._most_bytes = beat_seconds, most_bytes
         self._controls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -78,6 +79,11 @@ class IslandPeer:
     def received_bytes(self) -> int:
         """Bytes of the frames received so far, headers included."""
         return self._data.received_bytes - self._received_before
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The numbers that grow while it makes progress: as it says, and bytes that have come."""
+        return self._moves, self._data.received_bytes
 
     @property
     def reason(self) -> str:
@@ -151,7 +157,7 @@ class IslandPeer:
             self._hear(time.monotonic())
             for message in self._messages():
                 if isinstance(message, Beat):
-                    self.rests = message.rests
+                    self.rests, self._moves = message.rests, message.moves
                 else:
                     self._hear(math.inf)
                     heard(self, message)
@@ -226,12 +232,11 @@ class IslandPeer:
                 arrived(self, header, arrays)
 
     def _send_controls(self) -> None:
-        beats = [message_bytes(Beat(rests)) for rests in (False, True)]
         while self._reason is None:
             try:
                 text = self._controls.get(timeout=self._beat_seconds)
             except queue.Empty:
-                text = beats[self._own_rests()]
+                text = message_bytes(self._own_beat())
             if text is None:
                 break
             try:

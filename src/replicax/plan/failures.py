@@ -14,7 +14,7 @@ from replicax.errors import ConfigError
 
 DEVICE_MTBF_HOURS = 50_677.0
 """Llama 3 405B: 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv 2407.21783)."""
-ISLANDS = 8
+USUAL_ISLANDS = 8
 WORTH = 0.01
 """Goodput that a less simple strategy must gain to be worth it."""
 RESTART, EVERY_STEP, EVERY_H = "restart from checkpoints", "islands, every step", "islands, every H"
@@ -50,7 +50,7 @@ class Failures:
     @property
     def island_count(self) -> int:
         """The number of islands."""
-        return min(ISLANDS, self.devices) if self.islands is None else self.islands
+        return min(USUAL_ISLANDS, self.devices) if self.islands is None else self.islands
 
     @property
     def mtbf_seconds(self) -> float:
@@ -61,13 +61,13 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class StrategyGoodput:
     """The goodput of one strategy."""
 
     strategy: str
     goodput: float
     lost: str
-    """What a failure costs."""
+    """The cost of a failure, in words."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class FailureForecast:
     failures: Failures
     mtbf_seconds: float
     save_every_seconds: float
-    strategies: tuple[Goodput, ...]
+    strategies: tuple[StrategyGoodput, ...]
     recommended: str
 
 
-def forecast(failures: Failures) -> FailureForecast:
+def goodput_forecast(failures: Failures) -> FailureForecast:
     """Return the goodput of the three strategies.
 
     Examples:
-        >>> found = forecast(Failures(devices=100_000, islands=12))
+        >>> found = goodput_forecast(Failures(devices=100_000, islands=12))
         >>> print(found.recommended, *(f"{each.goodput:.0%}" for each in found.strategies))
-        islands, every step 69% 97% 96%
+        islands, every step 70% 97% 97%
 
     Raises:
         ConfigError: fewer than two islands, or more than devices.
@@ -101,17 +101,17 @@ def forecast(failures: Failures) -> FailureForecast:
     interval = job.save_every_seconds or save_interval(job.save_seconds, mtbf)
     local = (job.every - 1) / 2 * job.step_seconds
     found = (
-        Goodput(
+        StrategyGoodput(
             RESTART,
             restarted(mtbf, job.restart_seconds, job.save_seconds, interval),
             "all stop and repeat unsaved steps",
         ),
-        Goodput(
+        StrategyGoodput(
             EVERY_STEP,
             islands_goodput(mtbf, islands, job.recovery_seconds, job.pause_seconds),
             "one island is away; others pause",
         ),
-        Goodput(
+        StrategyGoodput(
             EVERY_H,
             islands_goodput(mtbf, islands, job.recovery_seconds + local),
             "one is away and loses H/2 steps",

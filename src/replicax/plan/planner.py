@@ -17,6 +17,7 @@ from replicax.core.data.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shard_axis
 from replicax.core.placement.sharding_rules import Rules
+from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
 from replicax.plan.compiler import Compiler, compiler_for
@@ -169,6 +170,8 @@ class _Planner:
             gathered = dp.precision.to_compute if dp.layout.splits_params else lambda tree: tree
             held = tree_bytes(jax.eval_shape(gathered, self.params))
             sums = self.steps.sums_bytes(dp, step.program.metrics)
+            if dp.layout.splits_optimizer and not isinstance(dp.reduction, Wire):
+                sums *= 2  # summed whole, before each replica takes its part
             copies = dp.mesh.shape[DATA] if shard_axis(dp.mesh) != DATA else 1
             least = least_wire_bytes(dp.layout, devices, sums, held, copies)
         known = chip.flops_per_second and chip.memory_bytes_per_second

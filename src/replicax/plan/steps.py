@@ -26,7 +26,6 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.objective import only_read
-from replicax.core.step.reduction import Wire
 from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for
@@ -180,8 +179,7 @@ class StepCache:
         where = layout.shardings(program.shapes, dp.mesh).params
         params = jax.tree.map(shard_of_device, program.shapes.params, where)
         trained = jax.tree.leaves(only_read(params, program.objective.read))
-        sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
-        return sums_bytes(trained, metrics, sent)
+        return sums_bytes(trained, metrics, dp.reduction, replica_count(dp.mesh))
 
     def island_sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Return the bytes of the sums of a part, which islands exchange whole."""

@@ -41,7 +41,7 @@ from replicax.train.resuming import Resuming
 from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
 from replicax.train.stopping import Interrupt, is_any_open
-from replicax.train.storage import Storage
+from replicax.train.storage import Storage, is_complete
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
 from replicax.train.to_its_end import to_its_end
 
@@ -137,11 +137,12 @@ class Run(Resuming):
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
-        told |= {"log_every": log_every}
-        told |= plain_fields(guard=guard, saving=saving, evaluation=plan)
+        told |= {"log_every": log_every} | plain_fields(guard=guard, saving=saving, evaluation=plan)
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
-        self._members = Members(dp.job, self._is_interrupted)
+        self._members = Members(
+            dp.job, self._is_interrupted, lambda: is_complete(self._run_dir, self.total)
+        )
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
@@ -174,8 +175,7 @@ class Run(Resuming):
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
         self.resumable = run_dir is not None and saving.wanted
-        self._given_interrupt = interrupt
-        self._open = contextlib.ExitStack()
+        self._given_interrupt, self._open = interrupt, contextlib.ExitStack()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches, starting at exactly the next one; evaluate and save between them."""

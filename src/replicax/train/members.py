@@ -5,6 +5,7 @@ evaluate. Without islands, these are the same job, and nothing here happens.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from replicax.core.placement.layout import copied
 from replicax.errors import ConfigError, IslandLeftError
 from replicax.islands.group_changes import ReceivedState
 from replicax.islands.island_job import IslandJob
+from replicax.islands.island_place import find_island
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
@@ -51,13 +53,21 @@ class GivenRun:
 
 
 class Members:
-    """The islands of a run, if it has any; `stops` tells whether to give up joining them."""
+    """The islands of a run, if it has any.
 
-    def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
+    `stops` tells whether to give up joining them, `is_over` whether the run needs none of them.
+    """
+
+    def __init__(self, job: Job, stops: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
+        if self._islands is None and (place := find_island(os.environ)) is not None:
+            raise ConfigError(
+                f"island {place.index} of {len(place.addresses)} with a job that knows no others, "
+                "so that it would train alone: pass job=rx.initialize() to DataParallel"
+            )
         self._group = None if self._islands is None else self._islands.group
         if self._group is not None:
-            self._group.stops = stops
+            self._group.stops, self._group.is_over = stops, is_over
         self.everyone: Any = job if self._islands is None else self._islands.everyone
         """The job of all islands; without islands, the run's own."""
         self.given: GivenRun | None = None

@@ -25,7 +25,7 @@ class OwnStates:
     """
 
     def __init__(
-        self, folder: Path, index: int, saving: Saving, job: Job, seed: int, main: Store
+        self, folder: Path, index: int | None, saving: Saving, job: Job, seed: int, main: Store
     ) -> None:
         self._store = Store(folder / "islands" / str(index) / CHECKPOINTS, saving.keep, None)
         self._index, self._main = index, main

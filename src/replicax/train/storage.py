@@ -116,10 +116,9 @@ class Storage:
         self._saved: Any = None
         self._told_failure = False
         self._island = {} if island is None else {WRITER: island}
-        self.own: OwnStates | None = None
+        has_own = island is not None and saving.wanted and jax.tree.leaves(state.islands)
+        self.own = OwnStates(path, island, saving, job, seed, self._store) if has_own else None
         """The states of this island's own, if islands have any."""
-        if island is not None and saving.wanted and jax.tree.leaves(state.islands):
-            self.own = OwnStates(path, island, saving, job, seed, self._store)
 
     def _open(self) -> dict[str, Any]:
         """Acquire the lease, and find the checkpoint to resume from; in process 0."""
@@ -203,7 +202,7 @@ class Storage:
                 raise CheckpointError(f"{self.path}: {error.strerror or error}") from error
 
         self._saver.token = self._job.broadcast("the take-over", taken)
-        self.follows = False
+        self.follows, self._saved = False, None
         return self.ledger
 
     def _take_over(self, records: Sequence[Record]) -> int:
@@ -316,13 +315,12 @@ class Storage:
             return
         if self.follows and self.own is not None:
             self.own.save(state, position)
-            self._saved = what
-            return
-        with self.ledger.spending("saving"):
-            self._sync()
-            history = {} if self.folder is None else {HISTORY: self.folder.digest}
-            self._saver.save(state, position, extra | history | self._island)
-            self.ledger.mark(position.step)
+        else:
+            with self.ledger.spending("saving"):
+                self._sync()
+                history = {} if self.folder is None else {HISTORY: self.folder.digest}
+                self._saver.save(state, position, extra | history | self._island)
+                self.ledger.mark(position.step)
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
@@ -384,6 +382,17 @@ class Storage:
     def _check(self) -> None:
         if self._lease is not None:
             self._lease.check()
+
+
+def is_complete(path: Path | None, total: int | None) -> bool:
+    """Whether a run of so many steps is saved in its folder, as far as its names tell."""
+    if path is None or total is None:
+        return False
+    try:
+        saved = Store(path / CHECKPOINTS, 1, None).paths()
+    except OSError:  # asked again
+        return False
+    return bool(saved) and saved[-1][0] >= total
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """A mode and a reduction used only by verify, as references."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -80,9 +81,18 @@ class _Replicas(Sequential):
         return StepSums(jax.tree.map(to_sum, gradient), found), after
 
 
+def _absolute(leaf: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
+    return jnp.abs(leaf)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Magnitudes(Wire):
     """Sum the magnitudes of the replicas' contributions, in any per-replica mode."""
+
+    of: Callable[[jax.Array], jax.Array] = _absolute
+    """Returns the magnitude of each value of a leaf."""
 
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         """Return the sum of the replicas' magnitudes."""
@@ -90,9 +100,9 @@ class _Magnitudes(Wire):
 
     def round(self, leaf: jax.Array) -> jax.Array:
         """Return the magnitudes of a contribution; sums of magnitudes are unchanged."""
-        if jnp.iscomplexobj(leaf):
-            return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
-        return jnp.abs(leaf)
+        return self.of(leaf)
 
 
-MAGNITUDES = _Magnitudes("magnitudes")
+def magnitudes(reduction: Reduction) -> Wire:
+    """Return the sum of what the errors of `reduction` are relative to."""
+    return _Magnitudes("magnitudes", of=getattr(reduction, "magnitude", _absolute))

@@ -17,6 +17,7 @@ from replicax.verify.facts import Facts, dead_and_stopped
 from replicax.verify.form import host
 from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
+from replicax.verify.residual import check_residual
 from replicax.verify.step_checks import (
     determinism,
     parameters,
@@ -131,6 +132,7 @@ class ProgramCases:
             if case.devices > 1:
                 self._show(f"replicas: {case}")
                 yield self.replicas(case)
+        yield from check_residual(trial, subject.full)
         self._show(f"determinism: {own}")
         yield determinism(trial, subject.full, trial.run([subject.full]))
         yield self.traces(trial)

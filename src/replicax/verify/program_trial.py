@@ -79,7 +79,7 @@ class ProgramTrial(Trial):
 
     def bounds(self, expected: Leaves, batches: Sequence[Any], rows: int) -> Leaves:
         """Return bounds on rounding, including that of the reduction."""
-        plain = self.once("bounds", batches, lambda: self._bounds(batches, rows))
+        plain = self.plain_bounds(batches, rows)
         dp = self.subject.parallel(self.case)
         error = getattr(dp.reduction, "error", None)
         roundings = dp.micro_shards.bit_length() if self.case.mode.bitwise else 2
@@ -92,6 +92,10 @@ class ProgramTrial(Trial):
             path: bound + share * np.abs(parts[path]) if path.startswith("gradient") else bound
             for path, bound in plain.items()
         }
+
+    def plain_bounds(self, batches: Sequence[Any], rows: int) -> Leaves:
+        """Return bounds on rounding by anything but the reduction."""
+        return self.once("bounds", batches, lambda: self._bounds(batches, rows))
 
     def _bounds(self, batches: Sequence[Batch], rows: int) -> Leaves:
         """Return bounds on one device's results; those of updates are for the same gradient."""

@@ -28,7 +28,7 @@ from replicax.core.step.objective import Objective
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, coarsest_eps, step_changes
-from replicax.verify.emulation import MAGNITUDES, emulated
+from replicax.verify.emulation import emulated, magnitudes
 
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
@@ -107,7 +107,7 @@ class Subject:
             devices = list(base.mesh.devices.flat)[: case.devices]
             settings["mesh"] = make_mesh(devices=devices)
         if case.magnitudes:
-            settings["reduction"] = MAGNITUDES
+            settings["reduction"] = magnitudes(base.reduction)
         elif not case.mode.per_replica:
             settings["reduction"] = "float32"
         if not case.mode.bitwise and self.quick:

@@ -28,9 +28,10 @@ from replicax.analysis.compiled import (
 from replicax.checks import PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
 from replicax.core.models.definition import CallContext
-from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
+from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis, split_dim
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
+from replicax.core.step.reduction import Wire
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
 from replicax.verify.program_judge import (
@@ -162,13 +163,17 @@ def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
     """Return the most and the fewest bytes that a device sends to other replicas under its layout.
 
     The minimum reduces the sums once, or scatters them and gathers the results. A layout that
-    splits the parameters gathers them twice and scatters once per micro-batch.
+    splits the parameters gathers them twice and scatters once per micro-batch. One that splits the
+    optimizer state gathers them after a reduction that cannot scatter.
     """
-    mesh, layout = subject.parallel(case).mesh, subject.parallel(case).layout
+    dp = subject.parallel(case)
+    mesh, layout = dp.mesh, dp.layout
     least = wire_bytes_of_all_reduce(bytes_needed(subject, case), replica_count(mesh))
-    if not layout.splits_params:
-        return least, least
     parts = mesh.shape[shard_axis(mesh)]
+    if not layout.splits_params:
+        if layout.splits_optimizer and not isinstance(dp.reduction, Wire):
+            least += wire_bytes_of_all_reduce(sums_bytes(_split(subject, case), 0), parts) / 2
+        return least, least
     gathered = wire_bytes_of_all_reduce(sums_bytes(_of_replica(subject, case), 0), parts) / 2
     return least + (3 * case.micro_batches - 2) * gathered, least
 
@@ -182,9 +187,17 @@ def bytes_needed(subject: Subject, case: Case) -> int:
         )[0],
         *(state.params, state.extras, batch),
     )
-    sent = getattr(subject.parallel(case).reduction, "dtype", None)
+    dp = subject.parallel(case)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
-    return sums_bytes(trained, len(metrics), sent)
+    return sums_bytes(trained, len(metrics), dp.reduction, replica_count(dp.mesh))
+
+
+def _split(subject: Subject, case: Case) -> Iterator[jax.ShapeDtypeStruct]:
+    """Return the shapes of the parameters whose optimizer state is split."""
+    dp, params = subject.parallel(case), subject.abstract(case).params
+    where = dp.layout.gradient_shardings(params, dp.mesh)
+    split = [split_dim(sharding) is not None for sharding in jax.tree.leaves(where)]
+    return itertools.compress(jax.tree.leaves(params), split)
 
 
 def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:

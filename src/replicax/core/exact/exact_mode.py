@@ -26,9 +26,10 @@ def fixed_tree(
 ) -> Accumulator:
     """Return the accumulator of mode `exact`."""
     if not isinstance(reduction, Wire):
+        plain = [name for name, each in REDUCTIONS.items() if isinstance(each, Wire)]
         raise ConfigError(
-            f"mode='exact' with reduction={reduction!r}; it sums in a fixed order: use one of "
-            f"{', '.join(REDUCTIONS)}, or mode='shard_map'"
+            f"mode='exact' with reduction={getattr(reduction, 'name', reduction)!r}; it sums in a "
+            f"fixed order: use one of {', '.join(plain)}, or mode='shard_map'"
         )
     tree, replicas = FixedTree(micro_shards, reduction), replica_count(mesh)
     own = tree.micro_batches(replicas)

@@ -5,14 +5,16 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from replicax.core.ground.largest_places import largest_places
-from replicax.core.ground.leaves import PyTree
 from replicax.errors import choose
 
 BLOCK = 64
 """Values that share a scale. A leaf is padded to whole blocks."""
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest scale: devices differ in whether they know smaller floats."""
 
 
 class Codec(Protocol):
@@ -24,7 +26,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which it is chosen."""
+        """The name in `CODECS`."""
 
     def encode(self, vector: jax.Array) -> jax.Array:
         """Return the bytes, uint8 `[payload_bytes(n)]`, of a float32 vector `[n]`."""
@@ -49,7 +51,10 @@ class Floats:
     error: float
 
     def encode(self, vector: jax.Array) -> jax.Array:
-        return _as_bytes(vector.astype(self.dtype))
+        kind = jnp.finfo(self.dtype)  # type: ignore[no-untyped-call]
+        # XLA may remove a pair of conversions, as it is free to compute more precisely.
+        rounded = lax.reduce_precision(vector, kind.nexp, kind.nmant)
+        return _as_bytes(rounded.astype(self.dtype))
 
     def decode(self, payload: jax.Array, size: int) -> jax.Array:
         return _from_bytes(payload, self.dtype).astype(jnp.float32)
@@ -63,7 +68,7 @@ class Integers:
     """Signed integers of 8 or 4 bits, in blocks of 64 with a scale each.
 
     The scale is max|x| / (2^(bits-1) - 1), rounded up to bfloat16, so that no value is clipped;
-    values are rounded to the nearest multiple of it.
+    values are rounded to the nearest multiple of it. It is at least 2^-126.
     """
 
     name: str
@@ -72,7 +77,7 @@ class Integers:
     @property
     def most(self) -> int:
         """The largest integer."""
-        return (1 << (self.bits - 1)) - 1
+        return (1 << self.bits - 1) - 1
 
     @property
     def error(self) -> float:
@@ -81,9 +86,10 @@ class Integers:
 
     def encode(self, vector: jax.Array) -> jax.Array:
         blocks = _blocks(vector, BLOCK)
-        scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / self.most)
-        unit = scales.astype(jnp.float32)[:, None]
-        whole = jnp.round(blocks / jnp.where(unit > 0, unit, 1)).astype(jnp.int8)
+        scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / self.most, _SMALLEST)
+        # XLA:CPU's maximum of many values passes over a NaN.
+        scales = _rounded_up(jnp.where(jnp.all(jnp.isfinite(blocks), axis=1), scales, jnp.nan))
+        whole = jnp.round(blocks / scales.astype(jnp.float32)[:, None]).astype(jnp.int8)
         packed = _as_bytes(whole.reshape(-1))
         if self.bits == 4:
             # Two bytes at a time, which a processor does faster than every other byte.
@@ -174,7 +180,7 @@ CODECS: dict[str, Codec] = {
 
 def as_codec(codec: str | Codec) -> Codec:
     """Return the codec of that name, or a custom one; otherwise raise `ConfigError`."""
-    if not isinstance(codec, str):
+    if not isinstance(codec, str) and hasattr(codec, "encode"):
         return codec
     return choose("send", codec, CODECS)
 
@@ -205,28 +211,3 @@ def _as_bytes(array: jax.Array) -> jax.Array:
 def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(payload.reshape(-1, size), dtype)
-
-
-def vector_size(tree: PyTree) -> int:
-    """Return the number of values of `as_vector(tree)`."""
-    return sum(leaf.size + -leaf.size % BLOCK for leaf in jax.tree.leaves(tree))
-
-
-def as_vector(tree: PyTree) -> jax.Array:
-    """Return the leaves of `tree` as one float32 vector, each padded to whole blocks."""
-    filled = [
-        jnp.pad(leaf.astype(jnp.float32).ravel(), (0, -leaf.size % BLOCK))
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return jnp.concatenate(filled) if filled else jnp.zeros(0)
-
-
-def from_vector(vector: jax.Array, like: PyTree) -> PyTree:
-    """Return the tree of such a vector, with the shapes and dtypes of `like`."""
-    leaves, structure = jax.tree.flatten(like)
-    found, start = [], 0
-    for leaf in leaves:
-        part = vector[start : start + leaf.size]
-        found.append(part.reshape(leaf.shape).astype(leaf.dtype))
-        start += leaf.size + -leaf.size % BLOCK
-    return jax.tree.unflatten(structure, found)

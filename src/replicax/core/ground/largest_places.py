@@ -46,8 +46,8 @@ def _kth_largest(bits: jax.Array, rank: int) -> jax.Array:
         count = jnp.sum(bits >= higher[:, None], axis=1, dtype=jnp.int32)
         return jnp.where(count >= rank, higher, least)
 
-    least: jax.Array = lax.fori_loop(0, 31, with_bit, jnp.zeros(bits.shape[0], jnp.int32))
-    return least
+    found: jax.Array = lax.fori_loop(0, 31, with_bit, jnp.zeros(bits.shape[0], jnp.int32))
+    return found
 
 
 def _places_of_ones(words: jax.Array, count: int) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree, by_path, divided, merged
+from replicax.core.ground.vectors import all_reduce
 from replicax.core.models.definition import CallContext
 from replicax.core.pipeline.split_at_scan import stage_parts
 from replicax.core.pipeline.stage_ticks import Stage
@@ -25,7 +26,6 @@ from replicax.core.step.accumulate import folded, split_rows
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import Objective, only_read
-from replicax.core.step.reduction import all_reduce
 from replicax.errors import ConfigError, LossError
 
 _WHOLE, _LAYERS = PartitionSpec(), PartitionSpec(STAGE)

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from replicax.core.exact.fixed_tree import float_sums, with_means
-from replicax.core.ground.codecs import as_vector, from_vector, vector_size
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.vectors import as_blocks, size_in_blocks
 from replicax.core.rounds.islands import Islands
 from replicax.core.step.base import Apply, StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.optimizer import Updater
-from replicax.errors import ConfigError
 
 SUMS = "sums of the step"
 """Entry of an inner step's metrics, with its `WeightedSum`s."""
@@ -123,7 +122,7 @@ class Arithmetic:
     def island_state(self, inner: TrainState) -> IslandState:
         """Return an island's own state before the first round."""
         count = self.islands.fragments
-        sizes = [vector_size(self.fragment(inner.params, n)) for n in range(count)]
+        sizes = [self._size(inner.params, n) for n in range(count)]
         exact = self.islands.codec.error == 0
         return IslandState(
             # Copied, as they are donated apart from the outer ones.
@@ -149,7 +148,9 @@ class Arithmetic:
         What changes are the residual and the counts.
         """
         codec, residual, loss = self.islands.codec, list(own.residual), own.loss
-        outer, inner = (as_vector(self.fragment(of, number)) for of in (params, own.inner.params))
+        outer, inner = (
+            as_blocks(self.fragment(of, number))[0] for of in (params, own.inner.params)
+        )
         difference = outer - inner
         if residual:
             difference = (self.islands.decay or 0) * residual[number] + difference
@@ -168,7 +169,7 @@ class Arithmetic:
     def nothing(self, params: PyTree, extras: PyTree, number: int) -> tuple[jax.Array, jax.Array]:
         """Return zeros, to which the fragment of each island is added."""
         floats = sum(leaf.size for leaf in float_sums(extras)) if number == 0 else 0
-        return jnp.zeros(vector_size(self.fragment(params, number))), jnp.zeros(_EXACT + floats)
+        return jnp.zeros(self._size(params, number)), jnp.zeros(_EXACT + floats)
 
     def added(
         self, sums: tuple[jax.Array, jax.Array], payload: jax.Array, exact: jax.Array
@@ -190,7 +191,7 @@ class Arithmetic:
         total, numbers = sums
         part = self.fragment(params, number)
         weight = jnp.where(numbers[0] > 0, numbers[0], 1)
-        gradient = from_vector(total / weight, part)
+        gradient = as_blocks(part)[1](total / weight)
         updates, after = self.islands.outer.update(gradient, opt_state[number], part)
         params = self.merged(params, optax.apply_updates(part, updates))
         states = (*opt_state[:number], after, *opt_state[number + 1 :])
@@ -212,6 +213,9 @@ class Arithmetic:
             jnp.copy, own_extras if number else extras
         )
 
+    def _size(self, params: PyTree, number: int) -> int:
+        return size_in_blocks(jax.tree.leaves(self.fragment(params, number)))
+
     def _averaged(self, extras: PyTree, numbers: jax.Array) -> PyTree:
         floats, start = [], _EXACT
         for leaf in float_sums(extras):
@@ -221,12 +225,6 @@ class Arithmetic:
 
 
 def arithmetic_of(islands: Islands, updater: Updater, params: PyTree) -> Arithmetic:
-    """Return the arithmetic for these parameters; `ConfigError` if a codec cannot send them."""
-    leaves = jax.tree.leaves(params)
-    trained = updater.read or (True,) * len(leaves)
-    if any(trains and jnp.iscomplexobj(leaf) for trains, leaf in zip(trained, leaves, strict=True)):
-        raise ConfigError(
-            "islands that exchange every so many steps with complex parameters; their differences "
-            "are sent as real numbers: train the real and the imaginary parts"
-        )
-    return Arithmetic(islands, tuple(trained))
+    """Return the arithmetic for these parameters, of which not all may train."""
+    everything = (True,) * len(jax.tree.leaves(params))
+    return Arithmetic(islands, tuple(updater.read or everything))

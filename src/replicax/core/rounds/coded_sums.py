@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from replicax.core.ground.codecs import Codec, as_vector, from_vector
+from replicax.core.ground.codecs import Codec
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import from_host, whole_on_host
+from replicax.core.ground.vectors import as_blocks
 from replicax.core.placement.mesh import AnyMesh, replicated
 
 
@@ -39,7 +40,7 @@ class CodedSums:
 
 def _encoded(codec: Codec, sums: Any, residual: jax.Array) -> tuple[jax.Array, ...]:
     total, *rest = sums
-    gradient = residual + as_vector(total.gradient)
+    gradient = residual + as_blocks(total.gradient)[0]
     payload = codec.encode(gradient)
     left = gradient - codec.decode(payload, gradient.size)
     # A step whose gradient is not finite is skipped, and must not be remembered.
@@ -55,5 +56,5 @@ def _decoded(sums: Any, gradient: jax.Array, exact: jax.Array) -> Any:
     total, *rest = sums
     _, unravel = ravel_pytree((total.weighted, rest))
     weighted, rest = unravel(exact)
-    gradient = from_vector(gradient, total.gradient)
+    gradient = as_blocks(total.gradient)[1](gradient)
     return type(total)(gradient, weighted), *rest

@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
-from replicax.core.ground.leaves import PyTree, by_dtype, divided, merged
+from replicax.core.ground.leaves import PyTree, divided, merged
+from replicax.core.ground.vectors import all_reduce, as_vectors
 from replicax.core.placement.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis, split_dim
 from replicax.core.step.base import StepSums
+from replicax.core.step.coded import Coded
 from replicax.errors import choose
 
 Scatter = Callable[[jax.Array, Axis, int], jax.Array]
@@ -167,7 +167,7 @@ class Wire:
             own = self._own_part(vector.reshape(replicas, -1), axis, sum_rows)
             return self._send(own, lambda array: lax.all_gather(array, axis, tiled=True))
 
-        return _as_vectors(sums, add, replicas)
+        return as_vectors(sums, add, replicas)
 
     def _own_part(self, parts: jax.Array, axis: Axis, sum_rows: SumRows | None) -> jax.Array:
         """Sum `parts[own index]` over all replicas."""
@@ -196,7 +196,8 @@ class Wire:
         return lax.bitcast_convert_type(move(sent), self.dtype).astype(array.dtype)
 
 
-REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp.bfloat16))}
+_PLAIN = (Wire("float32"), Wire("bfloat16", jnp.bfloat16))
+REDUCTIONS: dict[str, Any] = {each.name: each for each in (*_PLAIN, Coded("int8"), Coded("int4"))}
 """Reductions by name, as in `DataParallel(reduction=...)` and `--reduction`."""
 
 
@@ -205,27 +206,5 @@ def as_reduction(reduction: "str | Reduction") -> Reduction:
     if callable(reduction) and hasattr(reduction, "init"):
         return reduction
     otherwise = ", or an object with init(params) and __call__(sums, state, axis)"
-    return choose("reduction", reduction, REDUCTIONS, otherwise)
-
-
-def all_reduce(sums: PyTree, axis: Axis) -> PyTree:
-    """Return the sum over all replicas, in one reduction."""
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # XLA:CPU has Gloo send each array of a tuple separately.
-        return _as_vectors(sums, partial(lax.psum, axis_name=axis))
-    return lax.psum(sums, axis)
-
-
-def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array], multiple: int = 1) -> PyTree:
-    """Apply `add` to one vector per dtype, padded to a `multiple`.
-
-    The barriers keep XLA from computing the gradient inside the loop that packs it, which is slow.
-    """
-
-    def added(leaves: list[jax.Array]) -> list[jax.Array]:
-        size = sum(leaf.size for leaf in leaves)
-        filled = [*leaves, jnp.zeros(-size % multiple, leaves[0].dtype)]
-        vector, unpack = ravel_pytree(filled)
-        return list(unpack(lax.optimization_barrier(add(vector))))[:-1]
-
-    return by_dtype(added, lax.optimization_barrier(sums))
+    named: Reduction = choose("reduction", reduction, REDUCTIONS, otherwise)
+    return named
