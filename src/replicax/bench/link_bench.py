@@ -35,6 +35,8 @@ LinkForecast = Callable[[LinkMethod, int, int, float], float]
 """`forecast(method, parameters, islands, step_seconds)`: the utilization that is expected."""
 LINK_CONTROL = "REPLICAX_BENCH_CONTROL"
 """Environment variable with the descriptor on which an island is told what to run."""
+OWN_STEPS = 10
+"""Steps in which the own work of an island is timed."""
 _PATIENT = {"REPLICAX_STALL_SECONDS": "600", "REPLICAX_SILENT_SECONDS": "120"}
 """An exchange over a slow link is no stall, and may delay heartbeats."""
 
@@ -50,6 +52,12 @@ class LinkCase:
     utilization: tuple[float, ...]
     """Time without an exchange, divided by that with it, in each repetition."""
     forecast: float
+    """Utilization as planned, from the bytes and the rate of the links."""
+    own_seconds_per_step: float
+    """Time of a step in which an island encodes, decodes and applies what it would send, without
+    sending it: the median."""
+    forecast_with_own: float
+    """The forecast with this work, which no network hides."""
     bytes_per_step: float
     """Bytes that an island sent in a step, counted on its sockets, with headers: the median."""
     formula_bytes_per_step: float
@@ -105,9 +113,7 @@ def bench_links(
             with contextlib.closing(links), _island_processes(command, links, count, logs) as told:
                 display.show(f"{counted(count, 'island')}: compiling")
                 parameters = int(told.ask({"method": None})[0]["parameters"])
-                steps = max(method.measured_steps for method in methods)
-                plan: list[LinkMethod | None] = [None, *methods]
-                runs = _repeated(told, plan, steps, count, repetitions, seed, display)
+                runs = _repeated(told, methods, count, repetitions, seed, display)
             alone[count], found = _cases(count, methods, runs, parameters, forecast)
             cases += found
     return LinkBench(
@@ -126,39 +132,38 @@ def bench_links(
     )
 
 
-_Runs = dict[str, list[tuple[int, list[dict[str, float]]]]]
-"""The steps and the answers of all islands, by name of the method, in each repetition."""
+_Key = tuple[str, bool]
+"""Name of a method, and whether it sends."""
+_Runs = dict[_Key, list[tuple[int, list[dict[str, float]]]]]
+"""The steps and the answers of all islands, in each repetition."""
 
 
 def _repeated(
     told: "_Islands",
-    methods: Sequence[LinkMethod | None],
-    alone_steps: int,
+    methods: Sequence[LinkMethod],
     islands: int,
     repetitions: int,
     seed: int,
     display: Display,
 ) -> _Runs:
     """Run every method once to compile it, then in each repetition, in random order."""
+    alone_steps = max(method.measured_steps for method in methods)
+    runs: list[tuple[LinkMethod | None, int, bool]] = [(None, alone_steps, True)]
+    runs += [(method, method.measured_steps, True) for method in methods]
+    runs += [(method.own_work, OWN_STEPS, False) for method in methods]
     order, found = random.Random(seed), _Runs()
-    total = (1 + repetitions) * len(methods)
     for turn in range(1 + repetitions):
-        chosen = order.sample(methods, len(methods)) if turn else methods
-        for place, method in enumerate(chosen):
+        chosen = order.sample(runs, len(runs)) if turn else runs
+        for place, (method, steps, sends) in enumerate(chosen):
             name = ALONE if method is None else method.name
             what = f"repetition {turn}/{repetitions}" if turn else "warm-up"
-            left = display.left(turn * len(methods) + place, total)
-            display.show(f"{counted(islands, 'island')}, {what}: {name}", left)
-            steps = alone_steps if method is None else method.measured_steps
-            answers = told.ask(
-                {
-                    "method": None if method is None else dataclasses.asdict(method),
-                    "before": 1 if method is None else method.steps_before,
-                    "steps": steps,
-                }
-            )
+            left = display.left(turn * len(runs) + place, (1 + repetitions) * len(runs))
+            kind = "" if sends else ", own work"
+            display.show(f"{counted(islands, 'island')}, {what}: {name}{kind}", left)
+            fields = None if method is None else dataclasses.asdict(method)
+            answers = told.ask({"method": fields, "steps": steps, "sends": sends})
             if turn:
-                found.setdefault(name, []).append((steps, answers))
+                found.setdefault((name, sends), []).append((steps, answers))
     return found
 
 
@@ -171,24 +176,28 @@ def _cases(
 ) -> tuple[tuple[float, ...], list[LinkCase]]:
     """Return the times of a step without an exchange, and the case of each method."""
 
-    def seconds(name: str) -> list[float]:
+    def seconds(name: str, sends: bool = True) -> list[float]:
         """Return the mean time of a step in each repetition, over steps and islands."""
-        each = [(steps, [told["seconds"] for told in answers]) for steps, answers in runs[name]]
+        each = [(n, [told["seconds"] for told in answers]) for n, answers in runs[name, sends]]
         return [float(np.mean(of_islands)) / steps for steps, of_islands in each]
 
     def of(method: LinkMethod) -> LinkCase:
-        mine = seconds(method.name)
-        sent = [
-            told["sent_bytes"] / steps for steps, answers in runs[method.name] for told in answers
-        ]
+        mine, usual = seconds(method.name), float(np.median(alone))
+        answers = runs[method.name, True]
+        sent = [told["sent_bytes"] / steps for steps, of in answers for told in of]
+        longer = np.subtract(seconds(method.name, sends=False), alone) * method.own_work.interval
+        own = max(float(np.median(longer)), 0.0) / method.interval
+        share = forecast(method, parameters, count, usual)
         return LinkCase(
-            count,
-            method,
-            tuple(mine),
-            tuple(ratios(alone, mine)),
-            forecast(method, parameters, count, float(np.median(alone))),
-            float(np.median(sent)),
-            method.bytes_per_step(parameters, count),
+            islands=count,
+            method=method,
+            step_seconds=tuple(mine),
+            utilization=tuple(ratios(alone, mine)),
+            forecast=share,
+            own_seconds_per_step=own,
+            forecast_with_own=1 / (1 / share + own / usual),
+            bytes_per_step=float(np.median(sent)),
+            formula_bytes_per_step=method.bytes_per_step(parameters, count),
         )
 
     alone = seconds(ALONE)

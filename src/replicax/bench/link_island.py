@@ -1,5 +1,6 @@
 """One of the islands of `bench --network`: it runs steps of each method when it is told to."""
 
+import contextlib
 import json
 import os
 import socket
@@ -37,25 +38,28 @@ class LinkIsland:
         job: IslandJob,
     ) -> None:
         self._data_parallel, self._model, self._batch_of = data_parallel, model, batch
-        self._job, self._steps = job, dict[str, tuple[DataParallel, Batch]]()
+        self._job, self._steps = job, dict[LinkMethod | None, tuple[DataParallel, Batch]]()
 
-    def run(self, method: LinkMethod | None, before: int, steps: int) -> dict[str, float]:
-        """Return the seconds of `steps` steps after `before` others, and the bytes then sent.
+    def run(self, method: LinkMethod | None, steps: int, *, sends: bool) -> dict[str, float]:
+        """Return the seconds of so many steps, and the bytes that were then sent.
 
-        All islands run the same method at the same time; None: without an exchange.
+        All islands run the same method at the same time; None: without an exchange. Unless it
+        `sends`, an island takes what it would send for that of all others.
         """
         dp, batch = self._ready(method)
         state = dp.init(self._model, seed=0)
+        rehearsal = contextlib.nullcontext() if sends else self._job.rehearsal()
         state, _ = jax.block_until_ready(dp.step(state, batch))
         self._together()
-        for _ in range(before - 1):
-            state, _ = dp.step(state, batch)
-        jax.block_until_ready(state)
-        sent, started = self._sent_bytes(), time.perf_counter()
-        for _ in range(steps):
-            state, _ = dp.step(state, batch)
-        jax.block_until_ready(state)
-        seconds = time.perf_counter() - started
+        with rehearsal:
+            for _ in range(0 if method is None else method.steps_before - 1):
+                state, _ = dp.step(state, batch)
+            jax.block_until_ready(state)
+            sent, started = self._sent_bytes(), time.perf_counter()
+            for _ in range(steps):
+                state, _ = dp.step(state, batch)
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - started
         if method is not None and not method.delay:  # else the next ones are on their way
             time.sleep(_SETTLE_SECONDS)
         told = {"seconds": seconds, "sent_bytes": float(self._sent_bytes() - sent)}
@@ -68,13 +72,12 @@ class LinkIsland:
         return sum(leaf.size for leaf in jax.tree.leaves(dp.abstract_state(self._model).params))
 
     def _ready(self, method: LinkMethod | None) -> tuple[DataParallel, Batch]:
-        name = ALONE if method is None else method.name
-        if name not in self._steps:
+        if method not in self._steps:
             dp = self._data_parallel(
                 Islands(every=ENDLESS_STEPS) if method is None else method.islands
             )
-            self._steps[name] = dp, self._batch_of(dp)
-        return self._steps[name]
+            self._steps[method] = dp, self._batch_of(dp)
+        return self._steps[method]
 
     def _together(self) -> None:
         """Wait for all islands, and for what is under way in the background."""

@@ -37,7 +37,19 @@ class LinkMethod:
     @property
     def steps_before(self) -> int:
         """Steps before a measurement, until what is under way then is as it will be at its end."""
-        return self.every // self.fragments if self.delay else 1
+        return self.interval if self.delay else 1
+
+    @property
+    def interval(self) -> int:
+        """Steps between two exchanges."""
+        return self.every // self.fragments
+
+    @property
+    def own_work(self) -> "LinkMethod":
+        """The method with an exchange in every second step at most, to time what an island does."""
+        if self.every == 1:
+            return self
+        return dataclasses.replace(self, every=2 * self.fragments, delay=0)
 
     def bytes_per_step(self, parameters: int, islands: int) -> float:
         """Return the bytes that an island sends in a step, without the headers of its frames."""

@@ -105,7 +105,7 @@ def serve_island(parsed: Arguments[Any]) -> None:
             return {"parameters": island.parameters()}
         method = question["method"]
         chosen = None if method is None else LinkMethod(**method)
-        return island.run(chosen, question["before"], question["steps"])
+        return island.run(chosen, question["steps"], sends=question["sends"])
 
     answer_lines(answer, int(descriptor))
 
