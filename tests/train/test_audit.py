@@ -330,7 +330,7 @@ def test_random_flips_are_found_in_time() -> None:
     print(f"seed {seed}")
     draw = np.random.default_rng(seed)
     for subject in (Subject(*each) for each in SUBJECTS):
-        for part, trials in (("params", 40), ("opt_state", 10)):
+        for part, trials in (("params", 20), ("opt_state", 5)):
             for _ in range(trials):
                 trial = subject.trial(part, draw)
                 assert trial.outcome in ("detected", "healed"), trial

@@ -14,7 +14,7 @@ from support.tiers import EXHAUSTIVE
 
 STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 60}
 """Enough steps for several evaluations and saves."""
-KILLS = 10
+KILLS = 6
 
 
 def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[int, Any]:

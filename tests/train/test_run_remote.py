@@ -11,7 +11,7 @@ import pytest
 from support.object_store import Objects, register
 from support.processes import SUPPORT, run_job
 from support.resumable import bits, crashing, data_parallel, fit, rows, told, undisturbed, untimed
-from support.tiers import EXHAUSTIVE
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
@@ -92,8 +92,12 @@ AMONG_THEM = [1, 3, 7, 25, 60]
 """Operations (of 90): lease, configuration, a part, beside the second manifest, while deleting."""
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize("at", [AMONG_THEM, [*range(2, 91, 8)]])
+SPREAD = [*range(2, 91, 24)]
+
+
+@pytest.mark.parametrize(
+    "at", only((), [AMONG_THEM, SPREAD, [*range(2, 91, 8)]], sampled=[AMONG_THEM, SPREAD])
+)
 def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
     whole, *others = killed(tmp_path, at)
     assert len(others) == len(at)

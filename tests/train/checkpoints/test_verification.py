@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.figures import assert_mentions
 from support.saved_checkpoint import entries, save, sealed, tree
-from support.tiers import EXHAUSTIVE
+from support.tiers import only
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest
 from replicax.train.checkpoints.store import check_arrays, verify_checkpoint
 
-CORRUPTIONS, MANY_CORRUPTIONS = 300, 10_000
+CORRUPTIONS, MANY_CORRUPTIONS = 300, 2_500
 KINDS = ("flip", "truncate", "delete", "swap", "extra")
 KERNEL = "state/params.dense.kernel"
 SHA256_OF_NOTHING = hashlib.sha256(b"").hexdigest()
@@ -219,9 +219,10 @@ def test_no_corruption_is_accepted(checkpoint: Path) -> None:
     assert accepted(checkpoint, range(CORRUPTIONS)) == []
 
 
-@EXHAUSTIVE
-def test_none_of_many_corruptions_is_accepted(checkpoint: Path) -> None:
-    assert accepted(checkpoint, range(CORRUPTIONS, CORRUPTIONS + MANY_CORRUPTIONS)) == []
+@pytest.mark.parametrize("block", only((), range(1, 5), sampled=[1]))
+def test_none_of_many_corruptions_is_accepted(checkpoint: Path, block: int) -> None:
+    first = block * MANY_CORRUPTIONS
+    assert accepted(checkpoint, range(first, first + MANY_CORRUPTIONS)) == []
 
 
 def test_corruptions_are_of_every_kind_and_of_every_file(checkpoint: Path) -> None:
