@@ -52,7 +52,8 @@ class TrainState:
     """uint32 scalar: all random numbers of the run are derived from it and the step."""
     losses: Any = ()
     """float32 `[window]` if spikes are skipped: the latest losses, newest last, the largest float
-    before the first; otherwise empty. See `replicax.train.guarded`."""
+    before the first; otherwise empty. See `replicax.train.guarded`. With `rx.Islands`, a scalar:
+    the loss of all islands in the last complete round, NaN before the first."""
     reduction: PyTree = ()
     """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
     scale: PyTree = ()

@@ -108,7 +108,7 @@ class Arithmetic:
         return dataclasses.replace(
             state,
             opt_state=self.outer_state(state.params),
-            losses=(),
+            losses=jnp.full((), jnp.nan, jnp.float32),
             reduction=(),
             scale=(),
             islands=own,

@@ -39,7 +39,6 @@ class RoundStep:
         self._outer_step = jax.jit(arithmetic.stepped, static_argnums=4)
         self._next = jax.jit(lambda step: step + 1)
         self._at: tuple[Any, int] = (lambda: None, 0)
-        self._round_loss: jax.Array | None = None
         self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -53,9 +52,7 @@ class RoundStep:
         if self._under_way is not None and self._under_way[1] == step:
             state = self._take_fragment(state)
         self._at = weakref.ref(state.step), step
-        if self._round_loss is None:
-            self._round_loss = metrics[LOSS] * float("nan")
-        return state, {**metrics, ROUND_LOSS: self._round_loss}
+        return state, {**metrics, ROUND_LOSS: state.losses}
 
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round, if steps were done since the last."""
@@ -99,8 +96,6 @@ class RoundStep:
         params, opt_state, extras, loss = self._outer_step(
             state.params, state.opt_state, state.extras, sums, number
         )
-        if number == 0:
-            self._round_loss = loss
         inner = state.islands.inner
         own, own_extras = self._take[number]((inner.params, inner.extras), params, extras)
         inner = dataclasses.replace(inner, params=own, extras=own_extras)
@@ -109,6 +104,7 @@ class RoundStep:
             params=params,
             opt_state=opt_state,
             extras=extras,
+            losses=state.losses if number else loss,
             islands=dataclasses.replace(state.islands, inner=inner),
         )
         placed: TrainState = jax.device_put(after, self._shardings)
