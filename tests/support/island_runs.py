@@ -93,8 +93,11 @@ class Island:
             dp = self.dp(self.job)
             weights = self.settings.pop("weights", WEIGHTS)
             state = dp.init({"w": jnp.asarray(weights)})
-            options = {"batch_size": BATCH, "epochs": EPOCHS, "log_every": 5, "progress": False}
-            self.result = rx.fit(dp, state, SOURCE, **options, **self.settings)
+            options: dict[str, Any] = {"epochs": EPOCHS, "log_every": 5, "progress": False}
+            source = self.settings.pop("source", None)
+            if source is None:
+                options["batch_size"], source = BATCH, SOURCE
+            self.result = rx.fit(dp, state, source, **options, **self.settings)
         except BaseException as error:
             self.error = error
         finally:
