@@ -37,6 +37,8 @@ from chaos_islands.checks import (
 )
 from chaos_islands.faults import FAULTS, Fault
 from chaos_islands.results import Outcome, add_to_file, table
+from chaos_islands.rounds import JOB as ROUND_JOB
+from chaos_islands.rounds import ROUND_FAULTS, Undisturbed, check_rounds, chosen_rounds
 from chaos_islands.sizes import MICRO_SHARDS, STEPS
 from chaos_islands.trial import JOB, SAVED, Reference, Trial
 from support.fork_server import ForkServer
@@ -51,12 +53,16 @@ class Harness:
 
     Args:
         results: a file to which each outcome is added.
+        rounds: whether islands take several steps between two exchanges.
         programs: a folder of compiled programs, which are then taken on trust; by default they are
             compiled anew, and only undisturbed runs write them.
     """
 
-    def __init__(self, results: Path | None = None, programs: Path | None = None) -> None:
-        self._results = results
+    def __init__(
+        self, results: Path | None = None, programs: Path | None = None, *, rounds: bool = False
+    ) -> None:
+        self._results, self.rounds = results, rounds
+        self._undisturbed_rounds = Undisturbed()
         base = "/dev/shm" if Path("/dev/shm").is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="replicax-islands-", dir=base))
         kept = {
@@ -75,8 +81,12 @@ class Harness:
         self._cache = {"CHAOS_CACHE": str(programs or self.folder / "compiled")}
         self._server = ForkServer(self._env)
         self._failed = False
-        if programs is not None:
+        self.reference: Reference | None = None
+        if programs is not None or rounds:
             self._cache |= {"CHAOS_COMPILES": "1"}
+        if rounds:
+            return
+        if programs is not None:
             self.reference = self._alone(self.folder / "undisturbed", self._cache)
         else:
             self.reference = self._undisturbed()
@@ -114,6 +124,7 @@ class Harness:
                     start.kill()
             trial.finish()
             trial.close()
+            assert self.reference is not None
             check_done(trial, self.reference, {0})
             if trial.wrong:
                 raise RuntimeError(f"{name}: {trial.wrong}")
@@ -157,7 +168,7 @@ class Harness:
         return outcome
 
     def _try(self, name: str, seed: int, attempt: int) -> Outcome:
-        fault, began = FAULTS[name], time.monotonic()
+        fault, began = ROUND_FAULTS[name] if self.rounds else FAULTS[name], time.monotonic()
         islands = random.Random(f"islands of {name} {seed}").choice(fault.islands)
         folder = self.folder / f"{name}-{seed}-{attempt}"
         env = {
@@ -165,10 +176,14 @@ class Harness:
             "CHAOS_STEP_SECONDS": str(_STEP_SECONDS),
             "REPLICAX_STALL_SECONDS": "8",
             **fault.env,
+            **({"CHAOS_ROUNDS": chosen_rounds(name, seed)} if self.rounds else {}),
         }
         with _disk(fault, folder) as disk:
             trial = Trial(
-                *(self._server, folder, name, seed, islands, env), linked=fault.linked, disk=disk
+                *(self._server, folder, name, seed, islands, env),
+                linked=fault.linked,
+                disk=disk,
+                job=ROUND_JOB if self.rounds else JOB,
             )
             if attempt:
                 trial.chance.seed(f"{name} {seed} {attempt}")
@@ -181,7 +196,7 @@ class Harness:
                 trial.finish()
                 if not trial.hung:
                     codes = {0} if fault.quiet else {0, SAVED, *fault.codes}
-                    check_done(trial, self.reference, codes)
+                    self._check(trial, fault, codes)
             except Exception as error:  # what a broken run leaves may be unreadable
                 trial.wrong.append(f"{type(error).__name__}: {error}")
             finally:
@@ -192,7 +207,7 @@ class Harness:
                 islands=islands,
                 how="; ".join(trial.told),
                 missed=trial.missed or not trial.struck,
-                equal=is_equal(trial, self.reference),
+                equal=self._is_equal(trial),
                 hung=trial.hung,
                 starts=len(trial.starts) or len({name for _, _, name in trial.steps()}),
                 left=sum(start.child.status == SAVED for start in trial.starts),
@@ -201,12 +216,33 @@ class Harness:
                 recovery_seconds=recovery_seconds(trial),
                 join_seconds=join_pauses(trial),
                 wrong=trial.wrong,
+                rounds=self.rounds,
             )
             if outcome.wrong and disk is not None:
                 shutil.copytree(folder / "run", folder / "kept")
         if not outcome.wrong:
             shutil.rmtree(folder, ignore_errors=True)
         return outcome
+
+    def _check(self, trial: Trial, fault: Fault, codes: set[int]) -> None:
+        if self.reference is not None:
+            check_done(trial, self.reference, codes)
+            return
+
+        def again(name: str) -> Trial:
+            env, folder = trial.env, self.folder / name
+            return Trial(
+                *(self._server, folder, name, 0, trial.islands, env), linked=False, job=ROUND_JOB
+            )
+
+        equal = fault.quiet or fault.resumes
+        undisturbed = self._undisturbed_rounds.of(trial, again) if equal else None
+        check_rounds(trial, undisturbed, codes)
+
+    def _is_equal(self, trial: Trial) -> bool:
+        if self.reference is not None:
+            return is_equal(trial, self.reference)
+        return len({result["agreed"] for result in trial.results().values()}) == 1
 
 
 @contextlib.contextmanager
@@ -230,26 +266,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="chaos.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="faults:\n" + "\n".join(f"  {name:16}{f.what}" for name, f in FAULTS.items()),
+        epilog="faults:\n" + "\n".join(f"  {name:16}{f.what}" for name, f in ROUND_FAULTS.items()),
     )
-    parser.add_argument("--faults", default=",".join(FAULTS), help="kinds, by commas; all")
-    parser.add_argument("--trials", type=int, default=2 * len(FAULTS))
+    parser.add_argument("--rounds", action="store_true", help="several steps between exchanges")
+    parser.add_argument("--faults", help="kinds, by commas; all")
+    parser.add_argument("--trials", type=int, help="twice the number of kinds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the outcomes to it")
     options = parser.parse_args(arguments)
-    faults = options.faults.split(",")
-    for name in set(faults) - set(FAULTS):
-        parser.error(f"no fault {name!r}; there are {', '.join(FAULTS)}")
+    known = ROUND_FAULTS if options.rounds else FAULTS
+    faults = options.faults.split(",") if options.faults else [*known]
+    for name in set(faults) - set(known):
+        parser.error(f"no fault {name!r}; there are {', '.join(known)}")
+    trials = 2 * len(faults) if options.trials is None else options.trials
     began = time.monotonic()
-    with Harness(options.json) as harness:
-        outcomes = harness.run(faults, options.trials, options.seed, options.jobs)
+    with Harness(options.json, rounds=options.rounds) as harness:
+        outcomes = harness.run(faults, trials, options.seed, options.jobs)
     seconds = time.monotonic() - began
     print("\n".join(table(outcomes)))
     failed = sum(bool(outcome.wrong) for outcome in outcomes)
     equal = sum(outcome.equal for outcome in outcomes)
+    whose = "each other" if options.rounds else "the undisturbed run"
     print(
-        f"{len(outcomes)} trials, {failed} failed, {equal} with the bits of the undisturbed run; "
+        f"{len(outcomes)} trials, {failed} failed, {equal} with the bits of {whose}; "
         f"{seconds:.0f} s, {seconds / len(outcomes):.1f} s a trial"
     )
     return 1 if failed else 0

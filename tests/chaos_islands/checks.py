@@ -22,7 +22,7 @@ def check_done(trial: Trial, reference: Reference, codes: Collection[int]) -> No
 
     Islands that the trial did not end itself may have these exit codes.
     """
-    _check_codes(trial, codes)
+    check_codes(trial, codes)
     results = trial.results()
     trial.check(results, "no island has completed the run")
     for name, result in results.items():
@@ -44,7 +44,7 @@ def is_equal(trial: Trial, reference: Reference) -> bool:
     return bool(results) and all(r["state"] == reference.result["state"] for r in results)
 
 
-def _check_codes(trial: Trial, codes: Collection[int]) -> None:
+def check_codes(trial: Trial, codes: Collection[int]) -> None:
     for number, start in enumerate(trial.starts):
         code, allowed = start.child.status, set(codes)
         if start.killed:

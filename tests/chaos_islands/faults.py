@@ -24,6 +24,7 @@ class Fault:
         disk: whether the run has a small disk of its own.
         launched: the processes of each island that `replicax launch` starts; 0: it does not.
         codes: exit codes that an island may have, besides 0 and 75.
+        resumes: whether all islands end together and resume, so that rounds have the usual bits.
     """
 
     what: str
@@ -35,6 +36,7 @@ class Fault:
     disk: bool = False
     launched: int = 0
     codes: Sequence[int] = ()
+    resumes: bool = False
 
 
 THREE = (3,)

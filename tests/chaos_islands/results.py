@@ -20,7 +20,7 @@ class Outcome:
     missed: bool
     """Whether the run finished before the fault."""
     equal: bool
-    """Whether all final states have the bits of the undisturbed run."""
+    """Whether all final states have the bits of the undisturbed run; with rounds, of each other."""
     hung: bool
     starts: int
     left: int
@@ -32,6 +32,8 @@ class Outcome:
     join_seconds: list[float]
     """Time between the steps before and after which an island joined."""
     wrong: list[str]
+    rounds: bool = False
+    """Whether islands took several steps between two exchanges."""
 
     def line(self) -> str:
         """Return what happened, and for a failed trial the command that repeats it."""
@@ -44,7 +46,8 @@ class Outcome:
         )
         if self.wrong:
             line += f": {'; '.join(self.wrong)}"
-            line += f" [--faults {self.fault} --seed {self.seed} --trials 1]"
+            rounds = "--rounds " if self.rounds else ""
+            line += f" [{rounds}--faults {self.fault} --seed {self.seed} --trials 1]"
         return line
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from chaos_islands.chaos import Harness
-from chaos_islands.faults import FAULTS
 from chaos_islands.results import Outcome, add_to_file, table
+from chaos_islands.rounds import ROUND_FAULTS
 from support import programs
 from support.tiers import EXHAUSTIVE
 
@@ -35,6 +35,23 @@ def test_nobody_can_tell_what_happened_to_the_islands(harness: Harness) -> None:
     kinds = ["kill-others", "kill-saving", "kill-sending", "fresh-left", "halves", "corrupt"]
     kinds += ["strangers", "launch", "several"]
     check(harness.run(kinds, len(kinds), seed=0, jobs=2), kinds)
+
+
+@pytest.fixture(scope="module")
+def rounds() -> Iterator[Harness]:
+    with Harness(programs=programs.FOLDER, rounds=True) as opened:
+        yield opened
+
+
+def test_a_lost_island_costs_its_round(rounds: Harness) -> None:
+    check(rounds.run(["kill-round"], 1, seed=0), ["kill-round"])
+
+
+@EXHAUSTIVE
+def test_islands_with_rounds_end_alike_whatever_happened(rounds: Harness) -> None:
+    kinds = ["kill", "kill-all", "kill-joining", "kill-saving", "term", "freeze", "resize"]
+    kinds += ["term-all", "slow", "kill-many", "halves", "launch"]
+    check(rounds.run(kinds, len(kinds), seed=0, jobs=2), kinds)
 
 
 def outcome(**differs: object) -> Outcome:
@@ -71,4 +88,4 @@ def test_a_file_of_results_adds_up(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_told() -> None:
-    assert all(fault.what and len(name) <= 14 for name, fault in FAULTS.items())
+    assert all(fault.what and len(name) <= 14 for name, fault in ROUND_FAULTS.items())

@@ -88,9 +88,10 @@ class Trial:
         *,
         linked: bool,
         disk: Disk | None = None,
+        job: Path = JOB,
     ) -> None:
         self.server, self.folder, self.islands, self.env = server, folder, islands, env
-        self.fault, self.seed, self.disk = fault, seed, disk
+        self.fault, self.seed, self.disk, self.job = fault, seed, disk, job
         self.chance = random.Random(f"{fault} {seed}")
         self.wrong: list[str] = []
         self.hung = False
@@ -141,6 +142,15 @@ class Trial:
         with self._lock:
             self._held.clear()
 
+    def resize(self, islands: int) -> None:
+        """Start the run again with another number of islands; all must have ended, and be held."""
+        with self._lock:
+            self.ports = [*self.ports, *(free_port() for _ in range(islands))][:islands]
+            self.islands = islands
+            for island in range(islands):
+                self._start(island)
+            self._held.clear()
+
     def environment(self, island: int) -> dict[str, str]:
         addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         if self.links is not None:
@@ -151,7 +161,7 @@ class Trial:
     def _start(self, island: int) -> None:
         out = self.folder / "out" / f"{len(self.starts)}-{island}"
         child = self.server.fork(
-            [str(JOB), str(self.folder)],
+            [str(self.job), str(self.folder)],
             self.environment(island),
             out.with_suffix(".out"),
             out.with_suffix(".err"),
@@ -182,7 +192,7 @@ class Trial:
         """Let `replicax launch` start all islands of so many processes, and each that ends."""
         command = [sys.executable, "-m", "replicax", "launch", "--islands", str(self.islands)]
         command += ["--processes", str(processes), "--logs", str(self.folder / "logs"), "--"]
-        command += [sys.executable, str(JOB), str(self.folder)]
+        command += [sys.executable, str(self.job), str(self.folder)]
         env = {**self.server.env, **self.env}
         with (self.folder / "out" / "launch").open("wb") as told:
             launcher = self.launcher = subprocess.Popen(command, env=env, stdout=told, stderr=told)

@@ -18,7 +18,7 @@ from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
 from replicax.train.hook import Hook, Running
-from replicax.train.island_audit import IslandAudit
+from replicax.train.island_audit import IslandAudit, is_own
 from replicax.wording import counted, listed, named, size_text
 
 RESTORES = 3
@@ -206,8 +206,9 @@ class Audit(Hook):
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
         if self._islands is not None:
-            size = size_text(of.compared_bytes + of.alone_bytes)
-            run.say(f"audit  {steps}: {len(of.leaves)} leaves, {size}, of each island")
+            agreed = [leaf for leaf in of.leaves if not is_own(leaf)]
+            size = size_text(sum(of.leaf_bytes[leaf] for leaf in agreed))
+            run.say(f"audit  {steps}: {len(agreed)} leaves, {size}, of each island")
             return
         run.say(
             f"audit  {steps}: {len(of.compared)} leaves, {size_text(of.compared_bytes)} on each "

@@ -59,8 +59,11 @@ class Fingerprint:
         """The leaves that are on more than one device."""
         self.compared_bytes = self.alone_bytes = 0
         """Bytes per device that are replicated, and that are on that device only."""
+        self.leaf_bytes: dict[str, int] = {}
+        """Bytes of each leaf on a device."""
         for name, leaf, alike in zip(self.leaves, leaves, self._alike, strict=True):
             size = leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+            self.leaf_bytes[name] = size
             if len(alike[0]) > 1:
                 self.compared.append(name)
                 self.compared_bytes += size

@@ -142,7 +142,7 @@ class Run(Resuming):
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
         self._members = Members(
-            dp.job, self._is_interrupted, lambda: is_complete(self._run_dir, self.total)
+            dp.job, lambda: self._interrupt.wanted, lambda: is_complete(self._run_dir, self.total)
         )
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
@@ -157,9 +157,7 @@ class Run(Resuming):
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None
         if plan is not None:
-            self._evaluator = Evaluator(
-                plan, self.dp, state, batch_size, self._is_interrupted, self.say
-            )
+            self._evaluator = Evaluator(plan, self.dp, state, batch_size, self._gives_up, self.say)
             steps_of_epoch = self.source.batches or steps or 1
             self._evaluator.check_passes(epochs or -(-(steps or 1) // steps_of_epoch))
         self._run_state = RunState(

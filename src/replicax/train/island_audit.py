@@ -17,6 +17,9 @@ from replicax.islands.island_job import IslandJob
 from replicax.train.fingerprint import Fingerprint
 from replicax.wording import counted, listed, named
 
+_OWN = "own"
+"""In place of the checksum of a leaf that an island has for itself."""
+
 
 @dataclass(frozen=True)
 class IslandVerdict:
@@ -58,6 +61,7 @@ def judge_islands(
 class IslandAudit:
     """Audits the state of this island, with the others of `job`.
 
+    What islands have for themselves, with `rx.Islands`, is compared only among the devices of each.
     `shards` is whether islands of some number of devices split leaves among these.
     """
 
@@ -125,11 +129,18 @@ class IslandAudit:
         ):
             if name in differing:
                 found.append("")
+            elif is_own(name):
+                found.append(_OWN)
             elif self._shards or not leaf.sharding.is_fully_replicated:
                 found.append(_sha256(leaf))  # the same for any number of devices
             else:
                 found.append(row.tobytes().hex())
         return found
+
+
+def is_own(leaf: str) -> bool:
+    """Whether islands have a leaf of this name for themselves, so that it may differ."""
+    return leaf.startswith("islands.")
 
 
 def _named(islands: Sequence[int]) -> str:

@@ -178,7 +178,7 @@ class Loop(Running):
         self._evaluate_if_due()
         self.source.set_epoch(self.place.epoch)
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
-        feed.stops = self._is_interrupted
+        feed.stops = self._gives_up
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
             batches = Ahead(items)
@@ -389,8 +389,8 @@ class Loop(Running):
     def _resumable(self) -> bool:
         return self._storage is not None and self.resumable
 
-    def _is_interrupted(self) -> bool:
-        return self._interrupt.wanted
+    def _gives_up(self) -> bool:  # waiting for a batch; other islands would wait for this one
+        return self._interrupt.wanted and not self._members.has_islands
 
     def _all_steps_done(self) -> bool:
         return self.total is not None and self.place.step >= self.total

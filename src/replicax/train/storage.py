@@ -118,7 +118,7 @@ class Storage:
         self._island = {} if island is None else {WRITER: island}
         has_own = island is not None and saving.wanted and jax.tree.leaves(state.islands)
         self.own = OwnStates(path, island, saving, job, seed, self._store) if has_own else None
-        """The states of this island's own, if islands have any."""
+        self._taken_over: int | None = None  # the last step that the island before has saved
 
     def _open(self) -> dict[str, Any]:
         """Acquire the lease, and find the checkpoint to resume from; in process 0."""
@@ -195,18 +195,18 @@ class Storage:
         The files then have the `records` of this island.
         """
 
-        def taken() -> int:
+        def taken() -> tuple[int, int | None]:
             try:
                 return self._take_over(records)
             except OSError as error:  # all processes of an island have to know
                 raise CheckpointError(f"{self.path}: {error.strerror or error}") from error
 
-        self._saver.token = self._job.broadcast("the take-over", taken)
-        self.follows, self._saved = False, None
+        self._saver.token, self._taken_over = self._job.broadcast("the take-over", taken)
+        self._saved, self.follows = None, False
         return self.ledger
 
-    def _take_over(self, records: Sequence[Record]) -> int:
-        """Do that in process 0; return the token of the lease."""
+    def _take_over(self, records: Sequence[Record]) -> tuple[int, int | None]:
+        """Do that in process 0; return the token of the lease, and the last step saved before."""
         if self.saving.wanted and self._lease is None:
             self._lease = take_lease(self.path, by_force=True)
         token = 1 if self._lease is None else self._lease.token
@@ -222,7 +222,7 @@ class Storage:
         self.ledger.close()
         self.ledger = Ledger(self.path / FILE, token)
         self.ledger.enter("productive")
-        return token
+        return token, max((step for step, _ in self._store.paths()), default=None)
 
     def goes_on(self, step: int, *, all_gone: bool) -> bool:
         """Whether this start may go on without the others, of which `all_gone` are known to be.
@@ -313,7 +313,7 @@ class Storage:
         what = _what_is_saved(position, extra)
         if what == self._saved or (self.follows and self.own is None):
             return
-        if self.follows and self.own is not None:
+        if self.own is not None and (self.follows or position.step == self._taken_over):
             self.own.save(state, position)
         else:
             with self.ledger.spending("saving"):

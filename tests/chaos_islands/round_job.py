@@ -1,0 +1,104 @@
+"""The training of a trial with rounds, as one island, in `FOLDER/run`.
+
+CHAOS_ROUNDS has the arguments of `rx.Islands` as JSON, and CHAOS_SEED another seed of the weights
+and the order of rows, to measure how much the loss differs without faults. See `job.py`.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from chaos_islands.job import Notes, configure
+from chaos_islands.sizes import BATCH, EPOCHS, KEEP, MICRO_SHARDS, ROWS
+
+import replicax as rx
+from replicax.train.fingerprint import sha256
+
+FEATURES = 8
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    hidden = jnp.tanh(batch["x"] @ model["in"])
+    return (hidden @ model["out"] - batch["y"]) ** 2
+
+
+def model(seed: int) -> dict[str, np.ndarray]:
+    numbers = np.random.default_rng(seed)
+    return {
+        "in": 0.5 * numbers.normal(size=(FEATURES, 32)).astype(np.float32),
+        "out": 0.3 * numbers.normal(size=32).astype(np.float32),
+    }
+
+
+def rows(count: int, seed: int) -> dict[str, np.ndarray]:
+    """Return rows that a model can learn; the rest of the loss is noise of variance 0.01."""
+    numbers = np.random.default_rng(seed)
+    x = numbers.normal(size=(count, FEATURES)).astype(np.float32)
+    y = np.tanh(x[:, 0] - x[:, 1]) + 0.1 * numbers.normal(size=count)
+    return {"x": x, "y": y.astype(np.float32)}
+
+
+def train(folder: Path) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", "0"))
+    notes = Notes(folder, float(os.environ.get("CHAOS_STEP_SECONDS", "0")))
+    rounds: dict[str, Any] = json.loads(os.environ["CHAOS_ROUNDS"])
+    dp = rx.DataParallel(
+        loss,
+        optax.adamw(1e-2),
+        mode="jit",
+        micro_shards=MICRO_SHARDS,
+        job=rx.initialize(verbose=False),
+        islands=rx.Islands(**rounds, outer=optax.sgd(0.8, 0.5, nesterov=True)),
+    )
+    result = rx.fit(
+        dp,
+        dp.init(model(seed), seed=3),
+        rows(ROWS, seed=2),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        shuffle=True,
+        seed=seed,
+        eval_source=rows(ROWS, seed=5),
+        log_every=1,
+        run_dir=folder / "run",
+        saving=rx.Saving(every=int(os.environ.get("CHAOS_SAVE_EVERY", "10")), keep=KEEP),
+        hooks=[notes],
+        progress=True,
+    )
+    state = result.state
+    told = {
+        "agreed": sha256((state.params, state.opt_state, state.extras, state.step)),
+        "records": [(r.kind, r.step, agreed(r.metrics)) for r in result.records if alike(r.kind)],
+        "step": int(state.step),
+        "loss": [r.metrics["loss"] for r in result.records if r.kind == "eval"][-1],
+    }
+    beside = notes.base.with_suffix(".new")
+    beside.write_text(json.dumps(told))
+    beside.replace(notes.base.with_suffix(".result"))
+
+
+def alike(kind: str) -> bool:
+    """Whether all islands have the same records of a kind."""
+    return kind in ("train", "eval")
+
+
+def agreed(metrics: dict[str, float]) -> dict[str, float | None]:
+    """Return the metrics that do not depend on the island; NaN, before a round, as None."""
+    names = [name for name in metrics if name == "round_loss" or "round_loss" not in metrics]
+    return {name: None if metrics[name] != metrics[name] else metrics[name] for name in names}
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    configure()
+    train(Path(sys.argv[1]))

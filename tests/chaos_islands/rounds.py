@@ -1,0 +1,141 @@
+"""Trials with rounds of steps between exchanges: a lost island costs its round, and no more.
+
+    python tests/chaos_islands/chaos.py --rounds --faults kill,resize --trials 40
+
+Their bits are those of an undisturbed run only if no island was lost in a round; otherwise all
+islands end with equal outer parameters, and with about the loss of other seeds.
+"""
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from chaos_islands.checks import check_codes, read_checkpoint, read_records
+from chaos_islands.deaths import kill_now, named
+from chaos_islands.faults import FAULTS, Fault
+from chaos_islands.sizes import STEPS
+from chaos_islands.trial import MOST_SECONDS, Trial
+
+JOB = Path(__file__).resolve().parent / "round_job.py"
+ROUNDS: tuple[dict[str, Any], ...] = (
+    {"every": 5},
+    {"every": 10, "send": "int4"},
+    {"every": 12, "send": "int4", "fragments": 3},
+    {"every": 12, "fragments": 2, "delay": 2},
+)
+MOST_LOSS = 0.11
+"""At the end; 32 undisturbed runs of 3 islands, of 8 seeds, had 0.064 to 0.089."""
+
+
+def kill_round(trial: Trial) -> None:
+    """Kill one or two about when islands exchange what they learned, and vote."""
+    every = rounds_of(trial.env)["every"]
+    step = every * trial.chance.randrange(1, (STEPS - 8) // every)
+    if trial.reach(step - 1, trial.chance.uniform(0.0, 0.12)):
+        kill_now(trial, trial.pick(trial.chance.choice((1, 1, 2))), "kill at a round's end")
+
+
+def end_all(trial: Trial) -> bool:
+    """End all islands by SIGTERM, and wait; False if the run was over before."""
+    if not trial.a_step(last=STEPS - 30):
+        return False
+    trial.hold(range(trial.islands))
+    starts = [trial.of(island) for island in range(trial.islands)]
+    trial.strike(f"SIGTERM {named(range(trial.islands))}")
+    for start in starts:
+        start.child.signal(signal.SIGTERM)
+    return trial.until(lambda: not any(start.lives for start in starts), MOST_SECONDS)
+
+
+def term_all(trial: Trial) -> None:
+    """Restart the run with the same islands."""
+    if end_all(trial):
+        trial.free()
+
+
+def resize(trial: Trial) -> None:
+    """Restart it with another number of islands."""
+    if end_all(trial):
+        count = trial.chance.choice([n for n in (1, 2, 3, 4, 5) if n != trial.islands])
+        trial.told.append(f"then {count} islands")
+        trial.resize(count)
+
+
+ROUND_FAULTS = {
+    **FAULTS,
+    "kill-round": Fault("kill -9 at the end of a round", kill_round),
+    "term-all": Fault("SIGTERM to all, then the same islands", term_all, (2, 3, 4), resumes=True),
+    "resize": Fault("SIGTERM to all, then more or fewer", resize, (2, 3, 4)),
+}
+"""Those of all islands, and those of rounds."""
+
+
+def rounds_of(env: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(env["CHAOS_ROUNDS"])
+    return found
+
+
+def chosen_rounds(fault: str, seed: int) -> str:
+    """Return the rounds of a trial, as its environment has them."""
+    return json.dumps(random.Random(f"rounds of {fault} {seed}").choice(ROUNDS))
+
+
+class Undisturbed:
+    """Results of undisturbed runs, by number of islands and rounds; each is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def of(self, trial: Trial, begin: Any) -> dict[str, Any]:
+        """Return the result for `trial`; `begin(name)` makes another one like it."""
+        key = f"{trial.islands} {trial.env['CHAOS_ROUNDS']}"
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._known:
+                again: Trial = begin(f"undisturbed-{len(self._known)}-{trial.islands}")
+                try:
+                    again.begin()
+                    again.finish()
+                finally:
+                    again.close()
+                check_rounds(again, None, {0})
+                if again.wrong:
+                    raise RuntimeError(f"an undisturbed run: {again.wrong}")
+                self._known[key] = next(iter(again.results().values()))
+            return self._known[key]
+
+
+def check_rounds(
+    trial: Trial, undisturbed: Mapping[str, Any] | None, codes: Collection[int]
+) -> None:
+    """Check all that must hold at the end; with `undisturbed` also that the bits are the same."""
+    check_codes(trial, codes)
+    results = trial.results()
+    trial.check(results, "no island has completed the run")
+    first = next(iter(results.values()), {})
+    for name, result in results.items():
+        trial.check(result["step"] == STEPS, f"{name} ended at step {result['step']}")
+        trial.check(result["loss"] < MOST_LOSS, f"the loss of {name} is {result['loss']:.4f}")
+        for other in filter(None, (first, undisturbed)):
+            whose = "of another island" if other is first else "undisturbed"
+            mine, its = result["agreed"][:16], other["agreed"][:16]
+            trial.check(mine == its, f"{name} has {mine}, {whose} {its}")
+            pairs = zip(result["records"], other["records"], strict=False)
+            differ = [f"{a} and not {b}" for a, b in pairs if a != b]
+            trial.check(not differ, f"records of {name} differ, {whose}: {differ[:1]}")
+    for start in trial.starts:
+        done = f"{start.island}-{start.child.pid}" in results
+        trial.check(done or start.child.status, f"island {start.island} ended with 0 too early")
+    run = trial.folder / "run"
+    steps = [record["step"] for record in read_records(run) if record["kind"] == "train"]
+    trial.check(steps == list(range(1, STEPS + 1)), f"steps on record: {steps}")
+    names = [path.name for path in (run / "checkpoints").iterdir()]
+    trial.check(all(name.startswith("step-") for name in names), f"checkpoints: {names}")
+    read_checkpoint(run)  # checks the sums in its manifest
