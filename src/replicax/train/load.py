@@ -25,7 +25,7 @@ BEST = "best.json"
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """State fields that only a resumed run needs: a state without them is loaded without them."""
 _OF_ISLANDS = ("islands", "opt_state", "scale")
-"""Those of a run with rounds that a state without rounds has otherwise, or not at all."""
+"""State fields of islands: in a state without rounds they are its own, or not there."""
 _MOST_NAMED = 6
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from replicax.islands.messages import View
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import added, assigned
 
-Result = TypeVar("Result")
 _SECONDS = 600.0
 
 
@@ -71,7 +70,7 @@ class SharingIsland(Alone):
         return found
 
 
-def on_sharing_islands(count: int, run: Callable[[SharingIsland], Result]) -> list[Result]:
+def on_sharing_islands(count: int, run: Callable[[SharingIsland], Value]) -> list[Value]:
     """Return the results of `run(job)` on each of `count` islands, at the same time."""
     news, sent = threading.Condition(), [list[list[np.ndarray]]() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:

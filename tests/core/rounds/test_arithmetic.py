@@ -1,4 +1,4 @@
-"""What an island sends, its residual, the weighted mean, and the outer step."""
+"""The payload of an island, its residual, the weighted mean, and the outer step."""
 
 import dataclasses
 from typing import Any
