@@ -18,7 +18,7 @@ from replicax.core.ground.codecs import Integers
 from replicax.verify.round_checks import CLOSE, check_rounds
 
 CASES = [
-    *("SGD, 1 step", "1 island, 2 steps", "4 islands, equal rows", "inner steps"),
+    *("SGD, 1 step", "1 island, 2 steps", "4 equal islands", "inner steps"),
     *("send int4", "bytes", "outer parameters", "two transports"),
 ]
 
@@ -44,7 +44,7 @@ def test_a_step_with_rounds_passes() -> None:
 def test_the_islands_of_a_job_are_checked_as_replicas() -> None:
     dp = on(4, rx.Islands(30, "int4"), mode="jit", loss=noisy, layout="fsdp")
     found = verdicts(checked(dp))
-    assert found.pop("4 islands, equal rows") == "skip"  # random numbers differ
+    assert found.pop("4 equal islands") == "skip"  # random numbers differ
     assert set(found.values()) == {"pass"}
 
 

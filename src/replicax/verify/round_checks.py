@@ -141,11 +141,11 @@ def _of_equal_islands(subject: RoundsSubject) -> Iterator[Check]:
     losses = np.asarray(state.islands.loss.total)
     if np.ptp(losses) > 1e-5 * np.abs(losses).max():
         text = "islands draw different random numbers, so equal rows differ"
-        yield Check("rounds", f"{count} islands, equal rows", SKIP, text)
+        yield Check("rounds", f"{count} equal islands", SKIP, text)
     else:
         for _ in range(3):
             state, _ = several.step(state, subject.alike)
-        yield subject.compared(f"{count} islands, equal rows", "as 1 island", state, alone)
+        yield subject.compared(f"{count} equal islands", "as 1 island", state, alone)
     yield _silent(several, state, subject.alike)
 
 

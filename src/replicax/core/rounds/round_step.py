@@ -133,23 +133,20 @@ class RoundStep:
         return number if known() is state.step else int(state.step)
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        traced: jax.stages.Traced = self.transport.program.trace(self._subject(state), batch)
-        return traced
+        return self.transport.program.trace(self._subject(state), batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        lowered: jax.stages.Lowered = self.transport.program.lower(self._subject(state), batch)
-        return lowered
+        return self.transport.program.lower(self._subject(state), batch)
 
     def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
-        found: Sequence[Any] = self.transport.program.compiled(self._subject(state), batch)
-        return found
+        return self.transport.program.compiled(self._subject(state), batch)
 
     def text(self, state: TrainState, batch: Batch) -> str:
         text = self.transport.program.text(self._subject(state), batch)
         return f"{text}\n{self._islands.names()}"
 
     def cache_size(self) -> int:
-        return int(self.transport.program.cache_size())
+        return self.transport.program.cache_size()
 
     def _subject(self, state: TrainState) -> Any:
         return self.transport.subject(state.islands)

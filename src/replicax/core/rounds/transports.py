@@ -18,7 +18,7 @@ from replicax.core.ground.leaves import PyTree, from_host, whole_on_host
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.placement.mesh import AnyMesh, Axis, batch_shardings, by_rows, replicated
 from replicax.core.rounds.arithmetic import SUMS, Arithmetic, IslandState
-from replicax.core.step.base import StepProgram, no_reduction
+from replicax.core.step.base import CompiledFunction, StepProgram, no_reduction
 from replicax.core.step.update import update
 from replicax.core.step_builder import Jitted, StepParts
 from replicax.errors import ConfigError
@@ -30,8 +30,8 @@ Sent = tuple[jax.Array, jax.Array]
 class Transport(Protocol):
     """Runs functions of one island for those that this process has, and carries what they send."""
 
-    program: Any
-    """The step that runs, a `CompiledFunction` of its `subject`."""
+    program: CompiledFunction[Any]
+    """The step that runs, a function of its `subject`."""
 
     def subject(self, own: IslandState) -> Any:
         """Return what `program` updates."""
