@@ -5,7 +5,7 @@ for a step on one core of an AMD EPYC, as GPT-2 124M in 1 s. Four islands on two
 long. The rows of a batch are as many as the islands, so each count is a command of its own.
 
 Goal: utilization of at least 85% (int4 every 30 steps) and 95% (sparse), and a forecast within 5
-points. Writes `results/slow_links.json`, with the load of the machine before and after each command.
+points. Writes `results/slow_links.json`, with the load of the machine around each command.
 """
 
 import argparse
