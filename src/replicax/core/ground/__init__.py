@@ -4,6 +4,8 @@ Read in this order:
 
     train_state.py     `TrainState`, the state of training, and whether its arrays may still be used
     leaves.py          leaves of pytrees: group by dtype, paths, random keys as numbers
+    codecs.py          float32 vectors as the bytes that are sent
+    vectors.py         trees of arrays as vectors, for a codec or a collective
     precision.py       the dtype of the model's computation, and that of sums
     job.py             `Job`, the methods of a job of many processes that the core calls
     in_flight.py       the steps that are dispatched and not finished
