@@ -4,11 +4,11 @@ Read in this order:
 
     train_state.py     `TrainState`, the state of training, and whether its arrays may still be used
     leaves.py          leaves of pytrees: group by dtype, paths, random keys as numbers
-    codecs.py          vectors as bytes to send, of 32 to 2.3 bits per value
     precision.py       the dtype of the model's computation, and that of sums
     job.py             `Job`, the methods of a job of many processes that the core calls
     largest_places.py  the places of the largest values of each row, and
-    codecs.py          vectors as bytes to send
+    codecs.py          float32 vectors as the bytes that are sent
+    vectors.py         trees of arrays as vectors, for a codec or a collective
     in_flight.py       the steps that are dispatched and not finished
     traced_for.py      the devices that a step is traced for, attached or described
     jax_internals.py   every name that comes from `jax._src`

@@ -13,6 +13,7 @@ from replicax.core.ground.codecs import BLOCK
 from replicax.core.ground.leaves import PyTree, by_dtype
 
 Axes = str | tuple[str, ...]
+"""One axis or several, as `jax.lax.psum` takes them."""
 
 
 def all_reduce(sums: PyTree, axis: Axes) -> PyTree:

@@ -79,7 +79,8 @@ class Reduction(Protocol):
 
     A custom reduction may compress the data it sends. Anything it keeps between steps (such as the
     residual of error feedback) is its state: one for each replica, stored in `TrainState`. If it
-    has a method `error(roundings)` like `Wire`, `replicax verify` allows that error.
+    has a method `error(roundings)` like `Wire`, `replicax verify` allows that error, and with the
+    other methods of `Coded`, also checks what is kept and the bytes that are sent.
 
     Examples:
         >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map", reduction="bfloat16")
