@@ -71,7 +71,7 @@ ROUND_FAULTS = {
     "term-all": Fault("SIGTERM to all, then the same islands", term_all, (2, 3, 4), resumes=True),
     "resize": Fault("SIGTERM to all, then more or fewer", resize, (2, 3, 4)),
 }
-"""Those of all islands, and those of rounds."""
+"""Faults of all islands, and of rounds."""
 
 
 def rounds_of(env: Mapping[str, str]) -> dict[str, Any]:
