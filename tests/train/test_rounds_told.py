@@ -9,6 +9,8 @@ import pytest
 from support.rounds import BATCH, MODEL, PLAIN, SOURCE, on, over
 
 import replicax as rx
+from replicax.core.ground.codecs import CODECS
+from replicax.core.rounds.islands import OuterSGD
 from replicax.train.curves import draw_curves
 from replicax.train.rounds_told import doubtful_rounds, rounds_lines
 
@@ -48,7 +50,7 @@ def test_without_rounds_there_is_no_line() -> None:
         (over(30, outer=None), 100, [["3", "0.9"], ["100", "3", "30", "10"]]),
         (over(30), 100, [["100", "3", "30", "10"]]),
         (over(30, outer=None), None, []),
-        (over(1, outer=None), 3000, [["1"]]),
+        (over(1, outer=OuterSGD(2, CODECS["int4"])), 3000, [["1"]]),
         (over(1), 3000, []),
         (over(30, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)), 300, []),
         (over(30, send="sparse", outer=None), 300, []),

@@ -75,7 +75,7 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 
 @dataclasses.dataclass(frozen=True)
 class IslandOptions(RoundOptions):
-    """Rounds between islands: replicax launch --islands, or --island-axis."""
+    """Rounds of steps between two exchanges of islands."""
 
 
 @dataclasses.dataclass(frozen=True)

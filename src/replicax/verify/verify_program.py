@@ -74,6 +74,7 @@ def verify_program(
     checks = list[Check]()
     if dp.configuration.islands is not None:
         checks = list(check_rounds(dp, model, batch, seed, show))
+    if dp.configuration.arguments.islands is not None:
         dp = dp.replace(islands=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
-from support.rounds import MODEL, on, over, squared
+from support.rounds import MODEL, assert_close, on, over, squared, train
 
 import replicax as rx
 from replicax.core.rounds.islands import OuterSGD
@@ -82,10 +82,16 @@ def test_refused_by_a_step(settings: dict[str, Any], names: list[str]) -> None:
     assert [name for name in names if name not in str(error.value)] == []
 
 
-def test_complex_parameters_are_refused() -> None:
-    dp = on(1, over(2), loss=lambda m, b, k: jnp.abs(b["x"] @ m["w"]) ** 2)
-    with pytest.raises(ConfigError, match="complex"):
-        dp.init({"w": jnp.ones((8, 2), jnp.complex64)})
+def test_complex_parameters_travel_as_two_numbers() -> None:
+    def modulus(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.abs(batch["x"] @ model["w"] - batch["y"][:, :2]).sum(-1) ** 2
+
+    model = {"w": jnp.ones((8, 2), jnp.complex64) * (1 + 2j)}
+    wanted, _ = train(on(1, loss=modulus, optimizer=optax.sgd(1e-3)), model, steps=4)
+    dp = on(1, over(2), loss=modulus, optimizer=optax.sgd(1e-3))
+    found, _ = train(dp, model, steps=4)
+    assert_close(found.params, wanted.params)
+    assert dp.program(found).step.arithmetic.payload_bytes(model) == 4 * 64
 
 
 def test_a_loss_that_gathers_rows_is_refused() -> None:
