@@ -17,6 +17,7 @@ from replicax.errors import (
     DivergedError,
     IslandLeftError,
     ReplicaxError,
+    RunInUseError,
     StateError,
     Terminated,
     interrupted,
@@ -255,6 +256,8 @@ class Run(Resuming):
             if isinstance(raised[1], IslandLeftError) and raised[1].is_sound:
                 self._save_what_is_left()
             self._open.__exit__(*raised)
+            if isinstance(raised[1], RunInUseError) and self._members.has_islands:
+                self._members.leave(str(raised[1]))  # as one that was frozen: it may come back
             return
         with self._open:
             if self._stream is not None:
