@@ -19,7 +19,7 @@ ENOUGH = 0.9
 DELAY_STEPS = 5
 """Steps for which an overlapped exchange may last: up to 5 cost less than 0.2% of the loss
 (arXiv 2501.18512, section 3.3.2)."""
-FRAGMENTS = 6
+FRAGMENTS = 5
 """Parts that a streaming method sends one by one."""
 
 

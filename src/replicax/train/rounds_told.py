@@ -11,7 +11,7 @@ from replicax.table import labelled
 from replicax.wording import counted, size_text
 
 FEW_ROUNDS = 100
-"""With fewer, an outer momentum of 0.9 does harm: research on 20 to 60 rounds, docs/slow-links.md."""
+"""With fewer, an outer momentum of 0.9 does harm: see docs/slow-links.md."""
 
 
 def rounds_lines(dp: DataParallel, state: TrainState) -> list[str]:
