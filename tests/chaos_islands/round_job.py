@@ -23,6 +23,7 @@ from chaos_islands.sizes import BATCH, EPOCHS, KEEP, MICRO_SHARDS, ROWS
 
 import replicax as rx
 from replicax.train.fingerprint import sha256
+from replicax.train.records import Record
 
 FEATURES = 8
 
@@ -78,7 +79,7 @@ def train(folder: Path) -> None:
     state = result.state
     told = {
         "agreed": sha256((state.params, state.opt_state, state.extras, state.step)),
-        "records": [(r.kind, r.step, agreed(r.metrics)) for r in result.records if alike(r.kind)],
+        "records": [(r.kind, r.step, agreed(r)) for r in result.records if alike(r.kind)],
         "step": int(state.step),
         "loss": [r.metrics["loss"] for r in result.records if r.kind == "eval"][-1],
     }
@@ -92,10 +93,10 @@ def alike(kind: str) -> bool:
     return kind in ("train", "eval")
 
 
-def agreed(metrics: dict[str, float]) -> dict[str, float | None]:
-    """Return the metrics that do not depend on the island; NaN, before a round, as None."""
-    names = [name for name in metrics if name == "round_loss" or "round_loss" not in metrics]
-    return {name: None if metrics[name] != metrics[name] else metrics[name] for name in names}
+def agreed(record: Record) -> dict[str, float]:
+    """Return the metrics that do not depend on the island: of steps, the loss of rounds."""
+    metrics, whole = record.metrics, record.kind == "eval"
+    return {name: metrics[name] for name in metrics if whole or name == "round_loss"}
 
 
 if __name__ == "__main__":

@@ -53,9 +53,10 @@ def figures(island: Island) -> list[Any]:
     """Return the evaluations, and the losses of all islands."""
     assert island.result is not None
     return [
-        (r.kind, r.step, str(r.metrics.get("round_loss", r.metrics["loss"])))
+        (r.kind, r.step, r.metrics[name])
         for r in island.result.records
-        if r.kind in ("train", "eval")
+        for name in ({"train": "round_loss", "eval": "loss"}.get(r.kind, ""),)
+        if name in r.metrics
     ]
 
 
