@@ -211,4 +211,4 @@ def test_help_is_in_groups_of_80_columns(main: Main, monkeypatch: pytest.MonkeyP
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     titles = re.findall(r"(\w+) options [─-]{9}", " ".join(out.replace("│", " ").split()))
-    assert titles == ["start", "compute", "eval", "record", "save", "fault"]
+    assert titles == ["start", "compute", "islands", "eval", "record", "save", "fault"]
