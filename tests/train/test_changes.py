@@ -1,6 +1,7 @@
 """A run resumed with another configuration: changes that are named, and those refused."""
 
 import copy
+import dataclasses
 import errno
 import math
 import os
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.cli.step_options import RoundOptions
 from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.errors import ConfigError
 from replicax.train.changes import (
@@ -373,4 +375,5 @@ def test_every_option_of_the_command_is_judged() -> None:
     """A new option is either listed as harmless or known here to matter."""
     names = TrainOptions().flat().keys() - OF_THIS_START
     harmless = {path.removeprefix("options.") for path in HARMLESS}
-    assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"}
+    rounds = {field.name for field in dataclasses.fields(RoundOptions)}
+    assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"} | rounds
