@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from support.command_line import Main
 from support.recipe_runs import MLP
 from support.rounds import MODEL, SOURCE, noisy, on, over, own_step, squared
@@ -99,6 +100,7 @@ def test_an_optimizer_that_differs_between_programs_fails() -> None:
     assert found["1 island, 2 steps"].verdict == "fail"
 
 
+@pytest.mark.exhaustive
 def test_the_command_checks_rounds_and_the_rest(main: Main, folder: Path) -> None:
     flags = ["--devices", "2", "--mode", "shard_map", "--modes", "shard_map"]
     code, out, _ = main("verify", *MLP, *flags, "--every", "3", "--island-axis", "data", "--json")
