@@ -92,7 +92,9 @@ class Integers:
 
     def encode(self, vector: jax.Array) -> jax.Array:
         blocks = _blocks(vector, BLOCK)
-        scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / self.most, _SMALLEST)
+        # Times the reciprocal, as XLA divides by a constant in some programs and not in others.
+        scales = jnp.max(jnp.abs(blocks), axis=1) * np.float32(1 / self.most)
+        scales = jnp.maximum(scales, _SMALLEST)
         # XLA:CPU's maximum of many values passes over a NaN.
         scales = _rounded_up(jnp.where(jnp.all(jnp.isfinite(blocks), axis=1), scales, jnp.nan))
         whole = jnp.round(blocks / scales.astype(jnp.float32)[:, None]).astype(jnp.int8)
