@@ -260,7 +260,7 @@ class DataParallelArguments:
 
     def _gradients(self, islands: Islands, mode: Mode, job: Job) -> Islands | None:
         """Return the settings of islands that send gradients; None if they need not be encoded."""
-        if islands.codec.name == "sparse" or islands.axis is not None or mode.bitwise:
+        if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
             raise ConfigError(
                 f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
                 f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "

@@ -31,7 +31,7 @@ class OuterSGD(optax.GradientTransformation):  # type: ignore[misc]
     def __new__(
         cls, islands: int, codec: Codec, rate: float | None = None, momentum: float | None = None
     ) -> "OuterSGD":
-        sparse = codec.name == "sparse"
+        sparse = codec.error >= 1
         usual = next((rate for most, rate in _RATES.items() if islands <= most), 0.8)
         rate = (1.0 if sparse else usual) if rate is None else rate
         momentum = (0.0 if sparse else MOMENTUM) if momentum is None else momentum
@@ -138,7 +138,7 @@ class Islands:
         """Return these settings with the defaults for a number of islands."""
         if self.sends_gradients:
             return self
-        decay = _SPARSE_DECAY if self.codec.name == "sparse" else 1.0
+        decay = _SPARSE_DECAY if self.codec.error >= 1 else 1.0
         return dataclasses.replace(
             self,
             outer=self.outer or OuterSGD(islands, self.codec),
