@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -29,6 +30,7 @@ import hypothesis
 import jax
 from support import programs
 from support.command_line import Main, runner
+from support.waiting import Threads
 
 from replicax.train.curves import draw_curves
 
@@ -113,6 +115,18 @@ def drawn() -> Iterator[None]:
     """Runs draw their curves, as for users."""
     with mock.patch("replicax.train.curves.draw_curves", draw_curves):
         yield
+
+
+@pytest.fixture
+def prefetching() -> Threads:
+    """Lists the threads that prefetch batches, without those that earlier tests left behind."""
+    before = set(threading.enumerate())
+
+    def since() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [thread for thread in new if thread.name == "replicax-prefetch"]
+
+    return since
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`rx.fit` of a line: a step that compiles fast, and any number of rows."""
 
-import threading
 from typing import Any
 
 import jax
@@ -33,8 +32,3 @@ def fit(dp: rx.DataParallel, source: Any = None, **settings: Any) -> rx.Fit:
     source = line(40) if source is None else source
     settings = grouped({"batch_size": 16, "progress": False, **settings})
     return rx.fit(dp, dp.init(model()), source, **settings)
-
-
-def threads() -> list[threading.Thread]:
-    """Return the threads that prefetch batches."""
-    return [thread for thread in threading.enumerate() if thread.name == "replicax-prefetch"]

@@ -1,11 +1,15 @@
 """Waiting for events instead of the clock, so that no test depends on the load of the machine."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 HANG_SECONDS = 240.0
 """Bounds waits for events that must come, so that a test of broken code ends."""
+
+Threads = Callable[[], list[threading.Thread]]
+"""The fixture `prefetching`."""
 
 
 def until(true: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.fitted_line import fit, line, loss, model, threads
+from support.fitted_line import fit, line, loss, model
 from support.tiers import only
+from support.waiting import Threads
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError, LossError
@@ -42,11 +43,13 @@ def test_epochs_are_whole_passes(dp: rx.DataParallel) -> None:
 @pytest.mark.parametrize(
     ("steps", "rows"), only([(3, 40), (7, 96)], [(1, 16), (2, 32), (3, 40), (4, 56), (7, 96)])
 )
-def test_steps_end_anywhere_in_an_epoch(dp: rx.DataParallel, steps: int, rows: int) -> None:
+def test_steps_end_anywhere_in_an_epoch(
+    dp: rx.DataParallel, steps: int, rows: int, prefetching: Threads
+) -> None:
     result = fit(dp, steps=steps)
     assert (result.steps, result.rows) == (steps, rows)
     assert int(result.state.step) == steps
-    assert not threads()
+    assert not prefetching()
 
 
 def test_mappings_are_dicts_of_arrays(dp: rx.DataParallel) -> None:

@@ -14,7 +14,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.figures import assert_mentions, figures
-from support.fitted_line import fit, line, loss, threads
+from support.fitted_line import fit, line, loss
+from support.waiting import Threads
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError
@@ -128,7 +129,7 @@ class TestDivergence:
         return rx.DataParallel(loss, optax.sgd(1e6))
 
     def test_a_loss_that_is_no_longer_finite_ends_the_run(
-        self, wild: rx.DataParallel, tmp_path: Path
+        self, wild: rx.DataParallel, tmp_path: Path, prefetching: Threads
     ) -> None:
         with pytest.raises(DivergedError, match=r"not finite\b.*[5-9] steps in\b.*\d+ to"):
             fit(wild, steps=100, log_every=1, run_dir=tmp_path / "run")
@@ -140,7 +141,7 @@ class TestDivergence:
         assert all(len(record["examples"]) for record in written if record["kind"] == "skip")
         losses = {r["step"]: r["metrics"]["loss"] for r in written if r["kind"] == "train"}
         assert None not in [losses[step] for step in range(1, skipped[0])]
-        assert not threads()
+        assert not prefetching()
 
     def test_a_run_that_diverged_has_its_curves(
         self, wild: rx.DataParallel, tmp_path: Path
@@ -174,7 +175,11 @@ class TestInterrupt:
 
     @pytest.mark.usefixtures("at_step_3")
     def test_ctrl_c_ends_the_run_after_the_step_with_everything_written(
-        self, dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        dp: rx.DataParallel,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        prefetching: Threads,
     ) -> None:
         with pytest.raises(KeyboardInterrupt) as stopped:
             fit(
@@ -198,7 +203,7 @@ class TestInterrupt:
         assert how.startswith("stopped after 3 of 50 steps, 48 rows in ")
         assert last.startswith("train  loss ")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert not threads()
+        assert not prefetching()
 
     @pytest.mark.usefixtures("at_step_3")
     def test_without_a_folder_all_is_recorded_up_to_the_step(self, dp: rx.DataParallel) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clock import Clock, is_waiting
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS, Threads, until
 
 from replicax.core.data import feed as feed_module
 from replicax.core.data.batch import Batch
@@ -247,11 +247,12 @@ class TestIterable:
             list(feed([{"x": np.full(16, 2**31)}]))
 
 
-def test_breaking_off_ends_the_thread() -> None:
+def test_breaking_off_ends_the_thread(prefetching: Threads) -> None:
     batches = iter(feed(np.arange(10_000)))
     next(batches)
+    assert len(prefetching()) == 1
     batches.close()
-    assert not [t for t in threading.enumerate() if t.name == "replicax-prefetch"]
+    assert not prefetching()
 
 
 @pytest.fixture

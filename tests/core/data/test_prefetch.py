@@ -6,20 +6,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.waiting import until
+from support.waiting import Threads, until
 
 from replicax.core.data.feed import prefetched
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "replicax-prefetch"]
-
-
 @pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    assert not threads()
+def _no_thread_is_left(prefetching: Threads) -> Iterator[None]:
     yield
-    assert until(lambda: not threads())
+    assert until(lambda: not prefetching())
 
 
 class Counter:
@@ -54,7 +49,7 @@ def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
     made.close()
 
 
-def test_an_error_comes_where_its_item_would_have() -> None:
+def test_an_error_comes_where_its_item_would_have(prefetching: Threads) -> None:
     reason = "the disk is gone"
 
     def items(closing: threading.Event) -> Iterator[int]:
@@ -66,12 +61,12 @@ def test_an_error_comes_where_its_item_would_have() -> None:
     assert (next(made), next(made)) == (1, 2)
     with pytest.raises(OSError, match=reason):
         next(made)
-    assert not threads()
+    assert not prefetching()
     with pytest.raises(StopIteration):
         next(made)
 
 
-def test_breaking_off_ends_the_thread_and_the_source() -> None:
+def test_breaking_off_ends_the_thread_and_the_source(prefetching: Threads) -> None:
     closed = threading.Event()
 
     def items(closing: threading.Event) -> Iterator[int]:
@@ -83,19 +78,19 @@ def test_breaking_off_ends_the_thread_and_the_source() -> None:
     made = prefetched(items, 2)
     assert next(made) == 0
     made.close()
-    assert not threads()
+    assert not prefetching()
     assert until(closed.is_set)
     with pytest.raises(StopIteration):
         next(made)
 
 
-def test_forgetting_it_ends_the_thread() -> None:
+def test_forgetting_it_ends_the_thread(prefetching: Threads) -> None:
     made = prefetched(Counter(10**9), 2)
     next(made)
-    assert threads()
+    assert prefetching()
     del made
     gc.collect()
-    assert until(lambda: not threads())
+    assert until(lambda: not prefetching())
 
 
 def test_closing_twice_is_closing() -> None:
