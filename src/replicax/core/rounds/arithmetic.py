@@ -76,12 +76,15 @@ class Arithmetic:
     """Whether each parameter trains; the others are not sent."""
 
     def fragment(self, params: PyTree, number: int) -> PyTree:
-        """Return the parameters of a fragment, every so many of them; others are masked."""
+        """Return the parameters of a fragment, as large as the others; the rest is masked."""
         leaves, structure = jax.tree.flatten(params)
-        places = [place for place, trains in enumerate(self.trained) if trains]
-        chosen = set(places[number :: self.islands.fragments])
+        sizes, where = [0] * self.islands.fragments, dict[int, int]()
+        for place in sorted(range(len(leaves)), key=lambda n: -leaves[n].size):  # largest first
+            if self.trained[place]:
+                where[place] = sizes.index(min(sizes))
+                sizes[where[place]] += leaves[place].size
         no_leaf: Any = optax.MaskedNode
-        each = [leaf if n in chosen else no_leaf() for n, leaf in enumerate(leaves)]
+        each = [leaf if where.get(n) == number else no_leaf() for n, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, each)
 
     def payload_bytes(self, params: PyTree) -> int:

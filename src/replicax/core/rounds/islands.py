@@ -70,8 +70,9 @@ class Islands:
             number of islands, 0.5 for 1, 0.6 for up to 4, 0.8 for more; for `sparse` plain SGD with
             learning rate 1, as the error feedback is the momentum (SparseLoCo, arXiv 2508.15706).
         decay: factor of what earlier rounds did not send. Default: 1, or 0.95 for `sparse`.
-        fragments: parts of the parameters that are sent in turn, at equal intervals of a round
-            (Streaming DiLoCo, arXiv 2501.18512). Must divide `every`.
+        fragments: parts of the parameters, whole arrays of about equal size in total, that are sent
+            in turn, at equal intervals of a round (Streaming DiLoCo, arXiv 2501.18512). Must divide
+            `every`.
         delay: steps after which the outer step of a fragment takes effect, while it is sent in the
             background. Less than `every / fragments`.
         mix: share of an island's own parameters when the outer ones take effect, from 0 to 1.
