@@ -107,13 +107,79 @@ def grid(width: int) -> list[dict[str, Any]]:
     return [{**DEFAULTS, "width": width, **row} for row in rows]
 
 
+def tuned(rows: list[dict[str, Any]], width: int, **fields: Any) -> dict[str, Any] | None:
+    """Return the row with the smallest loss among those with these fields, if there is one."""
+    wanted = {"width": width, "every": 30, "send": "float32", "seed": 0, "steps": 3000, **fields}
+    found = [each for each in rows if wanted.items() <= each["row"].items()]
+    return min(found, key=lambda each: float(each["loss"]), default=None)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "data parallel": {"islands": 0},
+    **{f"M={count}": {"islands": count} for count in (1, 2, 4)},
+    "M=4, int4": {"islands": 4, "send": "int4"},
+    "M=4, sparse": {"islands": 4, "send": "sparse"},
+    "M=4, H=10": {"islands": 4, "every": 10},
+    "M=4, H=100": {"islands": 4, "every": 100},
+}
+"""What is compared: M islands that exchange every 30 steps, or as said."""
+
+
+def shown(rows: list[dict[str, Any]]) -> None:
+    """Print the best row of each method, and by how much its loss is above data parallelism."""
+    for width in sorted({each["row"]["width"] for each in rows}):
+        base = tuned(rows, width, islands=0)
+        for name, fields in METHODS.items():
+            if (best := tuned(rows, width, **fields)) is None or base is None:
+                continue
+            row, above = best["row"], 100 * (best["loss"] / base["loss"] - 1)
+            outer = f"outer {row['outer']:g}, {row['momentum']:g}" if row["islands"] else ""
+            size = f"{best['parameters'] / 1e6:.2f}M"
+            print(
+                f"{size}  {name:<14} {best['loss']:.4f}  {above:+5.1f}%  {row['rate']:g}  {outer}"
+            )
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the losses of the widest models by step, and what islands cost by the model's size."""
+    from islands_runs import plot
+
+    from replicax.bench.plots import STYLES
+
+    widths = sorted({each["row"]["width"] for each in rows})
+    figure, (curves, costs) = plot(9.0, 3.8, ncols=2)
+    names = [name for name in METHODS if name.startswith("M=") and "," not in name]
+    for name, (colour, marker) in zip(["data parallel", *names], STYLES, strict=False):
+        each = [(tuned(rows, w, **METHODS[name]), tuned(rows, w, islands=0)) for w in widths]
+        if (widest := each[-1][0]) is not None:
+            steps, losses = zip(*widest["curve"].items(), strict=True)
+            curves.plot(list(map(int, steps)), losses, color=colour, marker=marker, label=name)
+        pairs = [(one, base) for one, base in each if one and base and name in names]
+        sizes = [one["parameters"] / 1e6 for one, _ in pairs]
+        above = [100 * (one["loss"] / base["loss"] - 1) for one, base in pairs]
+        costs.plot(sizes, above, color=colour, marker=marker)
+    curves.set(xlabel="step", ylabel="evaluation loss [nats a byte]")
+    curves.legend(frameon=False)
+    costs.axhline(0, color=STYLES[0][0], linewidth=1)
+    costs.set(xlabel="parameters [million]", ylabel="loss above data parallel [%]", xscale="log")
+    costs.minorticks_off()
+    sizes = [best["parameters"] / 1e6 for width in widths if (best := tuned(rows, width))]
+    costs.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, help="rows to run, in JSON: a list of changed fields")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="worker and workers")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--draw", type=Path, help="write this picture, and run nothing")
     args = parser.parse_args()
+    if args.draw is not None:
+        shown(known(args.out))
+        draw(known(args.out), args.draw)
+        return
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     if args.rows is None:
         rows = grid(args.width)

@@ -145,6 +145,21 @@ def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_de
     assert (left.result is not None) is goes_on
 
 
+@pytest.mark.parametrize("dying", [0, 1])
+def test_with_a_folder_for_each_only_the_island_that_writes_goes_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int
+) -> None:
+    monkeypatch.setattr(Group, "_is_dead", lambda self, index: False)
+    islands: list[Island] = []
+    for place in places(2):
+        hooks = [At(9, lambda: islands[dying].die())] if place.index == dying else []
+        islands.append(Island(place, hooks=hooks, run_dir=tmp_path / str(place.index)))
+    left = islands[1 - dying].join()
+    islands[dying].join()
+    assert isinstance(left.error, rx.IslandLeftError) is (dying == 0)
+    assert (left.result is not None) is (dying == 1)
+
+
 def test_other_weights_are_refused() -> None:
     islands = [Island(place, weights=WEIGHTS + place.index) for place in places(2)]
     errors = [island.join().error for island in islands]

@@ -128,6 +128,13 @@ def is_held(folder: Path) -> bool:
     return any(time.time() - _look(lease / name)[1] / 1e9 < EXPIRE_SECONDS for name in files)
 
 
+def last_renewal(folder: Path) -> tuple[str, int] | None:
+    """Return what changes whenever the lease of the run in `folder` is renewed; None without."""
+    lease = folder / "lease"
+    newest = max(_tokens(lease), default=None) if lease.is_dir() else None
+    return None if newest is None else (newest, _look(lease / newest)[1])
+
+
 def _unreleased(tokens: dict[str, int]) -> set[str]:
     """The files of the newest start that were not released."""
     newest = max(tokens.values(), default=0)

@@ -19,7 +19,7 @@ from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
-from replicax.train.lease import Lease, take_lease
+from replicax.train.lease import Lease, last_renewal, take_lease
 from replicax.train.own_states import WRITER, OwnStates
 from replicax.train.places import exists, shown, writing
 from replicax.train.records import (
@@ -77,6 +77,7 @@ class Storage:
         self.folder: RunFolder | None = None
         self.ledger = Ledger(None)
         self._lease: Lease | None = None
+        self._renewed = last_renewal(path) if follows else None
         self._config, self._accept = plain_config(config), accept_changes
         self._say, self._alarm = say, alarm
         self._job, self._before = job, self._config
@@ -136,8 +137,7 @@ class Storage:
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         if self.ledger.damaged:
-            lines = f"{self.ledger.damaged:,} damaged lines"
-            self._say(f"times  {lines} of {FILE} are left out of the figures")
+            self._say(f"times  {self.ledger.damaged:,} damaged lines of {FILE} do not count")
         there = len(self._store.paths())
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._alarm)
@@ -227,12 +227,15 @@ class Storage:
     def goes_on(self, step: int, *, all_gone: bool) -> bool:
         """Whether this start may go on without the others, of which `all_gone` are known to be.
 
-        That is if it holds the lease of the run, which it takes if nobody holds it. False if there
-        is a checkpoint after `step`: others went on without this start.
+        It does if it holds the lease of the run, which it takes if nobody holds it. False if there
+        is a checkpoint after `step`, of others that went on; or if this is not the folder of the
+        island that writes, as no lease was renewed in it.
         """
         if not self.saving.wanted:  # there is no lease
             return all_gone
         try:
+            if self.follows and not all_gone and last_renewal(self.path) == self._renewed:
+                return False
             if self._lease is None:
                 self._lease = take_lease(self.path)
             self._lease.check()
@@ -260,19 +263,17 @@ class Storage:
     def _compare(self, before: dict[str, Any], said: Collection[str]) -> list[str]:
         """Report how the run has changed since `before`, except for lines that were `said`."""
         lines = check_changes(before, self._config, accept=self._accept)
-        for line in lines:
-            if line not in said:
-                self._say(line)
+        for line in [each for each in lines if each not in said]:
+            self._say(line)
         return lines
 
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program once the first batch is known; all processes must call it."""
         self._config["program"], self.knows_program = program, True
-        parts: tuple[str, ...] = ("versions", "program")
 
         def compare() -> None:
             before, now = (
-                {part: of[part] for part in parts if part in of}
+                {part: of[part] for part in ("versions", "program") if part in of}
                 for of in (self._before, self._config)
             )
             for line in check_changes(before, now, accept=self._accept):
@@ -388,11 +389,10 @@ def is_complete(path: Path | None, total: int | None) -> bool:
     """Whether a run of so many steps is saved in its folder, as far as its names tell."""
     if path is None or total is None:
         return False
-    try:
+    with contextlib.suppress(OSError):  # asked again
         saved = Store(path / CHECKPOINTS, 1, None).paths()
-    except OSError:  # asked again
-        return False
-    return bool(saved) and saved[-1][0] >= total
+        return bool(saved) and saved[-1][0] >= total
+    return False
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:

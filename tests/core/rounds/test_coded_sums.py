@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import replicax as rx
 from replicax.core.ground.codecs import CODECS
@@ -14,10 +15,14 @@ from replicax.core.step.loss import LOSS, WeightedSum
 
 
 class Twin(Alone):
-    """A job with another island that sends the same."""
+    """A job with another island that sends the same, unless it has something `else_`."""
+
+    def __init__(self, else_: np.ndarray | None = None) -> None:
+        self._else = else_
 
     def share(self, arrays: list[np.ndarray], *, later: bool = False) -> Any:
-        return lambda: [arrays, arrays]
+        other = arrays if self._else is None else [self._else, arrays[1]]
+        return lambda: [arrays, other]
 
 
 def sums(gradient: np.ndarray) -> Any:
@@ -34,8 +39,11 @@ def test_the_sum_of_all_islands_and_what_was_not_sent() -> None:
     assert (float(total.weighted[LOSS].total), float(total.weight), float(count)) == (12, 6, 2)
 
 
-def test_a_gradient_that_is_not_finite_is_not_remembered() -> None:
-    gradient, before = np.full(64, np.nan, np.float32), jnp.full(64, 0.5)
-    (total, *_), left = CodedSums(CODECS["int8"], rx.make_mesh(1), Twin())(sums(gradient), before)
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_a_step_whose_gradient_is_not_finite_is_not_remembered(whose: str) -> None:
+    codec, broken, before = CODECS["int8"], np.full(64, np.nan, np.float32), jnp.full(64, 0.5)
+    gradient = broken if whose == "own" else np.linspace(0, 1, 64, dtype=np.float32)
+    job = Twin(np.asarray(codec.encode(jnp.asarray(broken))))
+    (total, *_), left = CodedSums(codec, rx.make_mesh(1), job)(sums(gradient), before)
     assert not np.any(np.isfinite(total.gradient["w"]))
     np.testing.assert_array_equal(left, before)

@@ -30,12 +30,13 @@ class CodedSums:
 
     def __call__(self, sums: Any, residual: jax.Array) -> tuple[Any, jax.Array]:
         """Return the sums over all islands, and the next residual."""
-        payload, exact, residual = self._encode(sums, residual)
+        payload, exact, left = self._encode(sums, residual)
         sent = [whole_on_host(array) for array in (payload, exact)]
         total = np.zeros(residual.shape, np.float32), np.zeros(exact.shape, np.float32)
         for arrays in self._job.share(sent)():
             total = self._add(total, *(from_host(array, self._everywhere) for array in arrays))
-        return self._decode(sums, *total), residual
+        found: tuple[Any, jax.Array] = self._decode(sums, *total, left, residual)
+        return found
 
 
 def _encoded(codec: Codec, sums: Any, residual: jax.Array) -> tuple[jax.Array, ...]:
@@ -43,8 +44,6 @@ def _encoded(codec: Codec, sums: Any, residual: jax.Array) -> tuple[jax.Array, .
     gradient = residual + as_blocks(total.gradient)[0]
     payload = codec.encode(gradient)
     left = gradient - codec.decode(payload, gradient.size)
-    # A step whose gradient is not finite is skipped, and must not be remembered.
-    left = jnp.where(jnp.isfinite(left), left, residual)
     return payload, ravel_pytree((total.weighted, rest))[0], left
 
 
@@ -52,9 +51,13 @@ def _added(codec: Codec, total: tuple[Any, Any], payload: jax.Array, exact: jax.
     return total[0] + codec.decode(payload, total[0].size), total[1] + exact
 
 
-def _decoded(sums: Any, gradient: jax.Array, exact: jax.Array) -> Any:
+def _decoded(
+    sums: Any, gradient: jax.Array, exact: jax.Array, left: jax.Array, residual: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Return the sums of all, and what is kept: `left`, or `residual` if the step is skipped."""
     total, *rest = sums
+    kept = jnp.where(jnp.all(jnp.isfinite(gradient)), left, residual)
     _, unravel = ravel_pytree((total.weighted, rest))
     weighted, rest = unravel(exact)
     gradient = as_blocks(total.gradient)[1](gradient)
-    return type(total)(gradient, weighted), *rest
+    return (type(total)(gradient, weighted), *rest), kept
