@@ -47,7 +47,7 @@ class StepOptions:
     accumulate: Annotated[Count | None, shown_as("INT", "1; train: as few as fit")] = None
     """Micro-batches per device, computed one after another."""
     micro_shards: Count = MICRO_SHARDS
-    """Mode exact: parts of every global batch, whatever the device count; a power of two."""
+    """Mode exact, and islands: parts of every global batch on any device count; a power of two."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
     reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"
@@ -158,10 +158,10 @@ class RoundOptions:
     """Steps of a round, after which islands exchange how their parameters changed (DiLoCo)."""
     send: Annotated[str, one_of(CODECS)] = "float32"
     """With --every: how islands encode what they send, with error feedback."""
-    outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8, by islands")] = None
+    outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8, by islands; sparse: 1")] = None
     """With --every: learning rate of the outer step, SGD on what all islands sent."""
     outer_momentum: Annotated[NotNegative | None, shown_as("FLOAT", "0.9; sparse: 0")] = None
-    """With --every: Nesterov momentum of the outer step; with fewer than 100 rounds, 0.5."""
+    """With --every: Nesterov momentum of the outer step. In less than 100 rounds 0.5 is better."""
     fragments: Count = 1
     """With --every: parts of the parameters, sent in turn at equal intervals of a round."""
     delay: Natural = 0
