@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -100,19 +101,13 @@ def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]], descriptor:
 
 
 def _lines_or_end(stream: Iterable[str]) -> Iterator[str]:
-    found: list[str] = []
-    came = threading.Condition()
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
         for line in stream:
-            with came:
-                found.append(line)
-                came.notify()
+            found.put(line)
         os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        with came:
-            came.wait_for(lambda: found)
-            line = found.pop(0)
-        yield line
+        yield found.get()

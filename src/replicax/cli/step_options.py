@@ -158,7 +158,7 @@ class RoundOptions:
     """Steps of a round, after which islands exchange how their parameters changed (DiLoCo)."""
     send: Annotated[str, one_of(CODECS)] = "float32"
     """With --every: how islands encode what they send, with error feedback."""
-    outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8, by islands; sparse: 1")] = None
+    outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8; sparse: 1")] = None
     """With --every: learning rate of the outer step, SGD on what all islands sent."""
     outer_momentum: Annotated[NotNegative | None, shown_as("FLOAT", "0.9; sparse: 0")] = None
     """With --every: Nesterov momentum of the outer step. In less than 100 rounds 0.5 is better."""

@@ -183,7 +183,9 @@ def _arithmetic(subject: RoundsSubject) -> Iterator[Check]:
     after = step.end_round(placed)
     copies = {
         tuple(np.asarray(shard.data).tobytes() for shard in shards)
-        for shards in zip(*(leaf.addressable_shards for leaf in _leaves(after.params)), strict=True)
+        for shards in zip(
+            *(leaf.addressable_shards for leaf in jax.tree.leaves(after.params)), strict=True
+        )
     }
     wanted = jax.device_get(after)
     jobs = on_sharing_islands(subject.count, partial(_between_jobs, subject, islands, state))
@@ -296,17 +298,13 @@ def _agreed(state: TrainState) -> PyTree:
     return state.params, state.opt_state, state.extras
 
 
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree)
-
-
 def _same(one: PyTree, other: PyTree) -> bool:
-    pairs = zip(_leaves(one), _leaves(other), strict=True)
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(_bits(a) == _bits(b) for a, b in pairs)
 
 
 def _vector(params: PyTree) -> np.ndarray:
-    arrays = [np.asarray(leaf, np.float64).ravel() for leaf in _leaves(params)]
+    arrays = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(params)]
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 

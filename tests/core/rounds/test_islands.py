@@ -58,6 +58,8 @@ def test_names_tell_outer_optimizers_apart() -> None:
         ({"axis": "model"}, ["axis='model'", "'data'"]),
         ({"send": "int5"}, ["int5", "int4"]),
         ({"every": 0}, ["every", "0"]),
+        ({"every": 1, "decay": 0.9}, ["every=1", "decay=0.9"]),
+        ({"every": 1, "mix": 0.5}, ["every=1", "mix=0.5"]),
     ],
 )
 def test_refused(settings: dict[str, Any], names: list[str]) -> None:

@@ -91,7 +91,7 @@ class Integers:
         return 0.5 / self.most * (1 + 2**-7)
 
     def encode(self, vector: jax.Array) -> jax.Array:
-        blocks = _blocks(vector, BLOCK)
+        blocks = filled(vector, BLOCK).reshape(-1, BLOCK)
         # Times the reciprocal, as XLA divides by a constant in some programs and not in others.
         scales = jnp.max(jnp.abs(blocks), axis=1) * np.float32(1 / self.most)
         scales = jnp.maximum(scales, _SMALLEST)
@@ -136,8 +136,10 @@ class Sparse:
     _kept = 64
 
     def encode(self, vector: jax.Array) -> jax.Array:
-        blocks = _blocks(vector, self.block)
-        index = largest_places(_sizes(blocks), self._kept)
+        blocks = filled(vector, self.block).reshape(-1, self.block)
+        # A maximum may lose a NaN, and a sort put it anywhere: it counts as the largest.
+        sizes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
+        index = largest_places(sizes, self._kept)
         values = jnp.take_along_axis(blocks, index, axis=1)
         size = jnp.abs(values)
         large = size > jnp.sum(size / self._kept, axis=1, keepdims=True)
@@ -192,14 +194,9 @@ def as_codec(codec: str | Codec) -> Codec:
     return choose("send", codec, CODECS)
 
 
-def _blocks(vector: jax.Array, size: int) -> jax.Array:
-    """Return a vector as rows of `size` values, filled with zeros."""
-    return jnp.pad(vector, (0, -vector.size % size)).reshape(-1, size)
-
-
-def _sizes(values: jax.Array) -> jax.Array:
-    """Return magnitudes; infinity for NaNs, which a maximum may lose and a sort put anywhere."""
-    return jnp.where(jnp.isnan(values), jnp.inf, jnp.abs(values))
+def filled(vector: jax.Array, multiple: int) -> jax.Array:
+    """Return a vector with zeros added, to a length that is a multiple."""
+    return jnp.pad(vector, (0, -vector.size % multiple))
 
 
 def _rounded_up(values: jax.Array) -> jax.Array:

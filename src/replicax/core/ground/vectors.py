@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from replicax.core.ground.codecs import BLOCK
+from replicax.core.ground.codecs import BLOCK, filled
 from replicax.core.ground.leaves import PyTree, by_dtype
 
 Axes = str | tuple[str, ...]
@@ -62,8 +62,3 @@ def size_in_blocks(leaves: Iterable[Any]) -> int:
     """Return the length of the vector of `as_blocks`, from shapes."""
     sizes = [leaf.size * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in leaves]
     return sum(size + -size % BLOCK for size in sizes)
-
-
-def filled(vector: jax.Array, multiple: int) -> jax.Array:
-    """Return a vector with zeros added, to a length that is a multiple."""
-    return jnp.pad(vector, (0, -vector.size % multiple))

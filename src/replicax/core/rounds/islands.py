@@ -106,6 +106,11 @@ class Islands:
             )
         if self.mix > 1:
             raise ConfigError(f"mix={self.mix}; it is a share: use at most 1")
+        if self.sends_gradients and (self.mix or self.decay is not None):
+            raise ConfigError(
+                f"every=1 with decay={self.decay}, mix={self.mix} and no outer=; gradients have "
+                "neither: leave them out, or give an outer optimizer"
+            )
         if self.axis not in (None, "data"):
             raise ConfigError(f"axis={self.axis!r}; islands of one job are along 'data': use that")
 
