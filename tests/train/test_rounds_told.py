@@ -53,7 +53,8 @@ def test_without_rounds_there_is_no_line() -> None:
         (over(1, outer=OuterSGD(2, CODECS["int4"])), 3000, [["1"]]),
         (over(1), 3000, []),
         (over(30, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)), 300, []),
-        (over(30, send="sparse", outer=None), 300, []),
+        (over(30, send="sparse", outer=None), 30_000, []),
+        (over(30, send="sparse", outer=None), 3000, [["100", "1", "000"]]),
     ],
 )
 def test_settings_that_cost_loss(

@@ -12,6 +12,8 @@ from replicax.wording import counted, size_text
 
 FEW_ROUNDS = 100
 """With fewer, an outer momentum of 0.9 does harm: see docs/slow-links.md."""
+FEW_SPARSE_ROUNDS = 1_000
+"""The same of a codec that sends few values: a value is then sent 16 times, on average."""
 
 
 def rounds_lines(dp: DataParallel, state: TrainState) -> list[str]:
@@ -51,6 +53,12 @@ def doubtful_rounds(dp: DataParallel, steps: int | None) -> list[str]:
             f"{counted(rounds, 'round')} with outer momentum {momentum:g}, which does harm in "
             f"fewer than {FEW_ROUNDS}: train for longer, or use outer=optax.sgd(0.7, momentum=0.5, "
             "nesterov=True) (--outer-rate 0.7 --outer-momentum 0.5)"
+        )
+    if every > 1 and rounds < FEW_SPARSE_ROUNDS and islands.codec.error >= 1:
+        found.append(
+            f"{counted(rounds, 'round')} with send={islands.codec.name!r}, which sends few values "
+            f"in each and costs much loss in fewer than {FEW_SPARSE_ROUNDS:,}: train for longer, "
+            "or use send='int4'"
         )
     if rest := steps % every:
         found.append(
