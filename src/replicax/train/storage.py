@@ -273,7 +273,7 @@ class Storage:
 
         def compare() -> None:
             before, now = (
-                {part: of[part] for part in ("versions", "program") if part in of}
+                {part: each for part, each in of.items() if part in ("versions", "program")}
                 for of in (self._before, self._config)
             )
             for line in check_changes(before, now, accept=self._accept):
