@@ -13,7 +13,7 @@ from support.tiers import only
 from support.waiting import until
 
 import replicax as rx
-from replicax.islands.messages import Have
+from replicax.islands.messages import Done
 from replicax.train.fingerprint import sha256
 
 SETTINGS = [
@@ -133,7 +133,7 @@ class Deaf(rx.Hook):
     def saving(self, run: Any) -> None:
         of = run.dp.job.group.agreement
         hear = of.hear
-        of.hear = lambda island, told: None if type(told) is Have else hear(island, told)
+        of.hear = lambda island, told: hear(island, told) if type(told) is Done else None
 
 
 def test_who_does_not_hear_that_the_end_is_saved_keeps_the_states_of_others(
