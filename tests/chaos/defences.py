@@ -77,9 +77,9 @@ def _agreed_stop() -> None:
 
 
 def _position() -> None:
-    from replicax.train import fit
+    from replicax.train import resuming
 
-    fit.first_batch = lambda *arguments: 0  # type: ignore[assignment]
+    resuming.first_batch = lambda *arguments: 0  # type: ignore[assignment]
 
 
 def _atomic_rename() -> None:
