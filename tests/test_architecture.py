@@ -47,7 +47,8 @@ ROOMS = {
 """Who may import whom. "" is `replicax/__init__.py`, the public names."""
 
 CORE = (
-    *("ground", "jaxprs", "data", "placement", "models", "step", "step_builder", "mapping"),
+    *("ground", "jaxprs", "data", "placement", "models", "step", "custom"),
+    *("step_builder", "mapping"),
     *(
         "exact",
         "pipeline",

@@ -9,9 +9,12 @@ import sys
 import types
 import typing
 
+from replicax.core.custom.custom_step import mean as mean
+from replicax.core.custom.custom_step import value_and_grad as value_and_grad
 from replicax.core.data.batch import Batch as Batch
 from replicax.core.data.batch import Shared as Shared
 from replicax.core.data.feed import Feed as Feed
+from replicax.core.data.per_row import PerRow as PerRow
 from replicax.core.data.sources import PerProcess as PerProcess
 from replicax.core.data_parallel import DataParallel as DataParallel
 from replicax.core.ground.job import Job as Job
@@ -23,8 +26,6 @@ from replicax.core.placement.layout import layout as layout
 from replicax.core.placement.mesh import make_mesh as make_mesh
 from replicax.core.rounds.islands import Islands as Islands
 from replicax.core.step.coded import Coded as Coded
-from replicax.core.step.custom_step import mean as mean
-from replicax.core.step.custom_step import value_and_grad as value_and_grad
 from replicax.core.step.loss import Weighted as Weighted
 from replicax.core.step.loss_context import gather as gather
 from replicax.core.step.loss_context import independent as independent
@@ -181,6 +182,7 @@ __all__ = [  # noqa: RUF022 - CSV is not a constant
     "NoiseMeter",
     "Patience",
     "PerProcess",
+    "PerRow",
     "Plan",
     "Profile",
     "Reduction",

@@ -31,6 +31,7 @@ from replicax.bench.machine import (
 )
 from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
+from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data_parallel import DataParallel
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.ground.job import Alone, Job
@@ -38,7 +39,6 @@ from replicax.core.modes import MODES, as_mode
 from replicax.core.placement.layout import Layout
 from replicax.core.placement.mesh import make_mesh
 from replicax.core.placement.sharding_rules import Rules
-from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.reduction import Reduction
 from replicax.errors import ConfigError

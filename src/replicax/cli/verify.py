@@ -166,7 +166,7 @@ def _of_recipe_alone(
     dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any
 ) -> Iterator[Check]:
     """Yield checks specific to a recipe: its model is reproducible, and it can be evaluated."""
-    first, second = (sha256(dp.configuration.split_model(model)[1:]) for model in models)
+    first, second = (sha256(dp.configuration.split_model(model, dp.mesh)[1:]) for model in models)
     if first != second:
         text = "the recipe's model has different weights when created again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)
@@ -183,7 +183,7 @@ def _of_recipe_alone(
 def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:
     """Whether the loss can be traced in evaluation."""
     program = dp.program(model)
-    _, params, extras = dp.configuration.split_model(model)
+    _, params, extras = dp.configuration.split_model(model, dp.mesh)
     context = CallContext(step=jnp.int32(0))
     with contextlib.suppress(Exception):  # the user's loss
         rows = program.placed(batch)

@@ -15,6 +15,7 @@
     exchanged_step.py      the same sums, part by part, if other jobs compute some of them
     rounds/                steps of an island alone, and the exchange of what they changed
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update
+    custom/                the same sums, called by a step of the user's
     placement/, data/      where the arrays of the state lie, and the rows of the batch
     exact/, pipeline/      the same sums, if the mode fixes bits, or the layout has stages
 
@@ -22,12 +23,12 @@
 To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
-step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, exchanged_step,
-rounds, config, built_in_step, program, first_step_checks, evaluation, data_parallel. From the rest
-of Replicax they import `errors` and `arguments`; from elsewhere jax, numpy and optax, and a model's
-library where a model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest,
-with a folder for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode
-and layout with one device.
+custom, step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes,
+exchanged_step, rounds, config, built_in_step, program, first_step_checks, evaluation,
+data_parallel. From the rest of Replicax they import `errors` and `arguments`; from elsewhere jax,
+numpy and optax, and a model's library where a model is of it. `tests/test_architecture.py` holds
+this, and `tests/core/` the rest, with a folder for each room; `test_parity.py` and
+`test_layout_parity.py` there compare every mode and layout with one device.
 
 Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.Mode` of the
 files here. Paths of modules may change, as the changelog says.

@@ -9,7 +9,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
+from replicax.core.data.per_row import padded_state, rows_of_state
 from replicax.core.first_step.argument_checks import check_custom_step, check_loss, check_optimizer
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.precision import Precision, as_precision
@@ -31,7 +33,6 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
 from replicax.core.rounds.islands import Islands
 from replicax.core.step.base import Accumulator, Apply
-from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable, check_decay
 from replicax.core.step.reduction import REDUCTIONS, Reduction, as_reduction
@@ -111,11 +112,21 @@ class Configuration:
         """Whether a run may vote, save and take islands in after `step` steps; see `Islands`."""
         return self.calm_steps == 1 or self.islands is None or self.islands.is_calm(step)
 
-    def split_model(self, model: Any) -> SplitModel:
-        """Return the definition, params and extras of a model, or of a custom step's state."""
+    def split_model(self, model: Any, mesh: AnyMesh) -> SplitModel:
+        """Return the definition, params and extras of a model, or of a custom step's state.
+
+        Rows in a state are padded as a batch of so many is on `mesh`.
+        """
         if self.step is None:
             return split_model(model)
         definition, params, _ = split_pytree(model, CustomState)
+        params = padded_state(params, self.split(mesh).padded)
+        exchanges = self.islands is not None or self.job.exchange is not None
+        if exchanges and rows_of_state(params):
+            raise ConfigError(
+                "an rx.PerRow in the state with islands, which share a batch anew when one is "
+                "lost: use one job"
+            )
         return definition, params, {}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:

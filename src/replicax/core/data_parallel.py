@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 
 from replicax.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
 from replicax.core.config import Configuration, DataParallelArguments
+from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
+from replicax.core.data.per_row import PerRow, real_rows
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
@@ -20,7 +22,7 @@ from replicax.core.first_step.argument_checks import check_kind
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
-from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes import Mode
 from replicax.core.placement.layout import Layout, copied
@@ -31,7 +33,6 @@ from replicax.core.program import Program, program_of
 from replicax.core.rounds.islands import Islands
 from replicax.core.rounds.round_step import RoundStep
 from replicax.core.step.base import Apply
-from replicax.core.step.custom_step import StepFunction
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable
@@ -146,7 +147,7 @@ class DataParallel:
         Raises:
             ConfigError: nothing to train, a different model structure, or too little memory.
         """
-        definition, params, extras = self.configuration.split_model(model)
+        definition, params, extras = self.configuration.split_model(model, self.mesh)
         program = self._adopt((definition, params, extras))
         jax.block_until_ready((params, extras))  # allocate before checking memory
         check_state_fits(program.abstract_state(), self.mesh)
@@ -156,7 +157,7 @@ class DataParallel:
     @of_one_thread
     def abstract_state(self, model: Any) -> TrainState:
         """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
-        return self._adopt(self.configuration.split_model(model)).abstract_state()
+        return self._adopt(self.configuration.split_model(model, self.mesh)).abstract_state()
 
     @typed
     def feed(
@@ -193,7 +194,7 @@ class DataParallel:
         return Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
 
     @of_one_thread
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one training step; return without waiting unless devices are several steps behind.
 
         Args:
@@ -201,23 +202,22 @@ class DataParallel:
             batch: from `feed`, or a pytree of arrays `[rows, ...]`, the same in every process.
 
         Returns:
-            The state after the step, and metrics including `"loss"`: float32 scalars on the device,
-            each the exact weighted mean over the real rows of the global batch.
+            The state after the step, and metrics: `"loss"` and other float32 scalars, exact means
+            over the real rows of the global batch, and each `rx.PerRow`.
 
         Raises:
             ConfigError: the first step needs more memory than is available.
             LossError: the loss violates its contract, or is not finite in the first step.
             StateError: the state was already passed to `step`.
         """
-        if type(batch) is not Batch:
-            batch = self._checks.placed(batch)
-        batch = self.prepare(state, batch)
+        placed = batch if type(batch) is Batch else self._checks.placed(batch)
+        batch = self.prepare(state, placed)
         self.job.move()
         self.job.in_flight.enter()
-        state, metrics = self._known.step(state, batch)
-        self.job.in_flight.add(metrics[LOSS])
-        self._checks.check_result(state, metrics)
-        return state, metrics
+        state, means, rows = self._known.step(state, batch)
+        self.job.in_flight.add(means[LOSS])
+        self._checks.check_result(state, means)
+        return state, means | {name: PerRow(rows[name], batch.mask) for name in rows}
 
     @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
@@ -303,7 +303,7 @@ class DataParallel:
         """
         check_kind(state)
         state = self._known.averaged(state) if ema else state
-        arrays = state.params, state.extras
+        arrays = real_rows((state.params, state.extras))
         return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
     def replace(self, **changes: Any) -> Self:
@@ -345,8 +345,8 @@ class DataParallel:
                 `self.mesh`.
         """
         is_state = isinstance(model, TrainState)
-        described = model if is_state else self.configuration.split_model(model)
         where = self.mesh if mesh is None else check_mesh(mesh)
+        described = model if is_state else self.configuration.split_model(model, where)
         return program_of(self.configuration, described, where, self._program)
 
     @of_one_thread

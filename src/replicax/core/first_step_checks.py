@@ -13,9 +13,11 @@ import jax
 import numpy as np
 
 from replicax.core.config import Configuration
+from replicax.core.custom.custom_step import keep
 from replicax.core.data.batch import Batch, host_rows
 from replicax.core.data.feed import Feed
 from replicax.core.data.host_arrays import opened
+from replicax.core.data.per_row import RowsOfState, is_rows_of_state, map_rows_of_state
 from replicax.core.first_step import row_errors
 from replicax.core.first_step.argument_checks import check_kind, check_state
 from replicax.core.first_step.examiner import RowExaminer, of_loss
@@ -23,16 +25,23 @@ from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step.row_trials import Division
 from replicax.core.ground.job import Job
-from replicax.core.ground.leaves import PyTree, by_path, describe_leaves, is_here, shapes_by_path
+from replicax.core.ground.leaves import (
+    PyTree,
+    by_path,
+    describe_leaves,
+    divided,
+    is_here,
+    merged,
+    shapes_by_path,
+)
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit, check_unused
 from replicax.core.placement.mesh import by_rows
 from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import CompiledFunction, no_reduction
-from replicax.core.step.custom_step import keep
 from replicax.core.step.loss import LOSS, is_unbound_axis
 from replicax.core.step.update import step_key
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 
 STEP, EVALUATION = "the step", "the evaluation"
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
@@ -71,6 +80,8 @@ class FirstStepChecks:
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
         examination, given = self._examination(what, state, batch), batch
+        if what == STEP and self._program.rows_of_state not in (None, batch.size):
+            raise row_errors.other_rows(self._program.rows_of_state, batch.size)
         batch = self._padded_or_not(what, examination, state, batch)
         if batch is not given:
             self._examination(what, state, batch)
@@ -149,9 +160,8 @@ class FirstStepChecks:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            return LossExamination(
-                partial(_run_step, program.custom_step), state, batch, learns=True
-            )
+            run = partial(_run_step, program.custom_step, program.shapes.params)
+            return LossExamination(run, *_with_rows_of_state(state, batch), learns=True)
         of = step_key if what == STEP else lambda _: None
         return LossExamination(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
@@ -165,9 +175,12 @@ class FirstStepChecks:
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
             )
+        if examination.returns_rows:
+            self._check_rows_out()
         apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):
-            broken = examination.broken(division, state, batch, hands_on=not (own or apart))
+            given = _with_rows_of_state(state, batch)
+            broken = examination.broken(division, *given, hands_on=not (own or apart))
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and examination.from_key and not broken:
                 broken = [row_errors.Broken(examination.from_key[0], output=True, why="key")]
@@ -178,6 +191,19 @@ class FirstStepChecks:
             if broken:
                 raise row_errors.mixes_rows(broken[0], sees, self._fix())
         return examination
+
+    def _check_rows_out(self) -> None:
+        """Raise `ConfigError` if the step returns rows where it cannot."""
+        configuration, why = self._program.configuration, ""
+        if configuration.islands is not None or configuration.job.exchange is not None:
+            why = "islands, of which each has only its own rows"
+        elif self._program.split_objective.per_replica:
+            why = "stages, of which only the last has the rows"
+        if why:
+            raise ConfigError(
+                f"an rx.PerRow among the metrics with {why}: use one job without stages, or "
+                "dp.predict for results by row"
+            )
 
     def _padded_or_not(
         self, what: str, examination: LossExamination, state: TrainState, batch: Batch
@@ -204,10 +230,12 @@ class FirstStepChecks:
     ) -> row_errors.Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
-        broken = examination.broken(_real(real), state, batch)
+        broken = examination.broken(_real(real), *_with_rows_of_state(state, batch))
         if not broken:
             return None
-        if broken[0].raised or real % self._parts or self._program.configuration.job.processes > 1:
+        several = self._program.configuration.job.processes > 1
+        keeps = self._program.rows_of_state is not None
+        if broken[0].raised or real % self._parts or several or keeps:
             raise row_errors.padded(broken[0], padding, batch.size)
         _log.warning(
             f"{broken[0].name} depends on padded rows: batches of {real} rows are computed without "
@@ -257,12 +285,40 @@ def _real(rows: int) -> Division:
     return Division(np.arange(rows)[None], padded=True)
 
 
+def _with_rows_of_state(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+    """Return a state and a batch to examine: rows of the state are rows of the batch."""
+    leaves = jax.tree.leaves(state.params, is_leaf=is_rows_of_state)
+    if not any(flags := list(map(is_rows_of_state, leaves))):
+        return state, batch
+    rows, others = divided(leaves, flags)
+    values = [each.value for each in rows]
+    return dataclasses.replace(state, params=others), dataclasses.replace(
+        batch, data=(batch.data, values)
+    )
+
+
+def _with_rows_back(params: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+    """Undo `_with_rows_of_state` for a state whose parameters are like `params`."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_rows_of_state)
+    if not any(flags := list(map(is_rows_of_state, leaves))):
+        return state, batch
+    data, values = batch.data
+    rows = [RowsOfState(value, real=batch.size) for value in values]
+    whole = jax.tree.unflatten(structure, merged(rows, state.params, flags))
+    return dataclasses.replace(state, params=whole), dataclasses.replace(batch, data=data)
+
+
 def _run_step(
-    custom_step: Callable[..., Any], state: TrainState, batch: Batch, examiner: RowExaminer
+    custom_step: Callable[..., Any],
+    params: PyTree,
+    state: TrainState,
+    batch: Batch,
+    examiner: RowExaminer,
 ) -> tuple[PyTree, None]:
     """Run a custom step to examine it: the state and the metrics must not depend on rows."""
+    state, batch = _with_rows_back(params, state, batch)
     try:
-        after, metrics = custom_step(
+        after, metrics, _ = custom_step(
             *(state, batch, None),
             accumulator=Sequential(gather=examiner.gather),
             reduce=no_reduction,
@@ -276,7 +332,7 @@ def _run_step(
             "the step reduces over the replicas itself (psum or pmean over an axis), but must "
             "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
         ) from error
-    return {"state": after.params, "metrics": metrics}, None
+    return {"state": map_rows_of_state(lambda _: (), after.params), "metrics": metrics}, None
 
 
 def _strided(blocks: np.ndarray, micro: int) -> np.ndarray:

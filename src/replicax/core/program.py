@@ -10,13 +10,15 @@ import numpy as np
 
 from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
+from replicax.core.custom.custom_step import custom_update, keep
 from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
+from replicax.core.data.per_row import map_rows_of_state, rows_of_state
 from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
-from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit
+from replicax.core.ground.train_state import TrainState, check_outside_jit
 from replicax.core.ground.vectors import size_in_blocks
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
@@ -38,9 +40,9 @@ from replicax.core.step.base import (
     ReplicaFunction,
     ReplicaSums,
     StepProgram,
+    StepResult,
     StepSums,
 )
-from replicax.core.step.custom_step import custom_update, keep
 from replicax.core.step.loss import WeightedSum
 from replicax.core.step.loss_scale import first_scale
 from replicax.core.step.objective import LossFunction, Objective, only_read
@@ -68,7 +70,10 @@ class Program:
     def shardings(self) -> TrainState:
         """The shardings of a state."""
         placing, islands = self.configuration.placing, self.configuration.islands
-        where = placing.shardings(self.shapes, self.mesh)
+        rows, found = by_rows(self.mesh), placing.shardings(self.shapes, self.mesh)
+        where: TrainState = map_rows_of_state(
+            lambda node: jax.tree.map(lambda _: rows, node), found
+        )
         if islands is None or islands.sends_gradients:
             return where
         own = jax.tree.map(lambda _: by_rows(self.mesh), self.shapes.islands)
@@ -89,6 +94,11 @@ class Program:
             return inner
         of_one: TrainState = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), inner)
         return of_one
+
+    @cached_property
+    def rows_of_state(self) -> int | None:
+        """Rows of the state, including padding; None if it has none."""
+        return next((rows.size for rows in rows_of_state(self.shapes.params)), None)
 
     @cached_property
     def objective(self) -> Objective:
@@ -156,8 +166,8 @@ class Program:
         return ExchangedStep(parts, parts.exchange, mode.build(parts))
 
     @cached_property
-    def custom_step(self) -> "partial[tuple[TrainState, Metrics]]":
-        """The custom step as a `ReplicaFunction`, which returns the state and the metrics."""
+    def custom_step(self) -> "partial[StepResult]":
+        """The custom step as a `ReplicaFunction`, which returns state, metrics and rows."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
@@ -176,7 +186,8 @@ class Program:
         )
 
     def _custom_step(self) -> StepParts:
-        config, out = self.configuration, (self.shardings, replicated(self.mesh))
+        config, rows = self.configuration, by_rows(self.mesh)
+        out = self.shardings, replicated(self.mesh), rows
         if config.job.exchange is not None and not config.mode.bitwise:
             raise ConfigError(
                 f"step= in mode={config.mode.name!r} with islands, which exchange the sums of a "
@@ -198,13 +209,14 @@ class Program:
             gradient = only_read(whole, self.updater.read)
             shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
         weighted: Any = everywhere
-        total = StepSums(everywhere if gradient is None else gradient, weighted)
+        rows: Any = by_rows(mesh)
+        total = StepSums(everywhere if gradient is None else gradient, weighted, rows)
         sums: ReplicaSums = partial(step_sums, objective=self.split_objective)
         parts = self._parts(
             "step",
             sums,
             (total, everywhere, by_rows(mesh)),
-            (self.shardings, everywhere),
+            (self.shardings, everywhere, rows),
             config.reduction,
             shards,
         )
@@ -298,7 +310,7 @@ class Program:
         data = opened(data)
         check_outside_jit(data)
         rows = row_count(data)
-        size = self.split.padded(rows)
+        size = max(self.split.padded(rows), self.rows_of_state or 0)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
             data = host_rows(data, copy=True)
         return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.per_row import PerRow
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
@@ -49,6 +50,8 @@ class Dispatched:
     """Nonzero if its update was skipped because a value was not finite; see `guarded`."""
     spike: jax.Array | None
     """Whether its update was skipped as a spike; None without spike detection."""
+    by_row: dict[str, PerRow] = dataclasses.field(default_factory=dict)
+    """Results with an entry for each row; records do not have them."""
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name -> object attached by a hook, to read when the step has finished."""
 
@@ -57,14 +60,17 @@ class Dispatched:
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
-def dispatched(place: RunPosition, batch: Batch, metrics: Metrics) -> Dispatched:
+def dispatched(place: RunPosition, batch: Batch, metrics: Mapping[str, Any]) -> Dispatched:
     """Return the step that led to `place`, and begin to copy its `metrics` to the host."""
-    others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
+    by_row = {name: value for name, value in metrics.items() if isinstance(value, PerRow)}
+    known = {NOT_FINITE, SPIKE, *by_row}
+    others = {name: value for name, value in metrics.items() if name not in known}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
     if next(iter(not_finite.devices())).platform != "cpu":  # on CPU it only costs time
-        for value in metrics.values():
+        for value in jax.tree.leaves(metrics):
             value.copy_to_host_async()
-    return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike)
+    arrays = batch.mask, batch.index
+    return Dispatched(place, batch.rows, *arrays, others, not_finite, spike, by_row)
 
 
 class Meter:

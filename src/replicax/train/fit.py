@@ -11,7 +11,7 @@ from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import Metrics, TrainState, was_donated
+from replicax.core.ground.train_state import TrainState, was_donated
 from replicax.errors import (
     ConfigError,
     DivergedError,
@@ -187,7 +187,7 @@ class Run(Resuming):
                 return
             yield batch
 
-    def step(self, batch: Batch) -> Metrics:
+    def step(self, batch: Batch) -> dict[str, Any]:
         with self._own_mesh():
             return super().step(batch)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.arguments import Count, typed
+from replicax.core.data.per_row import map_rows_of_state
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -169,8 +170,11 @@ def _not_finite(total: StepSums) -> jax.Array:
 def judged(dp: DataParallel, state: TrainState) -> list[str]:
     """Return names of the arrays that must be finite: a gradient's, or a custom step's state's."""
     if dp.configuration.step is not None:
-        return [
-            f"state{path}" for path, leaf in by_path(state.params).items() if is_trainable(leaf)
-        ]
+        arrays, others = (
+            by_path(state.params),
+            by_path(map_rows_of_state(lambda _: (), state.params)),
+        )
+        ordered = [*others, *(path for path in arrays if path not in others)]  # as in `total`
+        return [f"state{path}" for path in ordered if is_trainable(arrays[path])]
     read = only_read(state.params, dp.program(state).updater.read)
     return [f"the gradient of {path or 'the model'}" for path in by_path(read)]

@@ -11,7 +11,7 @@ from typing import Any
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import GaveUpError
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
-from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.ahead import Ahead
@@ -82,10 +82,10 @@ class Loop(Running):
     def folder(self) -> Path | None:
         return None if self._storage is None or not self.is_main else self._storage.path
 
-    def step(self, batch: Batch) -> Metrics:
+    def step(self, batch: Batch) -> dict[str, Any]:
         """Do the step on the batch yielded last, and return its metrics.
 
-        They are float32 scalars on the device: reading one waits for the step.
+        They are as those of `DataParallel.step`: reading one waits for the step.
 
         Raises:
             StateError: the batch is another one, or was stepped on already.
@@ -112,7 +112,7 @@ class Loop(Running):
             self._ledger.enter("productive")
             if self._evaluator is not None:
                 self._evaluator.check()
-        return step.metrics
+        return step.metrics | step.by_row
 
     def evaluation_metrics(self) -> Collection[str] | None:
         return () if self._evaluator is None else self._evaluator.metrics(self.state)

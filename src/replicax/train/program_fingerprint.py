@@ -13,7 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from replicax.core.custom.custom_step import keep
 from replicax.core.data.batch import Batch, described, row_count
+from replicax.core.data.per_row import RowsOfState, map_rows_of_state, real_rows, resized
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, kind, numbers, shapes_by_path
@@ -21,7 +23,6 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.program import Program
 from replicax.core.step.accumulate import Sequential
-from replicax.core.step.custom_step import keep
 
 ROWS = 64
 """Rows of the traced batch, independent of batch size, number of devices and padding."""
@@ -62,7 +63,7 @@ def program_fingerprint(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         dataclasses.replace(program.own_shapes, losses=(), reduction=()),
     )
-    found = {"model": _digest(_described((plain.params, plain.extras)))}
+    found = {"model": _digest(_described(real_rows((plain.params, plain.extras))))}
     data = batch.whole().data if isinstance(batch, Batch) else batch
     # A loss may require the number of rows of a batch.
     tries = [described(data, rows) for rows in (ROWS, dp.split.padded(size or row_count(data)))]
@@ -102,17 +103,20 @@ def some_rows(source: Source) -> PyTree | None:
 
 
 def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
+    state = map_rows_of_state(
+        lambda rows: RowsOfState(resized(rows.value, batch.size), batch.size), state
+    )
     objective, updater = program.objective, program.updater
     found = {"batch": _shapes(batch)}
 
     def step(state: TrainState, batch: Batch) -> Any:
-        after, metrics = program.custom_step(
+        after, metrics, rows = program.custom_step(
             *(state, batch, None),
             accumulator=Sequential(),
             reduce=lambda sums, reduction_state, _: (sums, reduction_state),
             apply=keep,
         )
-        return after.params, metrics
+        return (after.params, metrics, rows) if rows else (after.params, metrics)
 
     def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
         return objective.step_sums(

@@ -62,11 +62,12 @@ def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
     compiled = program.step.compiled(state, batch)
     steps = []
     for _ in range(_STEPS):
-        state, metrics = program.step(state, batch)
+        state, metrics, rows = program.step(state, batch)
         metrics = dict(metrics)
         if NOT_FINITE in metrics and metrics.pop(NOT_FINITE):
             raise LossError("the loss or its gradient is not finite, so the step is skipped")
-        leaves = jax.tree_util.tree_leaves_with_path({"state": state, "metrics": metrics})
+        found = {"state": state, "metrics": metrics, "rows": rows}
+        leaves = jax.tree_util.tree_leaves_with_path(found)
         steps.append({jax.tree_util.keystr(path): sha256(leaf) for path, leaf in leaves})
     return Bits(steps, {each.name: each.digest for each in compiled})
 

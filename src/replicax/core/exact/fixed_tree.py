@@ -84,29 +84,32 @@ class FixedTree:
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
 
-        def micro_shard(gather: _Gather, number: Any) -> tuple[PyTree, PyTree]:
+        def micro_shard(gather: _Gather, number: Any) -> tuple[PyTree, PyTree, PyTree]:
             held = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows), batch
             )
             sums, floats, after = _local(function, state, held, key, start + number, gather)
-            return (self.wire.rounded(sums), floats), after
+            summed = dataclasses.replace(sums, rows={})
+            return (self.wire.rounded(summed), floats), after, sums.rows
 
         def alone(number: Any) -> PyTree:
-            found, after = micro_shard(_seen_alone, number)
-            if isinstance(after, Stateful):
+            found, after, results = micro_shard(_seen_alone, number)
+            if isinstance(after, Stateful) or results:
                 raise _SeesOthers
             return found
 
-        extras = state.extras
+        extras, by_row = state.extras, dict[str, PyTree]()
         try:
             local, floats = self._tree_sum(alone, 0, own)
         except _SeesOthers:
             gather = partial(_gathered, axis=axis)
             together = jax.vmap(partial(micro_shard, gather), axis_name=_MICRO_SHARDS)
-            each, after = together(jnp.arange(own))
+            each, after, results = together(jnp.arange(own))
+            by_row = jax.tree.map(jnp.concatenate, results)
             local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
             extras = jax.tree.map(lambda leaf: leaf[0], after)
         floats = add_in_order(REDUCTIONS["float32"], floats, axis)
+        local = dataclasses.replace(local, rows=by_row)
         return local, with_means(extras, floats, self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
@@ -155,8 +158,9 @@ class MicroShardAccumulator:
     ) -> tuple[StepSums, PyTree]:
         number = self.piece.number
         sums, floats, extras = _local(function, state, batch, key, number, self.gather)
+        rows, sums = sums.rows, dataclasses.replace(sums, rows={})
         leaves, structure = jax.tree.flatten((sums, floats))
-        gradient = len(jax.tree.leaves(sums.gradient)) if isinstance(sums, StepSums) else 0
+        gradient = len(jax.tree.leaves(sums.gradient))
         rest = len(leaves) - gradient
         dims = self.dims if self.dims and gradient else (None,) * gradient
         total = micro_shard_primitives.sum_all(
@@ -167,6 +171,7 @@ class MicroShardAccumulator:
             count=self.piece.count,
         )
         sums, floats = jax.tree.unflatten(structure, total)
+        sums = dataclasses.replace(sums, rows=rows)
         return sums, with_means(extras, floats, self.piece.count)
 
     def gather(self, rows: jax.Array) -> jax.Array:

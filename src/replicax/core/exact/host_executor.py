@@ -198,6 +198,7 @@ class HostExecutor:
             item.jaxpr, *([self._shard_dim(var) for var in each] for each in (into, out))
         )
         place: dict[Any, int] = {var: number for number, var in enumerate(out)}
+        own = {var for var in out if self._shard_dim(var) is not None}
         # Operands of sums are only held until they are added; `kept` are the other results, of all
         # micro-shards.
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
@@ -216,7 +217,11 @@ class HostExecutor:
                 found = sums(lambda n: _chosen(results(n), summed))
                 known.update(zip(totals, found, strict=True))
             shards = results.finished() if all_known else results.on_demand()
-            known.update(zip((out[n] for n in kept), shards, strict=True))
+            # A branch may return values that depend on rows and others that do not.
+            known.update(
+                (out[n], of_all if out[n] in own else of_all[0])
+                for n, of_all in zip(kept, shards, strict=True)
+            )
 
         return run
 

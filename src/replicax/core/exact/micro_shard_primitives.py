@@ -143,6 +143,9 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
         return [False]
     if primitive is sum_p:
         return [dim is not None for dim in eqn.params["shard_dims"]]
+    if primitive.name == "cond" and not own[0]:
+        each = [_results(branch, own[1:]) for branch in eqn.params["branches"]]
+        return list(map(any, zip(*each, strict=True)))
     if not meets(eqn):
         return [any(own)] * len(eqn.outvars)
     if calls_collective(eqn):
@@ -151,10 +154,7 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
         return scanned(eqn, own)[1]
     if primitive.name == "while":
         return turned(eqn, own)
-    if primitive.name == "cond":
-        _refuse(own[0], "lax.cond")
-        each = [_results(branch, own[1:]) for branch in eqn.params["branches"]]
-        return list(map(any, zip(*each, strict=True)))
+    _refuse(primitive.name == "cond", "lax.cond")
     raise LossError(
         f"rx.value_and_grad or rx.mean was called inside {primitive.name}, where mode='exact' "
         "cannot sum over all rows: call it outside, or in a Python loop, lax.scan or lax.cond"

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.data.batch import Batch
+from replicax.core.exact import micro_shard_primitives
 from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.exchanged_parts import ExchangedPrograms
 from replicax.core.exact.host_executor import HostExecutor
@@ -75,7 +76,12 @@ class MicroShardStep:
 
         def traced(number: jax.Array, *arrays: jax.Array) -> Any:
             state, batch = jax.tree.unflatten(structure, arrays)
-            return self._function(state, batch, MicroShard(number, count))
+            found = self._function(state, batch, MicroShard(number, count))
+            where = jax.tree.broadcast(self._out, found)
+            mark = micro_shard_primitives.own  # rows may be constants
+            return jax.tree.map(
+                lambda leaf, to: leaf if split_dim(to) is None else mark(leaf), found, where
+            )
 
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
         out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]

@@ -16,13 +16,14 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.data.batch import Batch
-from replicax.core.ground.leaves import PyTree
+from replicax.core.data.per_row import PerRow
+from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
+from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS, Weighted, has_weights, sums, values_by_name
+from replicax.core.step.loss import LOSS, has_weights, rows_of, sums, values_by_name
 from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, only_read, restored
 from replicax.errors import LossError
@@ -53,6 +54,8 @@ class RowExaminer:
     """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
     learns: bool = False
     """Whether the losses are differentiated, so that their weights must be constants."""
+    returns_rows: bool = False
+    """Whether a loss or the step returns an `rx.PerRow` among its metrics."""
 
     def step_sums(
         self,
@@ -63,7 +66,7 @@ class RowExaminer:
         context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does, with zeros for the gradient."""
-        rows = rows.map_rows(self._enter)
+        count, rows = rows.size, rows.map_rows(self._enter)
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
             found = objective.loss(model, data, key)
@@ -80,9 +83,10 @@ class RowExaminer:
             )
         for name, value in values_by_name(returned).items():
             self.see(name, value)
-        return StepSums(
-            jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted
-        ), after
+        found = rows_of(returned, rows.size, every=objective.every_row)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params)
+        left = partial(_call, LEFT, partial(_resized, count=count))
+        return StepSums(zeros, weighted, jax.tree.map(left, found)), after
 
     @staticmethod
     def _check_weights(
@@ -103,8 +107,10 @@ class RowExaminer:
             )
 
     def see(self, name: str, value: Any) -> None:
-        """Mark the values, and weights, of a mean."""
-        for each in (value.values, value.weights) if isinstance(value, Weighted) else (value,):
+        """Mark the values, and weights, of a mean, or rows that are returned."""
+        self.returns_rows |= isinstance(value, PerRow)
+        for each in jax.tree.leaves(value):
+            each = jax.random.key_data(each) if is_random_key(each) else each
             array = jax.lax.stop_gradient(to_sum(jnp.asarray(each)))
             label = f"{SEEN}{len(self.names)}"
             self.names[label] = name

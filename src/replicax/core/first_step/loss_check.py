@@ -23,7 +23,7 @@ from replicax.core.first_step.row_errors import Broken
 from replicax.core.first_step.row_trials import Division, Found, Pair, compared
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
-from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, SUMMED, Follow
+from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, LEFT, SUMMED, Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.jaxprs.row_inner import Unlike
 from replicax.core.jaxprs.row_rules import MIXED, Rows
@@ -57,6 +57,7 @@ class LossExamination:
         self._one = self._traced(self._rows, RowExaminer(self._rows, learns=learns))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
+        self.returns_rows = examiner.returns_rows
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
         followed = Follow((1, 1), ruled=False)
@@ -194,7 +195,7 @@ class LossExamination:
         one = self._one
         known: dict[str, Location] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
-            known[ENTERED] = Rows(0)
+            known |= {ENTERED: Rows(0), LEFT: GIVEN}
         inputs, names = self._places(division), one.examiner.names
         outputs: dict[str, Location] = {}
         labels: set[str] = set()
@@ -289,7 +290,7 @@ class LossExamination:
         one, counts, inputs = self._one, (self._rows, division.size), self._places(division)
         known: dict[str, Location] = {SUMMED: GIVEN}
         if division.within:
-            known[ENTERED] = Rows(0)
+            known |= {ENTERED: Rows(0), LEFT: GIVEN}
         of_whole, of_part = Follow(counts, known), Follow(counts[::-1], known)
         try:
             of_whole(one.jaxpr, part.jaxpr, inputs)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from replicax.core.step.loss import LOSS
-from replicax.errors import LossError
+from replicax.errors import LossError, StateError
 
 _DECLARE = "or declare it with rx.independent(values) if it does not"
 
@@ -92,6 +92,14 @@ def written(broken: Broken, sees: str) -> LossError:
     return LossError(
         "the loss updates the model's state from the rows it sees, which differ between "
         f"{sees}: use mode='jit', or rx.gather the rows"
+    )
+
+
+def other_rows(held: int | None, given: int) -> StateError:
+    """Return the error for a batch of another number of rows than the state has."""
+    return StateError(
+        f"the state has {held} rows in an rx.PerRow and the batch {given}, padding included; each "
+        "row of a batch has its own: use that batch size, where a last batch may be shorter"
     )
 
 

@@ -22,6 +22,7 @@ from replicax.core.jaxprs.row_dependence import (
     DRAWING,
     ENTERED,
     GATHERED,
+    LEFT,
     RANDOM,
     SEEN,
     STEPPED,
@@ -76,6 +77,9 @@ class RowEvaluation:
             return [self._sum(var) if _is_float(var.aval) else value for var, value in pairs]
         if label == ENTERED and self.enter:
             return [self.enter(values[0])]
+        if label == LEFT and self.enter:  # of all rows, whatever the loss was given
+            [aval] = (var.aval for var in eqn.outvars)
+            return [uniform(self.trial, self._number(eqn), aval.shape).astype(aval.dtype)]
         if label == GATHERED and self.gathers:
             return self._gather(eqn, values)
         if name == "select_n" and not self._depends(eqn.invars[0]):

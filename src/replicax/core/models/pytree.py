@@ -113,6 +113,8 @@ class CustomState(PytreeDefinition):
                 "the state has different containers after the step than before; both must match: "
                 "return the same structure"
             )
-        return jax.tree.map(
-            lambda leaf: leaf if is_random_key(leaf) else jnp.asarray(leaf, leaf.dtype), params
-        )
+        arrays = [
+            leaf if is_random_key(leaf) else jnp.asarray(leaf, leaf.dtype)
+            for leaf in jax.tree.leaves(params)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(before), arrays)

@@ -12,10 +12,11 @@ import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import from_host
-from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import copied
 from replicax.core.rounds.arithmetic import Arithmetic, IslandState
 from replicax.core.rounds.transports import Sent, Transport
+from replicax.core.step.base import StepResult
 from replicax.core.step.loss import LOSS
 
 ROUND_LOSS = f"round_{LOSS}"
@@ -44,7 +45,7 @@ class RoundStep:
         self._round_loss: jax.Array | None = None
         self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> StepResult:
         step = self._number(state) + 1
         if self._under_way is not None and not 0 <= self._under_way[1] - step < self._islands.delay:
             self._under_way[2]()  # of a state that the caller has left
@@ -59,7 +60,7 @@ class RoundStep:
             state = self._take_fragment(state)
         self._at = weakref.ref(state.step), step
         loss, self._round_loss = self._round_loss, None
-        return state, {**metrics, ROUND_LOSS: self._unknown if loss is None else loss}
+        return state, {**metrics, ROUND_LOSS: self._unknown if loss is None else loss}, {}
 
     @cached_property
     def _unknown(self) -> jax.Array:

@@ -110,7 +110,7 @@ class BetweenJobs:
         return own.inner
 
     def advance(self, own: IslandState, batch: Batch) -> tuple[IslandState, Metrics]:
-        inner, metrics = self.program(own.inner, batch)
+        inner, metrics, _ = self.program(own.inner, batch)
         weights, loss = self._counted((own.weights, own.loss), metrics)
         metrics.pop(SUMS, None)
         return IslandState(inner, own.residual, weights, loss), metrics
@@ -141,7 +141,7 @@ class OverMesh:
         def step(state: Any, batch: Batch, axis: Axis | None) -> Any:
             assert axis is not None
             mine: IslandState = jax.tree.map(lambda leaf: leaf[0], state)
-            inner, metrics = _step_of_one(parts, jax.lax.axis_index(axis))(mine.inner, batch)
+            inner, metrics, _ = _step_of_one(parts, jax.lax.axis_index(axis))(mine.inner, batch)
             weights, loss = arithmetic.counted((mine.weights, mine.loss), metrics)
             after = IslandState(inner, mine.residual, weights, loss)
             return jax.tree.map(lambda leaf: leaf[None], (after, metrics))

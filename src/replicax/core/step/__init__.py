@@ -3,10 +3,9 @@
 Read first `base.py`, the seams by name, and `update.py`, the step itself; then what its sums call:
 `accumulate.py` (micro-batches), `objective.py` (sums of a loss and their gradient), `loss.py`
 (values a loss may return), `loss_context.py` (`gather` and others, inside a loss) and
-`reduction.py` with `coded.py`; then what `apply` calls: `optimizer.py` and `loss_scale.py`; at last
-`custom_step.py`, the same primitive in a step of the user's.
+`reduction.py` with `coded.py`; then what `apply` calls: `optimizer.py` and `loss_scale.py`.
 
 It imports `errors` and the rooms before it; no mode is known here. Tests: `tests/core/step/`.
 Public: `rx.Weighted`, `rx.Reduction`, `rx.Coded`, `rx.gather`, `rx.independent`, `rx.row_weights`,
-`rx.step_number`, `rx.mean`, `rx.value_and_grad`.
+`rx.step_number`.
 """

@@ -67,11 +67,11 @@ class Sequential:
 
 
 def add_in_turn(
-    part: Callable[[PyTree, jax.Array, PyTree], tuple[PyTree, PyTree]],
+    part: Callable[[PyTree, jax.Array, PyTree], tuple[StepSums, PyTree]],
     extras: PyTree,
     parts: PyTree,
     count: int,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[StepSums, PyTree]:
     """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
 
     `parts` holds the rows of all parts, `[count, ...]`; the extras of each are passed to the next.
@@ -80,12 +80,14 @@ def add_in_turn(
     def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
         total, extras = carry
         sums, extras = part(extras, *numbered)
-        return (jax.tree.map(jnp.add, total, sums), extras), None
+        added = jax.tree.map(jnp.add, total, dataclasses.replace(sums, rows={}))
+        return (added, extras), sums.rows
 
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     shapes, _ = jax.eval_shape(part, extras, jnp.int32(0), first)
-    carry, _ = lax.scan(add, (zeros_like(shapes), extras), (jnp.arange(count), parts))
-    return carry
+    none = zeros_like(dataclasses.replace(shapes, rows={}))
+    (total, extras), rows = lax.scan(add, (none, extras), (jnp.arange(count), parts))
+    return dataclasses.replace(total, rows=jax.tree.map(joined_rows, rows)), extras
 
 
 def zeros_like(shapes: PyTree) -> PyTree:
@@ -111,3 +113,8 @@ def split_rows(array: jax.Array, parts: int) -> jax.Array:
     """
     rows = array.reshape(array.shape[0] // parts, parts, *array.shape[1:])
     return jnp.moveaxis(rows, 1, 0)
+
+
+def joined_rows(parts: jax.Array) -> jax.Array:
+    """Reshape `[parts, rows, ...]` to `[parts * rows, ...]`, undoing `split_rows`."""
+    return jnp.moveaxis(parts, 0, 1).reshape(-1, *parts.shape[2:])

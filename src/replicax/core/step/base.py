@@ -23,15 +23,21 @@ from replicax.core.step.loss import LOSS, WeightedSum
 Result = TypeVar("Result", covariant=True)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["gradient", "weighted", "rows"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class StepSums:
-    """The sums over rows that a step needs, combined in one reduction."""
+    """The sums over rows that a step needs, combined in one reduction, and results by row."""
 
     gradient: PyTree
     """Gradient of the total loss with respect to the params."""
     weighted: dict[str, WeightedSum]
     """The loss and the metrics, before the division."""
+    rows: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    """Name -> arrays `[rows, ...]`, which are neither summed nor reduced."""
 
     @property
     def weight(self) -> jax.Array:
@@ -163,5 +169,7 @@ class CompiledFunction(Protocol[Result]):
         """Return the number of shapes that it is compiled for."""
 
 
-StepProgram = CompiledFunction[tuple[TrainState, Metrics]]
-"""`step(state, batch) -> (state, metrics)`, on global arrays."""
+StepResult = tuple[TrainState, Metrics, dict[str, PyTree]]
+"""The state after a step, its metrics, and its results by row."""
+StepProgram = CompiledFunction[StepResult]
+"""`step(state, batch) -> (state, metrics, rows)`, on global arrays."""

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.data.per_row import PerRow, checked_rows
+from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.errors import ConfigError, LossError, ReplicaxError
 
@@ -86,7 +88,22 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
             f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
             "floats, and report counts as metrics"
         )
-    return {name: weighted_sum(name, value, mask) for name, value in named.items()}
+    return {
+        name: weighted_sum(name, value, mask)
+        for name, value in named.items()
+        if not isinstance(value, PerRow)
+    }
+
+
+def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:
+    """Return what a loss returned for each of `count` rows: each `PerRow`, or `every` value."""
+    found = {}
+    for name, value in values_by_name(returned).items():
+        if isinstance(value, PerRow):
+            found[name] = checked_rows(name, value.value, count)
+        elif every and jnp.ndim(_values(value)):
+            found[name] = jnp.asarray(_values(value))
+    return found
 
 
 def values_by_name(returned: Any) -> dict[str, Any]:

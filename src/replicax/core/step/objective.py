@@ -13,7 +13,7 @@ from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.models.definition import CallContext, Definition
 from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS, WeightedSum, call, sums
+from replicax.core.step.loss import LOSS, WeightedSum, call, rows_of, sums
 from replicax.core.step.loss_context import inside
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
@@ -32,6 +32,8 @@ class Objective:
     computed nor reduced."""
     gathering: Gathering | None = None
     """How the loss gets whole parameters if the layout splits them."""
+    every_row: bool = False
+    """Whether all values that have rows are returned by row, not only those marked so."""
     per_replica: ClassVar[bool] = False
     """Whether it splits a batch over replicas itself."""
 
@@ -74,15 +76,20 @@ class Objective:
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
-        """Return `loss_sums` with the gradient, which is None where it is unused."""
+        """Return `loss_sums` with the gradient, which is None where it is unused, and rows."""
 
-        def total(read: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
+        def found(returned: Any) -> tuple[dict[str, WeightedSum], dict[str, PyTree]]:
+            return sums(returned, batch.mask), rows_of(returned, batch.size, every=self.every_row)
+
+        def total(read: PyTree) -> tuple[jax.Array, Any]:
             whole = restored(read, params, self.read)
-            weighted, after = self.loss_sums(whole, extras, batch, context)
-            return differentiated(weighted, context), (weighted, after)
+            (weighted, rows), after = self._called(found, whole, extras, batch, context)
+            return differentiated(weighted, context), (weighted, rows, after)
 
-        gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
-        return StepSums(jax.tree.map(to_sum, gradient), weighted), after
+        gradient, (weighted, rows, after) = jax.grad(total, has_aux=True)(
+            only_read(params, self.read)
+        )
+        return StepSums(jax.tree.map(to_sum, gradient), weighted, rows), after
 
 
 def differentiated(weighted: dict[str, WeightedSum], context: CallContext) -> jax.Array:

@@ -16,6 +16,7 @@ from replicax.core.step.base import (
     Apply,
     MappedSums,
     Reduce,
+    StepResult,
     StepSums,
     SumsFunction,
 )
@@ -24,9 +25,7 @@ from replicax.core.step.objective import Objective, with_zeros
 from replicax.core.step.optimizer import Updater
 
 
-def update(
-    state: TrainState, batch: Batch, *, sums: MappedSums, apply: Apply
-) -> tuple[TrainState, Metrics]:
+def update(state: TrainState, batch: Batch, *, sums: MappedSums, apply: Apply) -> StepResult:
     """Run one step: sums over the global batch, one division, one optimizer update.
 
     `sums` is `step_sums`, mapped onto the mesh. `apply` computes the next state and its own metrics
@@ -36,7 +35,7 @@ def update(
     total, extras, reduction_state = sums(state, batch)
     with jax.named_scope("update"):
         state, extra_metrics = apply(state, total, extras, reduction_state)
-    return state, {**total.means(), **extra_metrics}
+    return state, {**total.means(), **extra_metrics}, total.rows
 
 
 def step_sums(
@@ -78,9 +77,9 @@ class Summing:
             sums, extras = self.accumulator(function, state, batch.whole(), key, self.axis)
         with jax.named_scope("reduction"):
             total, reduction_state = self.reduce(
-                sums, state.reduction, self.axis
+                dataclasses.replace(sums, rows={}), state.reduction, self.axis
             )  # the only communication
-        return total, extras, reduction_state
+        return dataclasses.replace(total, rows=sums.rows), extras, reduction_state
 
 
 def apply_gradient(

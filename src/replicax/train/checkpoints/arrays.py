@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.data.per_row import padded_again, real_rows
 from replicax.core.ground.leaves import is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.errors import CheckpointError, require
@@ -31,8 +32,12 @@ _LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file 
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
-    """Return leaf name -> dtype and shape of each array in `state`, which may be abstract."""
-    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in _named(state).items()}
+    """Return leaf name -> dtype and shape of each array in `state`, which may be abstract.
+
+    Of an `rx.PerRow`, its real rows: the same on any number of devices.
+    """
+    real = _named(real_rows(state))
+    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in real.items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
@@ -43,7 +48,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     consume `state`: a function that waits until the shards are written and raises any error.
     """
     epath = require("etils.epath", "checkpoints")
-    leaves = _with_elements(_named(state))
+    leaves = _with_elements(_named(real_rows(state)))
     tiny = {name: leaves.pop(name) for name in small(leaves)}
     values = {name: value.tobytes() for name, value in jax.device_get(tiny).items()}
     args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(leaves)
@@ -78,6 +83,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
 def read(like: TrainState, folder: Path) -> TrainState:
     """Return the state in `folder`, sharded like `like`; each process reads its own shards."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
+    like, padded = real_rows(like), like
     leaves = _named(like)
     wanted, values = _with_elements(leaves), read_small(folder)
     tiny = {name: wanted.pop(name) for name in values.keys() & wanted.keys()}
@@ -103,7 +109,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         found = jax.block_until_ready(jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(found))
     keyed = map(as_key, found, leaves.values())
-    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), keyed)
+    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), keyed), padded)
     return state
 
 

@@ -10,6 +10,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from replicax.core.data.batch import Batch, row_count
+from replicax.core.data.per_row import (
+    PerRow,
+    checked_rows,
+    is_rows_of_state,
+    map_rows_of_state,
+    rows_of_state,
+)
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -18,7 +25,7 @@ from replicax.core.models.pytree import CustomState, PytreeDefinition
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import Accumulator, Apply, Reduce, StepSums, no_reduction
+from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums, no_reduction
 from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective
@@ -43,7 +50,7 @@ class Examiner(Protocol):
         """Return what `objective.step_sums` does."""
 
     def see(self, name: str, value: Any) -> None:
-        """Called with rows whose mean is taken."""
+        """Called with rows whose mean is taken, or that are returned."""
 
     def step(self, here: LossContext) -> None:
         """Called when the step has returned; `here` records its requests."""
@@ -61,7 +68,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
-def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
+def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., Any]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 
     For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
@@ -77,23 +84,25 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
 
     Args:
         loss: `loss(model, batch, key) -> values`, as for `DataParallel`.
+        rows: whether to return the values of each row, too.
 
     Returns:
-        `function(model, batch, key=None) -> (means, gradient)`. `model` is of any kind supported by
-        `DataParallel.init`, `batch` a pytree of arrays with one entry for each row of the step's
-        batch, and without a key the loss is called as in evaluation. `means` are float32 scalars,
+        `function(model, batch, key=None) -> (means, gradient)`, or `(means, gradient, rows)`.
+        `model` is of any kind supported by `DataParallel.init`, `batch` a pytree of arrays with one
+        entry for each row of the step's batch, and without a key the loss is called as in
+        evaluation. `means` are float32 scalars,
         `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
         writes, and its gradient is a dict as returned by `nnx.to_pure_dict`. `means["loss"]` may be
-        differentiated once by `model`, as a line search does; no other result may be.
+        differentiated once by `model`, as a line search does; no other result may be. `rows` is a
+        dict of the values `[rows, ...]` behind `"loss"` and the metrics that have rows, and of
+        each `rx.PerRow` among them: those of the rows that the step sees, not differentiated.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
     """
 
-    def means_and_gradient(
-        model: Any, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[Metrics, PyTree]:
+    def means_and_gradient(model: Any, batch: PyTree, key: jax.Array | None = None) -> Any:
         definition, given, extras = split_model(model)
         params = jax.lax.stop_gradient(given)
         if getattr(definition, "writes", False):
@@ -101,10 +110,11 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
                 "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
                 "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
             )
-        primitives, state, rows = _seen("value_and_grad", batch, params, extras)
-        objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
+        primitives, state, seen = _seen("value_and_grad", batch, params, extras)
+        objective = Objective(definition, loss, primitives.precision, every_row=rows)
+        examiner = primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
-        total, after, _ = primitives.summing(part, state, rows, key)
+        total, after, _ = primitives.summing(part, state, seen, key)
         outputs = total.means(), mean_gradient(total, params)
         (means, gradient), after = sums_of_all_replicas((outputs, after))
         means, gradient = _of_known_gradient(given, means, gradient)
@@ -112,7 +122,9 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
             definition.write(model, after)
         if isinstance(definition, PytreeDefinition):
             gradient = definition.as_model(gradient)
-        return means, gradient
+        if not rows:
+            return means, gradient
+        return means, gradient, jax.lax.stop_gradient(total.rows)
 
     return means_and_gradient
 
@@ -169,7 +181,7 @@ def custom_update(
     precision: Precision,
     apply: Apply,
     examiner: Examiner | None = None,
-) -> tuple[TrainState, Metrics]:
+) -> StepResult:
     """Run one custom step; all arrays of its state are the `params`.
 
     `apply` is `keep`, or a wrapper. `examiner` observes the step's parts while it is checked.
@@ -181,15 +193,20 @@ def custom_update(
     context = CallContext(key, axis, step=state.step, gather=accumulator.gather)
     with inside(batch.mask, context, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
+        params, metrics, rows = _returned(returned, definition, state.params, batch.size)
+        changed = _not_finite_rows(state.params, params)
     if examiner is not None:
         examiner.step(here)
-    params, metrics = _returned(returned, definition, state.params)
+        named_rows = {f"metrics.{name}": value for name, value in rows.items()}
+        for name, value in (named_rows | _rows_by_name(params)).items():
+            examiner.see(name, PerRow(value))
+    params = _with_padding_kept(state.params, params, batch.mask)
     one = jnp.ones((), jnp.float32)
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
-    total = StepSums(_went_wrong(state.params, params), named)
+    total = StepSums([*_went_wrong(state.params, params), *changed], named)
     with jax.named_scope("update"):
         state, extra_metrics = apply(state, total, params, state.reduction)
-    return state, {**metrics, **extra_metrics}
+    return state, {**metrics, **extra_metrics}, rows
 
 
 def keep(
@@ -275,20 +292,25 @@ def _differentiated() -> LossError:
     )
 
 
-def _returned(returned: Any, definition: CustomState, before: PyTree) -> tuple[PyTree, Metrics]:
-    """Return the arrays of the state, and the metrics, that a step returned."""
+def _returned(
+    returned: Any, definition: CustomState, before: PyTree, count: int
+) -> tuple[PyTree, Metrics, dict[str, PyTree]]:
+    """Return the arrays of the state, the metrics, and those by row, that a step returned."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise StateError(
             f"the step returned a {type(returned).__name__}; it must return the next state "
             "and a dict of metrics: return state, metrics"
         )
-    after, metrics = returned
+    after, metrics = returned[0], dict(returned[1])
+    marked = [name for name, value in metrics.items() if isinstance(value, PerRow)]
+    rows = {name: checked_rows(name, metrics.pop(name).value, count) for name in marked}
     for name, value in metrics.items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape or not jnp.issubdtype(dtype, jnp.floating):
             raise StateError(
                 f"the step returned the metric {name!r} as {dtype}{list(shape)}; a metric must be "
-                "a scalar float: use rx.mean for rows, and jnp.float32 for a count"
+                "a scalar float: use rx.mean for rows, or rx.PerRow to return them, jnp.float32 of "
+                "a count"
             )
     if LOSS not in metrics:
         raise StateError(
@@ -296,10 +318,41 @@ def _returned(returned: Any, definition: CustomState, before: PyTree) -> tuple[P
             "to detect NaN and spikes: name one 'loss'"
         )
     params = definition.arrays(after, before)
-    return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}
+    return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}, rows
 
 
 def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:
     """Return the next state's floats for a guard, 0 where the previous ones were not finite."""
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    trees = (map_rows_of_state(lambda _: (), tree) for tree in (before, after))
+    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     return [jnp.where(jnp.isfinite(b), a, 0) for b, a in pairs if is_trainable(a)]
+
+
+def _not_finite_rows(before: PyTree, after: PyTree) -> list[jax.Array]:
+    """Return the same of the rows of a state: their means over all replicas, NaN for a bad one."""
+    trees = map(rows_of_state, (before, after))
+    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+    bad = [jnp.isfinite(b) & ~jnp.isfinite(a) for b, a in pairs if is_trainable(a)]
+    of_rows = [jnp.where(jnp.any(each.reshape(len(each), -1), axis=1), jnp.nan, 0) for each in bad]
+    found: list[jax.Array] = mean(of_rows) if of_rows else []
+    return found
+
+
+def _rows_by_name(state: PyTree) -> dict[str, PyTree]:
+    """Return the rows of a state by the names that errors have for them."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_rows_of_state)
+    return {
+        f"state.{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf.value
+        for path, leaf in leaves
+        if is_rows_of_state(leaf)
+    }
+
+
+def _with_padding_kept(before: PyTree, after: PyTree, mask: jax.Array) -> PyTree:
+    """Return the state after a step, with the rows of padding as they were."""
+    old = iter(rows_of_state(before))
+
+    def kept(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *[1] * (new.ndim - 1)) > 0, new, old)
+
+    return map_rows_of_state(lambda rows: jax.tree.map(kept, rows, next(old)), after)

@@ -1,0 +1,8 @@
+"""Custom: a step that the user writes, over any pytree of state.
+
+`custom_step.py` runs it, and has `rx.value_and_grad` and `rx.mean`, which sum and divide by the
+same code as the built-in step.
+
+It imports `errors` and the rooms before it, `step` last. Tests: `tests/core/custom/`. Public:
+`rx.mean`, `rx.value_and_grad`.
+"""
