@@ -13,7 +13,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
-from replicax.core.models.pytree import CustomState, PytreeDefinition
+from replicax.core.models.pytree import CustomState
 from replicax.core.models.split import split_model
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Sequential
@@ -106,7 +106,7 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         (means, gradient), after = sums_of_all_replicas((outputs, after))
         if hasattr(definition, "write"):
             definition.write(model, after)
-        if isinstance(definition, PytreeDefinition):
+        if hasattr(definition, "as_model"):
             gradient = definition.as_model(gradient)
         return means, gradient
 
