@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.data.batch import Batch
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, SEEN
@@ -80,9 +80,7 @@ class RowExaminer:
             )
         for name, value in values_by_name(returned).items():
             self.see(name, value)
-        return StepSums(
-            jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params), weighted
-        ), after
+        return StepSums(jax.tree.map(_zeros, params), weighted), after
 
     @staticmethod
     def _check_weights(
@@ -141,6 +139,11 @@ def _resized(array: jax.Array, count: int) -> jax.Array:
         array = jnp.resize(array, (count, *array.shape[1:]))
     found: jax.Array = jax.lax.optimization_barrier(array)
     return found
+
+
+def _zeros(leaf: jax.Array) -> jax.Array:
+    """Return the gradient of a leaf; a custom step's state, in evaluation, may have random keys."""
+    return leaf if is_random_key(leaf) else jnp.zeros_like(to_sum(leaf))
 
 
 def _itself(array: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.pytree import CustomState
 from replicax.core.models.split import split_model
+from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import Accumulator, Apply, Reduce, StepSums, no_reduction
@@ -22,7 +23,7 @@ from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient, step_key
-from replicax.errors import ConfigError, LossError, StateError
+from replicax.errors import LossError, StateError
 
 StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 """`step(state, batch, key) -> (state, metrics)`."""
@@ -60,7 +61,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
-def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
+def value_and_grad(loss: LossFunction) -> Callable[..., Any]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 
     For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
@@ -91,23 +92,22 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
 
     def means_and_gradient(
         model: Any, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[Metrics, PyTree]:
+    ) -> tuple[Any, ...]:
         definition, params, extras = split_model(model)
-        if getattr(definition, "writes", False):
-            raise ConfigError(
-                "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
-                "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
-            )
+        writes = isinstance(model, Stateful)
         primitives, state, rows = _seen("value_and_grad", batch, params, extras)
         objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, rows, key)
         outputs = total.means(), mean_gradient(total, params)
-        (means, gradient), after = sums_of_all_replicas((outputs, after))
+        # What a loss writes is equal on all replicas only if it is computed so, which is checked.
+        (means, gradient), kept = sums_of_all_replicas((outputs, () if writes else after))
         if hasattr(definition, "write"):
-            definition.write(model, after)
+            definition.write(model, kept)
         if hasattr(definition, "as_model"):
             gradient = definition.as_model(gradient)
+        if writes:
+            return means, gradient.model, definition.merge(params, _constant(after)).state
         return means, gradient
 
     return means_and_gradient
