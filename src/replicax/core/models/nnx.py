@@ -43,12 +43,12 @@ class NNXDefinition:
         )
 
     def as_model(self, params: PyTree) -> Any:
-        """Return `params`, such as a gradient, as `nnx.state(model, nnx.Param)` has them."""
+        """Return `params` as `nnx.state(model, nnx.Param)` has them."""
         return jax.tree.unflatten(self.params, jax.tree.leaves(params))
 
-    def write(self, model: nnx.Module, extras: PyTree) -> None:
-        """Set `model`'s other arrays to `extras`."""
+    def written(self, model: nnx.Module, extras: PyTree) -> tuple[Any, ...]:
         nnx.update(model, jax.tree.unflatten(self.extras, jax.tree.leaves(extras)))
+        return ()
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree
@@ -61,7 +62,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
-def value_and_grad(loss: LossFunction) -> Callable[..., Any]:
+def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Any, ...]]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 
     For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
@@ -84,31 +85,31 @@ def value_and_grad(loss: LossFunction) -> Callable[..., Any]:
         batch, and without a key the loss is called as in evaluation. `means` are float32 scalars,
         `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
-        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`.
+        writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
+        `rx.Stateful` the result is `(means, gradient, state)`: the gradient of its `model`, and the
+        state that the loss wrote, or without a key the same as before. `means["loss"]` may be
+        differentiated once by `model`, as a line search does; no other result may be.
 
     Raises:
-        LossError: the loss violates its contract, or the result is differentiated.
+        LossError: the loss violates its contract, or another result is differentiated.
     """
 
     def means_and_gradient(
         model: Any, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[Any, ...]:
-        definition, params, extras = split_model(model)
-        writes = isinstance(model, Stateful)
+        definition, given, extras = split_model(model)
+        params = jax.lax.stop_gradient(given)
         primitives, state, rows = _seen("value_and_grad", batch, params, extras)
         objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, rows, key)
-        outputs = total.means(), mean_gradient(total, params)
-        # What a loss writes is equal on all replicas only if it is computed so, which is checked.
-        (means, gradient), kept = sums_of_all_replicas((outputs, () if writes else after))
-        if hasattr(definition, "write"):
-            definition.write(model, kept)
-        if hasattr(definition, "as_model"):
-            gradient = definition.as_model(gradient)
-        if writes:
-            return means, gradient.model, definition.merge(params, _constant(after)).state
-        return means, gradient
+        sums = total.means(), mean_gradient(total, params)
+        if isinstance(model, Stateful):  # equal on all replicas only if the loss computes it so
+            sums, after = sums_of_all_replicas(sums), _constant(after)
+        else:
+            sums, after = sums_of_all_replicas((sums, after))
+        means, gradient = _of_known_gradient(given, *sums)
+        return means, definition.as_model(gradient), *definition.written(model, after)
 
     return means_and_gradient
 
@@ -221,6 +222,31 @@ def _seen(
     return primitives, state, batch
 
 
+@jax.custom_vjp
+def _of_known_gradient(_params: PyTree, means: Metrics, gradient: PyTree) -> tuple[Metrics, PyTree]:
+    """Return `means` and `gradient`, the loss with that derivative by `params`."""
+    return means, gradient
+
+
+def _remembered(params: Any, means: Any, gradient: Any) -> tuple[tuple[Metrics, PyTree], PyTree]:
+    means, gradient = jax.tree.map(
+        lambda leaf: leaf.value, (means, gradient), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
+    )
+    return (means, gradient), gradient
+
+
+def _derivative(gradient: PyTree, cotangents: tuple[Metrics, PyTree]) -> tuple[PyTree, None, None]:
+    means, of_gradient = cotangents
+    of_loss = means[LOSS]
+    others = [of_gradient, *(each for name, each in means.items() if name != LOSS)]
+    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
+        raise _differentiated()
+    return jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient), None, None
+
+
+_of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
+
+
 @jax.jit
 def sums_of_all_replicas(outputs: PyTree) -> PyTree:
     """Return `outputs`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
@@ -235,9 +261,14 @@ def _constant(outputs: PyTree) -> PyTree:
 
 @_constant.defjvp
 def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise LossError(
-        "rx.value_and_grad or rx.mean was differentiated; in a step each sums over all replicas, "
-        "which jax.grad does not: pass rx.value_and_grad a loss that returns one value per row"
+    raise _differentiated()
+
+
+def _differentiated() -> LossError:
+    return LossError(
+        "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
+        "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
+        "row, and differentiate only means['loss'], by the model"
     )
 
 
