@@ -38,7 +38,7 @@ class Stateful:
 class Written:
     """The result of a loss on a `Stateful` model: its values and the updated state.
 
-    In evaluation the state does not change. In a custom step, `rx.value_and_grad` returns the state.
+    In evaluation the state does not change. In a custom step `rx.value_and_grad` returns it.
 
     Examples:
         >>> def loss(model, batch, key):  # counts the rows that it has seen

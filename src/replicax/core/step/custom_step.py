@@ -86,9 +86,9 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Any, ...]]:
         `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
         writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
-        `rx.Stateful` the result is `(means, gradient, state)`: the gradient of its `model`, and the
-        state that the loss wrote, or without a key the same as before. `means["loss"]` may be
-        differentiated once by `model`, as a line search does; no other result may be.
+        `rx.Stateful` it is `(means, gradient of its model, state)`, with the state that the loss
+        wrote, and for a Linen module with more collections than params these. `means["loss"]` may
+        be differentiated once by `model`, as a line search does; no other result may be.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
@@ -104,11 +104,10 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Any, ...]]:
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, rows, key)
         sums = total.means(), mean_gradient(total, params)
-        if isinstance(model, Stateful):  # equal on all replicas only if the loss computes it so
-            sums, after = sums_of_all_replicas(sums), _constant(after)
-        else:
-            sums, after = sums_of_all_replicas((sums, after))
-        means, gradient = _of_known_gradient(given, *sums)
+        # The state of a Stateful is equal on all replicas only if the loss computes it so.
+        own, alike = ((after,), ()) if isinstance(model, Stateful) else ((), (after,))
+        results = *sums_of_all_replicas((*sums, *alike)), *own
+        means, gradient, after = _of_known_gradient(given, *results)
         return means, definition.as_model(gradient), *definition.written(model, after)
 
     return means_and_gradient
@@ -223,25 +222,27 @@ def _seen(
 
 
 @jax.custom_vjp
-def _of_known_gradient(_params: PyTree, means: Metrics, gradient: PyTree) -> tuple[Metrics, PyTree]:
-    """Return `means` and `gradient`, the loss with that derivative by `params`."""
-    return means, gradient
+def _of_known_gradient(_params: PyTree, *results: Any) -> Any:
+    """Return `results`, the means, gradient and state; that is the loss's gradient by `params`."""
+    return results
 
 
-def _remembered(params: Any, means: Any, gradient: Any) -> tuple[tuple[Metrics, PyTree], PyTree]:
-    means, gradient = jax.tree.map(
-        lambda leaf: leaf.value, (means, gradient), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-    )
-    return (means, gradient), gradient
+def _remembered(_params: Any, *results: Any) -> tuple[Any, PyTree]:
+    perturbed = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+    values = jax.tree.map(lambda leaf: leaf.value, results, is_leaf=perturbed)
+    return values, values[1]
 
 
-def _derivative(gradient: PyTree, cotangents: tuple[Metrics, PyTree]) -> tuple[PyTree, None, None]:
-    means, of_gradient = cotangents
-    of_loss = means[LOSS]
-    others = [of_gradient, *(each for name, each in means.items() if name != LOSS)]
+def _derivative(gradient: PyTree, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_loss, others = cotangents[0][LOSS], ({**cotangents[0], LOSS: None}, cotangents[1:])
     if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
-        raise _differentiated()
-    return jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient), None, None
+        _refuse()
+    return (
+        jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient),
+        None,
+        None,
+        None,
+    )
 
 
 _of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
@@ -260,12 +261,8 @@ def _constant(outputs: PyTree) -> PyTree:
 
 
 @_constant.defjvp
-def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise _differentiated()
-
-
-def _differentiated() -> LossError:
-    return LossError(
+def _refuse(*_: Any) -> Any:
+    raise LossError(
         "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
         "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
         "row, and differentiate only means['loss'], by the model"
