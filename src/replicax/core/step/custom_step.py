@@ -103,10 +103,9 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Any, ...]]:
         objective, examiner = Objective(definition, loss, primitives.precision), primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, rows, key)
-        sums = total.means(), mean_gradient(total, params)
         # The state of a Stateful is equal on all replicas only if the loss computes it so.
         own, alike = ((after,), ()) if isinstance(model, Stateful) else ((), (after,))
-        results = *sums_of_all_replicas((*sums, *alike)), *own
+        results = *sums_of_all_replicas((total.means(), mean_gradient(total, params), *alike)), *own
         means, gradient, after = _of_known_gradient(given, *results)
         return means, definition.as_model(gradient), *definition.written(model, after)
 
@@ -237,12 +236,8 @@ def _derivative(gradient: PyTree, cotangents: tuple[Any, ...]) -> tuple[Any, ...
     of_loss, others = cotangents[0][LOSS], ({**cotangents[0], LOSS: None}, cotangents[1:])
     if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
         _refuse()
-    return (
-        jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient),
-        None,
-        None,
-        None,
-    )
+    of_params = jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient)
+    return of_params, None, None, None
 
 
 _of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
