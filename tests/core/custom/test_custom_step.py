@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from support.custom_step import (
     BATCH,
     ROWS,
@@ -130,45 +129,6 @@ def test_loops_branches_and_gathered_rows(mode: str, devices: int) -> None:
         lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
         found.params,
         wanted.params,
-    )
-
-
-@places
-def test_an_nnx_model_keeps_its_statistics(mode: str, devices: int) -> None:
-    network = nnx.Sequential(
-        nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
-        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
-        nnx.Linear(8, 1, rngs=nnx.Rngs(1)),
-    )
-    graph, params, rest = nnx.split(network, nnx.Param, ...)
-    begin = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
-
-    def whole(state: State) -> Any:
-        nnx.replace_by_pure_dict(params, state["params"])
-        nnx.replace_by_pure_dict(rest, state["rest"])
-        return nnx.merge(graph, params, rest)
-
-    def error(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.sum((model(batch["x"]) - batch["y"]) ** 2, -1)
-
-    def step(state: State, batch: Any, key: Any) -> Any:
-        model = whole(state)
-        means, gradient = rx.value_and_grad(error)(model, batch, key)
-        after = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
-        return {
-            "params": after,
-            "rest": nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2]),
-        }, means
-
-    found, told = trained(parallel(step, mode, devices), begin, batch_size=16)
-    wanted, theirs = trained(
-        rx.DataParallel(error, optax.sgd(0.1), mode="single"), network, batch_size=16
-    )
-    np.testing.assert_allclose(
-        [m["loss"] for m in told[:3]], [t["loss"] for t in theirs[:3]], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        found.params["rest"]["layers"][1]["mean"], wanted.extras["layers"][1]["mean"], atol=1e-5
     )
 
 

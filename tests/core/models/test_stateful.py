@@ -209,11 +209,134 @@ def test_an_equinox_state_by_itself_names_the_fix() -> None:
         parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
 
-def test_a_custom_step_has_no_way_to_return_it() -> None:
-    def step(state: Any, batch: Any, key: Any) -> Any:
-        means, _ = rx.value_and_grad(equinox_loss)(state, batch, key)
-        return state, means
+def test_a_model_that_happens_to_have_no_state_trains() -> None:
+    counted = of_linear(lambda _: {})
+    _, losses = trained(parallel(counted, "jit", 1), rx.Stateful({"w": jnp.ones((4, 1))}, {}))
+    assert losses[-1] < losses[0]
 
-    dp = rx.DataParallel(step=step)
-    with pytest.raises(rx.ConfigError, match="NNX"):
-        trained(dp, network())
+
+# The same in a custom step, which gets the state that the loss wrote.
+
+
+def updated(loss: Any, net: rx.Stateful, moments: Any, batch: Any, key: Any) -> Any:
+    means, gradient, written = rx.value_and_grad(loss)(net, batch, key)
+    updates, moments = OPTIMIZER.update(gradient, moments, eqx.filter(net.model, eqx.is_array))
+    return rx.Stateful(eqx.apply_updates(net.model, updates), written), moments, means
+
+
+def in_a_step(
+    loss: Any, model: rx.Stateful, mode: str, devices: int, count: int = 64, **settings: Any
+) -> tuple[Any, list[float]]:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        net, moments, means = updated(loss, state["net"], state["moments"], batch, key)
+        return {"net": net, "moments": moments}, means
+
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    dp = rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
+    moments = OPTIMIZER.init(eqx.filter(model.model, eqx.is_array))
+    state, losses = trained(dp, {"net": model, "moments": moments}, count)
+    return dp.model(state)["net"], losses
+
+
+@pytest.mark.parametrize(
+    "name", only(["network, jit, 4", "codebook, shard_map, 4", "codebook, exact, 4"], CASES)
+)
+def test_a_custom_step_is_plain_jax_too(name: str) -> None:
+    model, mode, devices = CASES[name]
+    loss = equinox_loss if model is network else codes_loss
+    wanted, expected = by_hand(loss, model())
+    found, losses = in_a_step(loss, model(), mode, devices)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    leaves = (jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (found, wanted))
+    for leaf, other in zip(*leaves, strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [64, 52])
+def test_a_custom_step_has_the_same_bits_in_exact(count: int) -> None:
+    runs = (in_a_step(codes_loss, codebook(), "exact", n, count) for n in (1, 4))
+    first, other = ((bits(net), losses) for net, losses in runs)
+    assert first == other
+
+
+def test_a_custom_step_leaves_padding_out_where_the_loss_does() -> None:
+    _, wanted = in_a_step(codes_loss, codebook(), "single", 1, 52)
+    _, found = in_a_step(codes_loss, codebook(), "shard_map", 4, 52)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("jit", 4), ("shard_map", 4)])
+def test_each_micro_batch_starts_from_the_state_before(mode: str, devices: int) -> None:
+    counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
+    net, losses = in_a_step(counted, codebook(), mode, devices, accumulate=2)
+    _, wanted = trained(parallel(counted, mode, devices, accumulate=2), codebook())
+    assert int(net.state["steps"]) == 8
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
+)
+def test_a_custom_step_must_keep_replicas_equal(mode: str, devices: int) -> None:
+    with pytest.raises(rx.LossError, match="mode='jit'") as caught:
+        in_a_step(equinox_loss, network(), mode, devices)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "exact"])
+def test_state_from_the_key_of_a_replica_is_refused(mode: str) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        drawn = jax.random.normal(key, model.state["codes"].shape)
+        return rx.Written(
+            (batch["x"] @ model.model["w"])[:, 0] ** 2, {**model.state, "codes": drawn}
+        )
+
+    with pytest.raises(rx.LossError):
+        in_a_step(loss, codebook(), mode, 4)
+
+
+def test_written_rows_are_refused_in_micro_batches() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        found = batch["x"] @ model.model["w"]
+        return rx.Written(found[:, 0] ** 2, {"before": found})
+
+    model = rx.Stateful(codebook().model, {"before": jnp.zeros((BATCH, 3))})
+    net, _ = in_a_step(loss, model, "jit", 4)
+    assert np.any(net.state["before"] != 0)
+    for mode, accumulate in (("jit", 2), ("shard_map", 1)):
+        with pytest.raises(rx.LossError):
+            in_a_step(loss, model, mode, 4, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "exact"])
+def test_several_updates_hand_the_state_on(mode: str) -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        def update(carry: Any, _: Any) -> Any:
+            net, moments, means = updated(codes_loss, *carry, batch, key)
+            return (net, moments), means["loss"]
+
+        begin = state["net"], state["moments"]
+        (net, moments), losses = jax.lax.scan(update, begin, None, length=2)
+        return {"net": net, "moments": moments}, {"loss": losses[-1]}
+
+    begin = {"net": codebook(), "moments": OPTIMIZER.init(codebook().model)}
+    runs = []
+    for place in (("single", 1), (mode, 4)):
+        mesh = rx.make_mesh(devices=jax.devices()[: place[1]])
+        runs.append(trained(rx.DataParallel(step=step, mode=place[0], mesh=mesh), begin))
+    np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-5)
+    assert int(runs[1][0].params["net"].state["steps"]) == 8
+
+
+def test_without_a_key_nothing_is_written() -> None:
+    _, _, written = rx.value_and_grad(codes_loss)(codebook(), rows())
+    assert bits(written) == bits(codebook().state)
+
+
+def test_the_written_state_is_not_differentiated() -> None:
+    def through(model: Any) -> Any:
+        net = rx.Stateful(model, codebook().state)
+        return jnp.sum(rx.value_and_grad(codes_loss)(net, rows(), jax.random.key(0))[2]["codes"])
+
+    with pytest.raises(rx.LossError, match="differentiated"):
+        jax.grad(through)(codebook().model)

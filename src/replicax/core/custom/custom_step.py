@@ -21,8 +21,9 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
-from replicax.core.models.pytree import CustomState, PytreeDefinition
+from replicax.core.models.pytree import CustomState
 from replicax.core.models.split import split_model
+from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums, no_reduction
@@ -30,7 +31,7 @@ from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
 from replicax.core.step.loss_context import LossContext, current, inside
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient, step_key
-from replicax.errors import ConfigError, LossError, StateError
+from replicax.errors import LossError, StateError
 
 StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 """`step(state, batch, key) -> (state, metrics)`."""
@@ -68,7 +69,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
-def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., Any]:
+def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., tuple[Any, ...]]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 
     For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
@@ -93,38 +94,34 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., A
         evaluation. `means` are float32 scalars,
         `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
-        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`. `means["loss"]` may be
-        differentiated once by `model`, as a line search does; no other result may be. `rows` is a
-        dict of the values `[rows, ...]` behind `"loss"` and the metrics that have rows, and of
-        each `rx.PerRow` among them: those of the rows that the step sees, not differentiated.
+        writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
+        `rx.Stateful` it is `(means, gradient of its model, state)`, with the state that the loss
+        wrote, and for a Linen module with more collections than params these. `means["loss"]` may
+        be differentiated once by `model`, as a line search does; no other result may be. With
+        `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"` and the
+        metrics that have rows, and of each `rx.PerRow` among them: those of the rows that the step
+        sees, not differentiated.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
     """
 
-    def means_and_gradient(model: Any, batch: PyTree, key: jax.Array | None = None) -> Any:
+    def means_and_gradient(
+        model: Any, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[Any, ...]:
         definition, given, extras = split_model(model)
         params = jax.lax.stop_gradient(given)
-        if getattr(definition, "writes", False):
-            raise ConfigError(
-                "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
-                "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
-            )
         primitives, state, seen = _seen("value_and_grad", batch, params, extras)
         objective = Objective(definition, loss, primitives.precision, every_row=rows)
         examiner = primitives.examiner
         part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
         total, after, _ = primitives.summing(part, state, seen, key)
-        outputs = total.means(), mean_gradient(total, params)
-        (means, gradient), after = sums_of_all_replicas((outputs, after))
-        means, gradient = _of_known_gradient(given, means, gradient)
-        if hasattr(definition, "write"):
-            definition.write(model, after)
-        if isinstance(definition, PytreeDefinition):
-            gradient = definition.as_model(gradient)
-        if not rows:
-            return means, gradient
-        return means, gradient, jax.lax.stop_gradient(total.rows)
+        # The state of a Stateful is equal on all replicas only if the loss computes it so.
+        own, alike = ((after,), ()) if isinstance(model, Stateful) else ((), (after,))
+        results = *sums_of_all_replicas((total.means(), mean_gradient(total, params), *alike)), *own
+        means, gradient, after = _of_known_gradient(given, *results)
+        found = means, definition.as_model(gradient), *definition.written(model, after)
+        return (*found, jax.lax.stop_gradient(total.rows)) if rows else found
 
     return means_and_gradient
 
@@ -243,25 +240,23 @@ def _seen(
 
 
 @jax.custom_vjp
-def _of_known_gradient(_params: PyTree, means: Metrics, gradient: PyTree) -> tuple[Metrics, PyTree]:
-    """Return `means` and `gradient`, the loss with that derivative by `params`."""
-    return means, gradient
+def _of_known_gradient(_params: PyTree, *results: Any) -> Any:
+    """Return `results`, the means, gradient and state; that is the loss's gradient by `params`."""
+    return results
 
 
-def _remembered(params: Any, means: Any, gradient: Any) -> tuple[tuple[Metrics, PyTree], PyTree]:
-    means, gradient = jax.tree.map(
-        lambda leaf: leaf.value, (means, gradient), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-    )
-    return (means, gradient), gradient
+def _remembered(_params: Any, *results: Any) -> tuple[Any, PyTree]:
+    perturbed = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+    values = jax.tree.map(lambda leaf: leaf.value, results, is_leaf=perturbed)
+    return values, values[1]
 
 
-def _derivative(gradient: PyTree, cotangents: tuple[Metrics, PyTree]) -> tuple[PyTree, None, None]:
-    means, of_gradient = cotangents
-    of_loss = means[LOSS]
-    others = [of_gradient, *(each for name, each in means.items() if name != LOSS)]
+def _derivative(gradient: PyTree, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_loss, others = cotangents[0][LOSS], ({**cotangents[0], LOSS: None}, cotangents[1:])
     if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
-        raise _differentiated()
-    return jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient), None, None
+        _refuse()
+    of_params = jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient)
+    return of_params, None, None, None
 
 
 _of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
@@ -280,12 +275,8 @@ def _constant(outputs: PyTree) -> PyTree:
 
 
 @_constant.defjvp
-def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise _differentiated()
-
-
-def _differentiated() -> LossError:
-    return LossError(
+def _refuse(*_: Any) -> Any:
+    raise LossError(
         "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
         "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
         "row, and differentiate only means['loss'], by the model"

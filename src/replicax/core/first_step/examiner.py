@@ -84,7 +84,7 @@ class RowExaminer:
         for name, value in values_by_name(returned).items():
             self.see(name, value)
         found = rows_of(returned, rows.size, every=objective.every_row)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(to_sum(leaf)), params)
+        zeros = jax.tree.map(_zeros, params)
         left = partial(_call, LEFT, partial(_resized, count=count))
         return StepSums(zeros, weighted, jax.tree.map(left, found)), after
 
@@ -147,6 +147,11 @@ def _resized(array: jax.Array, count: int) -> jax.Array:
         array = jnp.resize(array, (count, *array.shape[1:]))
     found: jax.Array = jax.lax.optimization_barrier(array)
     return found
+
+
+def _zeros(leaf: jax.Array) -> jax.Array:
+    """Return the gradient of a leaf; a custom step's state, in evaluation, may have random keys."""
+    return leaf if is_random_key(leaf) else jnp.zeros_like(to_sum(leaf))
 
 
 def _itself(array: jax.Array) -> jax.Array:

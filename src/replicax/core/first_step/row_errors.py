@@ -44,9 +44,9 @@ def mixes_rows(broken: Broken, sees: str, fix: str) -> LossError:
         )
     if broken.output:
         return LossError(
-            f"{name} depends on rows in the step itself, which differ between the {sees}, but "
+            f"{name} depends on rows that the step sees, which differ between the {sees}, but "
             "replicas must stay equal: take rx.mean of rows, rx.value_and_grad of a loss of them, "
-            "or rx.gather them"
+            "rx.gather them, or use mode='jit'"
         )
     some = f"each of {sees} sees only some of the rows"
     if broken.why:

@@ -58,6 +58,15 @@ class Definition(Protocol):
         a batch statistic.
         """
 
+    def as_model(self, params: PyTree) -> Any:
+        """Return `params`, such as a gradient, in the structure that an optimizer has them in."""
+
+    def written(self, model: Any, extras: PyTree) -> tuple[Any, ...]:
+        """Return what a custom step gets of the `extras` after a call: nothing, or the new state.
+
+        A `model` that can be changed gets them itself.
+        """
+
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array, attached or abstract."""

@@ -35,6 +35,13 @@ class LinenDefinition:
     def merge(self, params: PyTree, extras: PyTree) -> Any:
         return self.module.bind({PARAMS: params, **extras})
 
+    def as_model(self, params: PyTree) -> Any:
+        return params
+
+    def written(self, _model: nn.Module, extras: PyTree) -> tuple[Any, ...]:
+        """Return the variables of all other collections, if there are any."""
+        return (extras,) if extras else ()
+
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
     ) -> tuple[Any, PyTree]:

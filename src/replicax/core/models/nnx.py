@@ -33,19 +33,22 @@ class NNXDefinition:
 
     def paths_of(self, wanted: Any, params: PyTree) -> list[str]:
         """Return the paths of the `params` selected by an NNX filter."""
-        state = jax.tree.unflatten(self.params, jax.tree.leaves(params))
-        return list(by_path(nnx.to_pure_dict(nnx.filter_state(state, wanted))))
+        return list(by_path(nnx.to_pure_dict(nnx.filter_state(self.as_model(params), wanted))))
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
         return nnx.merge(
             self.graphdef,
-            jax.tree.unflatten(self.params, jax.tree.leaves(params)),
+            self.as_model(params),
             jax.tree.unflatten(self.extras, jax.tree.leaves(extras)),
         )
 
-    def write(self, model: nnx.Module, extras: PyTree) -> None:
-        """Set `model`'s other arrays to `extras`."""
+    def as_model(self, params: PyTree) -> Any:
+        """Return `params` as `nnx.state(model, nnx.Param)` has them."""
+        return jax.tree.unflatten(self.params, jax.tree.leaves(params))
+
+    def written(self, model: nnx.Module, extras: PyTree) -> tuple[Any, ...]:
         nnx.update(model, jax.tree.unflatten(self.extras, jax.tree.leaves(extras)))
+        return ()
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from replicax.core.ground.leaves import PyTree, is_random_key, kind, kind_changes, takes
 from replicax.core.models.definition import CallContext, SplitModel, is_array, is_trainable
+from replicax.core.models.inference_mode import in_inference_mode
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 
@@ -41,10 +42,18 @@ class PytreeDefinition:
         return jax.tree.unflatten(self._structure, [next(leaves[tree]) for tree in self._trees])
 
     def as_model(self, params: PyTree) -> PyTree:
-        """Return `params`, such as a gradient, as the model they are of, with no other leaves."""
+        """Return `params` as the model they are of, with no other leaves."""
         leaves = iter(jax.tree.leaves(params))
         own = [next(leaves) if tree == "params" else None for tree in self._trees]
-        return jax.tree.unflatten(self._structure, own)
+        model = jax.tree.unflatten(self._structure, own)
+        return model.model if self.writes else model
+
+    def written(self, model: PyTree, extras: PyTree) -> tuple[Any, ...]:
+        """Return the state of a `Stateful`."""
+        if not self.writes:
+            return ()
+        arrays = iter(jax.tree.leaves(extras.state))
+        return (jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, model.state),)
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext
@@ -71,7 +80,8 @@ def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition)
         jax.tree.unflatten(structure, [leaf if own == wanted else None for leaf, own in of_leaves])
         for wanted in ("params", "extras")
     )
-    return into(model), params, extras if jax.tree.leaves(extras) else {}
+    writes = isinstance(model, Stateful)
+    return into(model), params, extras if writes or jax.tree.leaves(extras) else {}
 
 
 def _held(model: PyTree) -> PyTree:
@@ -98,6 +108,9 @@ class CustomState(PytreeDefinition):
     @staticmethod
     def tree_of(leaf: Any, _written: bool) -> str:
         return "params" if is_array(leaf) else "static"
+
+    def seen(self, model: Any, context: CallContext) -> Any:
+        return in_inference_mode(model) if context.key is None else model
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
         """Return the arrays of the state returned by a step, in their previous dtypes."""

@@ -38,7 +38,7 @@ class Stateful:
 class Written:
     """The result of a loss on a `Stateful` model: its values and the updated state.
 
-    In evaluation the state does not change.
+    In evaluation the state does not change. In a custom step `rx.value_and_grad` returns it.
 
     Examples:
         >>> def loss(model, batch, key):  # counts the rows that it has seen
@@ -47,6 +47,16 @@ class Written:
         ...     return rx.Written(losses, {"rows": rows})
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state = dp.init(rx.Stateful(model, {"rows": jnp.zeros(())}))
+        >>> state, metrics = dp.step(state, batch)
+        >>> def custom(state, batch, key):
+        ...     net = state["net"]
+        ...     means, gradient, written = rx.value_and_grad(loss)(net, batch, key)
+        ...     updates, moments = optimizer.update(gradient, state["moments"], net.model)
+        ...     net = rx.Stateful(optax.apply_updates(net.model, updates), written)
+        ...     return {"net": net, "moments": moments}, means
+        >>> dp = rx.DataParallel(step=custom)
+        >>> net = rx.Stateful(model, {"rows": jnp.zeros(())})
+        >>> state = dp.init({"net": net, "moments": optimizer.init(model)})
         >>> state, metrics = dp.step(state, batch)
     """
 
