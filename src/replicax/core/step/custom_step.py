@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from replicax.arguments import typed
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
@@ -60,6 +61,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
+@typed
 def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 
