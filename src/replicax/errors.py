@@ -240,16 +240,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 _ALSO_CALLED = {
     "bf16-mixed": "bfloat16",
     "ddp": "replicated",
-    "dp": "replicated",
     "fp16": "float16",
-    "fp32": "float32",
-    "half": "float16",
     "16-mixed": "float16",
-    "32-true": "float32",
     "full_shard": "fsdp",
-    "gspmd": "jit",
-    "none": "replicated",
-    "zero2": "zero1",
     "zero3": "fsdp",
 }
 """Values of arguments, by their names in other libraries."""
