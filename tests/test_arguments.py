@@ -102,15 +102,17 @@ def test_what_does_not_fit_is_one_line(hint: Any, value: Any, words: list[str]) 
     assert str(caught.value).isprintable()
 
 
-def test_a_function_keeps_its_name_and_pythons_errors() -> None:
+def test_a_function_keeps_its_name_and_refuses_other_arguments() -> None:
     @typed
     def add(number: Count, *, to: Count = 1) -> int:
         """Add."""
         return number + to
 
     assert (add.__name__, add.__doc__, add(np.int8(2), to=3)) == ("add", "Add.", 5)
-    with pytest.raises(TypeError, match="unexpected"):
+    with pytest.raises(ConfigError, match=r"of=2.*number, to"):
         add(1, of=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"int, to="):
+        add(1, 2, to=3)  # type: ignore[misc]
 
 
 def loss(model: Any, batch: Any, _key: Any) -> Any:

@@ -6,6 +6,7 @@ import io
 import pathlib
 import re
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ SLOW = {"Bench", "Verification", "bench", "verify"}
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in {*ELSEWHERE, *SLOW} else ())
     for name in rx.__all__
-    if name not in NO_EXAMPLE and not name.startswith("_")
+    if name not in NO_EXAMPLE and not isinstance(getattr(rx, name), ModuleType)
 ]
 
 

@@ -103,7 +103,6 @@ _LATER = {
     "Logger": "train.hooks.logger",
     "MLflow": "train.hooks.trackers",
     "NoiseMeter": "train.noise_scale",
-    "Patience": "cluster.watchdog",
     "Plan": "plan.planned",
     "Profile": "train.hooks.profile",
     "Run": "train.fit",
@@ -122,16 +121,28 @@ _LATER = {
     "verify_step": "verify.step",
 }
 
-
+_FORMER = {"Patience": "cluster.watchdog"}
+"""Names that still work and are no longer listed."""
 _MODULES = ("losses", "remat")
+
+_at_once = {
+    name
+    for name, value in globals().items()
+    if not (name.startswith("_") or isinstance(value, types.ModuleType))
+}
+__all__ = sorted([*_at_once, *_LATER, *_MODULES])
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> typing.Any:
     if name in _MODULES:
         return importlib.import_module(f"replicax.{name}")
-    if name not in _LATER:
+    if (module := {**_LATER, **_FORMER}.get(name)) is None:
         raise AttributeError(f"module 'replicax' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"replicax.{_LATER[name]}"), name)
+    globals()[name] = found = getattr(importlib.import_module(f"replicax.{module}"), name)
     return found
 
 
@@ -143,78 +154,3 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-
-
-__all__ = [  # noqa: RUF022 - CSV is not a constant
-    "AgreementError",
-    "Audit",
-    "Batch",
-    "Bench",
-    "CSV",
-    "CheckpointError",
-    "ClusterError",
-    "Coded",
-    "CompilerError",
-    "ConfigError",
-    "DataError",
-    "DataParallel",
-    "DeviceMemory",
-    "DivergedError",
-    "EarlyStopping",
-    "Evaluation",
-    "Feed",
-    "Fit",
-    "GradientNorm",
-    "Guard",
-    "Hook",
-    "Interrupt",
-    "IslandLeftError",
-    "Islands",
-    "Job",
-    "KeepBest",
-    "LearningRate",
-    "Loaded",
-    "Logger",
-    "LossError",
-    "MLflow",
-    "MissingDependencyError",
-    "Mode",
-    "NoiseMeter",
-    "Patience",
-    "PerProcess",
-    "PerRow",
-    "Plan",
-    "Profile",
-    "Reduction",
-    "ReplicasDifferError",
-    "ReplicaxError",
-    "Run",
-    "RunInUseError",
-    "Saving",
-    "Shared",
-    "StateError",
-    "Stateful",
-    "TensorBoard",
-    "Throughput",
-    "Timeouts",
-    "TrainState",
-    "Verification",
-    "WandB",
-    "Weighted",
-    "Written",
-    "bench",
-    "fit",
-    "gather",
-    "independent",
-    "initialize",
-    "layout",
-    "load",
-    "make_mesh",
-    "mean",
-    "plan",
-    "row_weights",
-    "step_number",
-    "value_and_grad",
-    "verify",
-    "verify_step",
-]

@@ -1,10 +1,11 @@
-"""Check arguments of the public API against their annotations, and convert them.
+"""Check calls of the public API: names of arguments, and values against their annotations.
 
 Whole numbers and numbers may be those of other libraries, such as NumPy's; the result is Python's.
 Annotations that this module does not know accept every value.
 """
 
 import collections.abc
+import contextlib
 import functools
 import inspect
 import math
@@ -17,7 +18,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, did_you_mean
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -63,7 +64,8 @@ def typed(target: _T) -> _T:
     """Decorate a function, or a class for its `__init__`: its arguments are those that it declares.
 
     Raises:
-        ConfigError: when called with an argument of another type, or outside of its range.
+        ConfigError: when called with an argument that it does not have, or lacks, or of another
+            type, or outside of its range.
     """
     if isinstance(target, type):
         target.__init__ = typed(target.__init__)  # type: ignore[misc]
@@ -76,10 +78,7 @@ def _typed(target: _T, skipped: Set[str]) -> _T:
 
     @functools.wraps(target)
     def checked(*arguments: Any, **named: Any) -> Any:
-        try:
-            bound = signature.bind(*arguments, **named)
-        except TypeError:  # Python says it better
-            return target(*arguments, **named)
+        bound = bind(target.__qualname__, signature, arguments, named)
         for name, hint in hints(target).items():
             if name in bound.arguments and name not in skipped:
                 bound.arguments[name] = fitted(name, hint, bound.arguments[name])
@@ -88,15 +87,63 @@ def _typed(target: _T, skipped: Set[str]) -> _T:
     return checked  # type: ignore[return-value]
 
 
+def bind(
+    function: str, signature: inspect.Signature, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Return the arguments of a call by name.
+
+    Raises:
+        ConfigError: `function` cannot be called so; it says what to write instead.
+    """
+    with contextlib.suppress(TypeError):
+        return signature.bind(*arguments, **named)
+    owner, _, method = function.removesuffix(".__init__").rpartition(".")
+    call = f"{'dp' if owner == 'DataParallel' else owner}.{method}" if owner else method
+    parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
+    for word in named:
+        if word not in parameters:
+            raise ConfigError(f"{call} has no argument {_instead(word, named[word], parameters)}")
+    arguments = arguments[len(signature.parameters) - len(parameters) :]
+    given = ", ".join([*(type(each).__name__ for each in arguments), *map("{}=...".format, named)])
+    wanted = [
+        f"{name}=..." if each.kind is each.KEYWORD_ONLY else name
+        for name, each in parameters.items()
+        if each.kind is not each.KEYWORD_ONLY or each.default is each.empty
+    ]
+    others = ", and others by name" if len(wanted) < len(parameters) else ""
+    if len(arguments) > len(wanted) and sum(hasattr(each, "shape") for each in arguments) > 1:
+        others = ", with the arrays in one dict"
+    raise ConfigError(f"{call} got ({given}): write {call}({', '.join(wanted)}){others}")
+
+
+def _instead(word: str, value: Any, known: Mapping[str, Any]) -> str:
+    """Return an argument that is not in `known`, and what to write for it."""
+    shown = _shown(value)
+    for where, written, words in _OF_OTHERS:
+        alike = [written.partition("=")[0], *words.split()]
+        if word in alike:
+            text = shown if isinstance(value, int | float | str) else "..."
+            own = [f"{name}={{}}" for name in alike[1:] if name in known]
+            here = [written] if alike[0] in known else own
+            line = (here or [where.replace("{}", written)])[0].replace("{}", text)
+            return f"{word}={shown}: write {line}"
+    others = f"{', '.join(known)}{did_you_mean(word, known)}"
+    return f"{word}={shown}; it takes {others}: rename it, or leave it out"
+
+
 def fitted(name: str, hint: Any, value: Any) -> Any:
     """Return `value` as the type `hint`, which it must have; `name` is for the message."""
     try:
         return _fitted(hint, value)
     except _UnfitError as unfit:
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
-        text = shown if len(shown) <= 80 else f"a {type(value).__name__}"
         between = " " if name.startswith("--") else "="
-        raise ConfigError(f"{name}{between}{text}; {unfit}") from None
+        raise ConfigError(f"{name}{between}{_shown(value)}; {unfit}") from None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text of one line."""
+    shown = f"{value:g}" if isinstance(value, float) else repr(value)
+    return shown if len(shown) <= 80 and "\n" not in shown else f"a {type(value).__name__}"
 
 
 def check_ranges(options: Any, prefix: str) -> None:
@@ -141,7 +188,7 @@ def _fitted(hint: Any, value: Any) -> Any:
         return _is(callable(value), value, "callable")
     is_class = isinstance(hint, type) and hint is not Any
     if is_class and not getattr(hint, "_is_protocol", False):
-        return _is(isinstance(value, hint), value, f"a {hint.__name__}")
+        return _is(isinstance(value, hint), value, f"a {hint.__name__}", _made(hint))
     return value
 
 
@@ -175,7 +222,8 @@ def _contained(kind: Any, inner: Sequence[Any], value: Any) -> Any:
     if issubclass(kind, Mapping):
         return _is(isinstance(value, Mapping), value, "a dict")
     if isinstance(value, str | bytes) or not isinstance(value, collections.abc.Sequence):
-        raise _UnfitError("it must be a list: put it in brackets")
+        fits = not isinstance(inner[0], type) or isinstance(value, inner[0])
+        raise _UnfitError(f"it must be a list: {'put it in brackets' if fits else _made(inner[0])}")
     return [_fitted(inner[0], each) for each in value]
 
 
@@ -192,7 +240,8 @@ def _whole(value: Any) -> int:
             pass
     real = isinstance(value, numbers.Real) and not _is_bool(value)
     same = real and float(value).is_integer()
-    raise _UnfitError(f"it must be a whole number: {f'pass {int(value)}' if same else 'change it'}")
+    fix = "put arrays of the same rows in one dict" if getattr(value, "shape", ()) else "change it"
+    raise _UnfitError(f"it must be a whole number: {f'pass {int(value)}' if same else fix}")
 
 
 def _number(value: Any) -> float:
@@ -213,11 +262,65 @@ def _path(value: Any) -> Any:
     return _is(isinstance(value, os.PathLike), value, "a path")
 
 
-def _is(fits: bool, value: Any, expected: str) -> Any:
+def _is(fits: bool, value: Any, expected: str, fix: str = "change it") -> Any:
     if not fits:
-        raise _UnfitError(f"it must be {expected}: change it")
+        raise _UnfitError(f"it must be {expected}: {fix}")
     return value
+
+
+def _made(kind: type[Any]) -> str:
+    made = _MAKES.get(kind.__name__)
+    return f"pass {made}" if made else "change it"
 
 
 _SCALARS: dict[Any, Callable[[Any], Any]] = {int: _whole, float: _number, bool: _flag, Path: _path}
 _CONTAINERS = (dict, Mapping, collections.abc.Mapping, list, Sequence, collections.abc.Sequence)
+_MAKES = {
+    "Device": "jax.devices()[:4]",
+    "DataParallel": "rx.DataParallel(loss, optimizer)",
+    "Guard": "rx.Guard(most=5)",
+    "Hook": "an object, as rx.EarlyStopping() is",
+    "Job": "job = rx.initialize()",
+    "Mesh": "rx.make_mesh(4)",
+    "Saving": "rx.Saving(every=1000)",
+    "TrainState": "state = dp.init(model)",
+}
+"""By the name of a class, what makes an object of it."""
+_DP, _FIT = "DataParallel(loss, optimizer, {})", "rx.fit(dp, state, source, {})"
+_FEED, _JOB = "dp.feed(source, {})", "rx.initialize({})"
+_OF_OTHERS = (
+    ("DataParallel(loss, {})", "optimizer=optax.adam({})", "lr learning_rate"),
+    ("DataParallel(loss, {})", "optimizer={}", "tx opt optim"),
+    ("DataParallel({}, optimizer=...)", "loss={}", "loss_fn loss_function criterion objective"),
+    ("return values, {'name': rows} in the loss", "", "has_aux metrics compute_metrics"),
+    (_DP, "mesh=rx.make_mesh({})", "devices num_devices gpus num_gpus"),
+    (_DP, "layout={}", "strategy sharding sharding_strategy"),
+    (_DP, "layout='fsdp'", "fsdp zero"),
+    (_DP, "precision='bfloat16'", "dtype mixed_precision compute_dtype bf16"),
+    (_DP, "accumulate={}", "grad_accum gradient_accumulation gradient_accumulation_steps"),
+    (_DP, "accumulate={}", "accumulation_steps accumulate_grad_batches every_k_schedule"),
+    (_DP, "accumulate={}", "num_microbatches num_micro_batches microbatches micro_batches"),
+    (_DP, "donate=True", "donate_argnums donate_argnames donate_state"),
+    (_DP, "ema={}", "ema_decay"),
+    ("state = dp.init(model)", "state=dp.init(model)", "model params train_state variables"),
+    ("dp.init(model, {})", "seed={}", "key rng rngs random_seed random_state"),
+    (_FEED, "batch_size={}", "bs batchsize global_batch_size"),
+    (_FEED, "prefetch={}", "prefetch_size prefetch_factor buffer_size num_workers"),
+    (_FIT, "epochs={}", "num_epochs n_epochs max_epochs num_train_epochs"),
+    (_FIT, "steps={}", "num_steps max_steps total_steps num_train_steps iterations"),
+    ("rx.fit(dp, state, {})", "source={}", "x data dataset dataloader train_data train_dataset"),
+    (_FIT, "eval_source={}", "eval_data eval_dataset val_data validation_data test_data"),
+    (_FIT, "hooks=[{}]", "hook callback callbacks"),
+    (_FIT, "hooks=[rx.TensorBoard()]", "logger loggers log_to report_to"),
+    (_FIT, "hooks=[rx.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
+    (_FIT, "log_every={}", "log_steps logging_steps log_every_n_steps log_interval"),
+    (_FIT, "run_dir='runs/name'", "workdir log_dir output_dir ckpt_dir checkpoint_dir resume"),
+    (_FIT, "saving=rx.Saving(every={})", "every save_every save_steps save_interval_steps"),
+    (_FIT, "guard=rx.Guard(most={})", "most max_bad_steps max_consecutive_errors"),
+    (_FIT, "progress=False", "verbose progress_bar enable_progress_bar show_progress"),
+    ("rx.EarlyStopping({})", "metric={}", "monitor"),
+    (_JOB, "coordinator={}", "coordinator_address master_addr"),
+    (_JOB, "processes={}", "num_processes world_size nnodes num_nodes"),
+    (_JOB, "process={}", "process_id process_index rank"),
+)
+"""Where an argument belongs, the argument, and its names in other libraries."""

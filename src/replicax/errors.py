@@ -231,5 +231,18 @@ def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = ""
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest known name as a suggestion for a message, or an empty string."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    nearest = [_ALSO_CALLED[name]] if _ALSO_CALLED.get(name) in known else []
+    nearest = nearest or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+_ALSO_CALLED = {
+    "bf16-mixed": "bfloat16",
+    "ddp": "replicated",
+    "fp16": "float16",
+    "16-mixed": "float16",
+    "full_shard": "fsdp",
+    "zero3": "fsdp",
+}
+"""Values of arguments, by their names in other libraries."""

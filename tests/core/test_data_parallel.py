@@ -271,7 +271,7 @@ def test_a_seed_out_of_range_is_refused(seed: int) -> None:
 def test_a_model_is_needed_first(call: str) -> None:
     dp, other = make(), make()
     state = other.init(MODEL)
-    with pytest.raises(rx.StateError, match="call init"):
+    with pytest.raises(rx.StateError, match="init"):
         dp.model(state) if call == "model" else dp.lower(state, SOURCE)
 
 

@@ -208,7 +208,7 @@ def test_what_is_no_prediction(function: Any, said: str, mode: str) -> None:
 
 def test_what_cannot_be_predicted_with() -> None:
     dp, feed = parallel(), parallel().feed(DATA, BATCH)
-    with pytest.raises(rx.StateError, match="call init"):
+    with pytest.raises(rx.StateError, match="init"):
         dp.predict(several, None, feed)  # type: ignore[arg-type]
     state = dp.init(MODEL)
     with pytest.raises(rx.ConfigError, match=r"^predict .*0 batches"):

@@ -235,6 +235,7 @@ class DataParallel:
         self._checks.check_memory(state, batch)
         return batch
 
+    @typed_but("state", "loss")
     def evaluate(
         self,
         state: TrainState,
@@ -255,12 +256,9 @@ class DataParallel:
             The exact weighted mean of each, NaN if the total weight is 0, and `"rows"`; for a dict
             of batches, a dict of these.
         """
-        state = self._known.averaged(state) if ema else state
-        if isinstance(batches, Mapping):
-            means = self._evaluation.means
-            return {name: means(state, each, loss) for name, each in batches.items()}
-        return self._evaluation.means(state, batches, loss)
+        return self._evaluation.means(state, batches, loss, ema=ema)
 
+    @typed_but("function", "state")
     def predict(
         self,
         function: LossFunction,
@@ -284,8 +282,7 @@ class DataParallel:
         Raises:
             LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
-        state = self._known.averaged(state) if ema else state
-        return self._evaluation.rows(function, state, batches)
+        return self._evaluation.rows(function, state, batches, ema=ema)
 
     @of_one_thread
     def check(self, feed: Feed) -> None:
@@ -396,5 +393,5 @@ class DataParallel:
     @property
     def _known(self) -> Program:
         if self._program is None:
-            raise StateError("this DataParallel has no model yet; call init(model) first")
+            raise StateError("this DataParallel has no model yet: write state = dp.init(model)")
         return self._program

@@ -36,6 +36,15 @@ class ProgramEvaluation:
         self._predicting: dict[Any, Any] = {}
 
     def means(
+        self, state: TrainState, batches: Any, loss: LossFunction | None, *, ema: bool
+    ) -> dict[str, Any]:
+        """Return the means over all rows of `batches`, or of each if it is a dict."""
+        state = self._checked(state, ema)
+        if isinstance(batches, Mapping):
+            return {name: self._means(state, each, loss) for name, each in batches.items()}
+        return self._means(state, batches, loss)
+
+    def _means(
         self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
     ) -> dict[str, float]:
         """Return the means of `loss`, by default the program's, over all rows of `batches`."""
@@ -56,12 +65,15 @@ class ProgramEvaluation:
             totals.add(sums)
         return totals.means()
 
-    def rows(self, function: LossFunction, state: TrainState, batches: Iterable[Any]) -> PyTree:
+    def rows(
+        self, function: LossFunction, state: TrainState, batches: Iterable[Any], *, ema: bool
+    ) -> PyTree:
         """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
-        check_kind(state)
-        check_state(state, self._program.abstract_state())
         if _key(function) not in self._predicting:
             check_loss(function, "function")
+        state = self._checked(state, ema)
+        check_state(state, self._program.abstract_state())
+        if _key(function) not in self._predicting:
             program = self._program
             objective = dataclasses.replace(program.split_objective, loss=function)
             mode, mesh = program.configuration.mode, program.mesh
@@ -96,13 +108,19 @@ class ProgramEvaluation:
                 )
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
+    def _checked(self, state: TrainState, ema: bool) -> TrainState:
+        check_kind(state)
+        return self._program.averaged(state) if ema else state
+
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
     ) -> Iterator[Any]:
-        if isinstance(batches, Mapping) or hasattr(batches, "shape"):
+        many = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str)
+        if not many or hasattr(batches, "shape"):
             raise ConfigError(
-                f"evaluate and predict take batches, but got a {type(batches).__name__}; "
-                "pass dp.feed(rows, batch_size), or [batch] for a single batch"
+                "evaluate and predict take a feed or a list of batches, and evaluate a dict of "
+                f"these; this is a {type(batches).__name__}: pass dp.feed(rows, batch_size), or "
+                "[batch] for a single batch"
             )
         pending = deque[Any]()
         for batch in batches:

@@ -41,7 +41,7 @@ from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import CompiledFunction, no_reduction
 from replicax.core.step.loss import LOSS, is_unbound_axis
 from replicax.core.step.update import step_key
-from replicax.errors import ConfigError, LossError
+from replicax.errors import ConfigError, LossError, StateError
 
 STEP, EVALUATION = "the step", "the evaluation"
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
@@ -96,6 +96,10 @@ class FirstStepChecks:
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows that all processes have as a batch; raise `AgreementError` if they differ."""
+        if isinstance(data, TrainState):
+            raise StateError(
+                "the batch is an rx.TrainState, which comes first: write dp.step(state, batch)"
+            )
         job = self._program.configuration.job
         if job.processes > 1:
             data = opened(data)

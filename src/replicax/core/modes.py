@@ -7,12 +7,14 @@ from replicax.core.exact.exact_mode import EXACT
 from replicax.core.mapping import Mode as Mode
 from replicax.core.mapping import by_compiler, global_view, pmap, shard_map
 from replicax.core.per_replica_sums import build_where_rows_are_apart
+from replicax.core.placement.layout import LAYOUTS
 from replicax.errors import choose
 
 
 def as_mode(mode: str | Mode) -> Mode:
     """Return the mode of that name, or raise `ConfigError`."""
-    return mode if isinstance(mode, Mode) else choose("mode", mode, MODES)
+    otherwise = f"; that is a layout: write layout={mode!r}" if mode in LAYOUTS else ""
+    return mode if isinstance(mode, Mode) else choose("mode", mode, MODES, otherwise)
 
 
 MODES = {

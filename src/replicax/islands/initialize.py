@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import ParamSpec
 
 import jax
 
+from replicax.arguments import bind
 from replicax.cluster import join
 from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
@@ -28,10 +30,12 @@ def _with_islands(
     join_processes: Callable[_Settings, ClusterJob],
 ) -> Callable[_Settings, ClusterJob | IslandJob]:
     """Return a function that also connects to the islands that the environment names."""
+    signature = inspect.signature(join_processes)
 
     @functools.wraps(join_processes)
     def with_islands(*args: _Settings.args, **settings: _Settings.kwargs) -> ClusterJob | IslandJob:
         global _job
+        bind("initialize", signature, args, settings)
         if _job is not None:
             return _job
         begins = current_job() is None

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from replicax.arguments import Count, Int32Count, Seed, typed
+from replicax.arguments import Count, Int32Count, Seed, typed_but
 from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
+from replicax.core.first_step.argument_checks import check_is_state
 from replicax.core.ground.train_state import TrainState, was_donated
 from replicax.errors import (
     ConfigError,
@@ -104,7 +105,7 @@ class Run(Resuming):
         RunInUseError: another process is already writing to this run.
     """
 
-    @typed
+    @typed_but("state")
     def __init__(
         self,
         dp: DataParallel,
@@ -128,6 +129,7 @@ class Run(Resuming):
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__()
+        check_is_state(state)
         if (epochs is None) == (steps is None):
             raise ConfigError(
                 f"epochs={epochs} and steps={steps}; a run has exactly one length: pass one of them"
@@ -188,6 +190,7 @@ class Run(Resuming):
             yield batch
 
     def step(self, batch: Batch) -> dict[str, Any]:
+        _ = self._stopping  # a run that is not entered has none, and says so
         with self._own_mesh():
             return super().step(batch)
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+from replicax.arguments import bind
 from replicax.train.summary import Fit
 
 _Settings = ParamSpec("_Settings")
@@ -11,15 +12,16 @@ _Settings = ParamSpec("_Settings")
 
 def to_its_end(run: Callable[_Settings, Any]) -> Callable[_Settings, Fit]:
     """Return a function with the arguments of `run` that steps on all batches of the run."""
+    signature = inspect.signature(run).replace(return_annotation=Fit)
 
     def fit(*arguments: _Settings.args, **settings: _Settings.kwargs) -> Fit:
+        bind("fit", signature, arguments, settings)
         with run(*arguments, **settings) as running:
             for batch in running:
                 running.step(batch)
         result: Fit = running.result
         return result
 
-    signature = inspect.signature(run).replace(return_annotation=Fit)
     fit.__signature__ = signature  # type: ignore[attr-defined]
     fit.__qualname__ = "fit"
     fit.__doc__ = """Train for a number of epochs or steps: an `rx.Run` from start to end.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from replicax.arguments import typed
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.data.per_row import (
     PerRow,
@@ -69,6 +70,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
+@typed
 def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., tuple[Any, ...]]:
     """Return a function that computes the means of `loss` over the global batch and the gradient.
 

@@ -187,8 +187,10 @@ def row_count(data: PyTree) -> int:
     for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
         refuse_keys(path, leaf)
         if not np.shape(leaf):
+            number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
             raise DataError(
-                f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
+                f"batch{keystr(path)} is a {'scalar' if number else type(leaf).__name__}; every "
+                "leaf needs a leading row dim: "
                 "convert a list with np.asarray, stack single rows into batches, or repeat a "
                 "constant for every row"
             )

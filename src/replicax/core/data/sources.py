@@ -100,7 +100,12 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
             )
         own = as_source(data.data, part or None, job, shuffle=shuffle, seed=seed)
         return PerProcessSource(own, job)
-    if not (grain or isinstance(data, Iterable)):
+    if isinstance(getattr(data, "source", None), Source):
+        raise ConfigError(
+            f"the source is a {type(data).__name__}, one epoch on these devices: pass the data "
+            "that it was made of, with batch_size=..."
+        )
+    if isinstance(data, str | bytes) or not (grain or isinstance(data, Iterable)):
         raise ConfigError(
             f"the source is a {type(data).__name__}; pass a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"

@@ -22,7 +22,7 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     call = f"{name}({', '.join(wanted)})"
     if not callable(function):
         instead = {
-            "loss": "DataParallel(loss, optimizer)",
+            "loss": "DataParallel(loss, optimizer), and state = dp.init(model)",
             "step": "DataParallel(step=step)",
             "function": "predict(function, state, batches)",
         }
@@ -30,17 +30,22 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
             f"the {name} is a {type(function).__name__}; it must be a function {call}: use "
             f"{instead[name]}"
         )
+    bases = type(function).__mro__
+    is_module = any(base.__module__.startswith(("flax.", "equinox.")) for base in bases)
     try:
-        # Check a decorator's own arguments, not those of the wrapped function.
-        signature = inspect.signature(function, follow_wrapped=False)
+        # Check a decorator's own arguments, not those of the wrapped function; Linen wraps all.
+        signature = inspect.signature(function, follow_wrapped=is_module)
     except (TypeError, ValueError):  # written in C, or hidden by a library
         return
     try:
         signature.bind(None, None, None)
     except TypeError as error:
+        fix = f"accept these, used or not ({error})"
+        if is_module:
+            fix = f"pass a function, and the {type(function).__name__} to dp.init(model)"
         raise ConfigError(
             f"the {name} takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
-            f"{call}: accept these, used or not ({error})"
+            f"{call}: {fix}"
         ) from error
 
 
@@ -52,8 +57,8 @@ def check_optimizer(optimizer: Any) -> None:
     elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return
     raise ConfigError(
-        f"the optimizer is {what}; it must be an optax gradient transformation: use, for example, "
-        "optax.adam(1e-3)"
+        f"the optimizer is {what}; it must be an optax gradient transformation: write, for "
+        "example, DataParallel(loss, optax.adam(1e-3))"
     )
 
 
@@ -90,13 +95,21 @@ def check_custom_step(
         )
 
 
+def check_is_state(state: Any) -> None:
+    """Raise `StateError` if `state` is not a state."""
+    if isinstance(state, TrainState):
+        return
+    fix = "pass the one from state = dp.init(model)"
+    if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+        fix = "write state, metrics = dp.step(state, batch)"
+    elif isinstance(getattr(state, "state", None), TrainState):
+        fix = "pass its attribute .state"
+    raise StateError(f"the state is a {type(state).__name__}; it must be an rx.TrainState: {fix}")
+
+
 def check_kind(state: Any) -> None:
     """Raise `StateError` if `state` is not a state, is a tracer, or was donated."""
-    if not isinstance(state, TrainState):
-        raise StateError(
-            f"the state is a {type(state).__name__}; it must be an rx.TrainState: pass the "
-            "one from state = dp.init(model)"
-        )
+    check_is_state(state)
     check_outside_jit(state.step)
     check_unused(state)
 

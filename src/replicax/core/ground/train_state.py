@@ -97,8 +97,9 @@ def check_unused(tree: Any) -> None:
     # jax 0.10 does not raise for donated arrays on several devices: the process crashes.
     if was_donated(tree):
         raise StateError(
-            "this state or model has arrays that were donated to an earlier step; use the state "
-            "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
+            "this state or model has arrays that were donated to an earlier step: write state, "
+            "metrics = dp.step(state, batch), dp.model without copy=False, or "
+            "DataParallel(donate=False)"
         )
 
 

@@ -3,6 +3,7 @@
 A pytree that contains more than a model raises an error that says what to pass instead.
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -34,11 +35,14 @@ def split_model(model: Any) -> SplitModel:
     """
     definition, params, extras = _split(model)
     if not jax.tree.leaves(params):
-        leaves = jax.tree.leaves(extras if extras else model)
+        leaves = jax.tree.leaves(extras) or jax.tree.leaves(model)
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        fix = "convert it with jnp.asarray"
+        if isinstance(model, type) or inspect.isroutine(model):
+            fix = f"pass what {model.__name__} returns, or its parameters"
         raise ConfigError(
             f"the model has {len(leaves)} leaves ({', '.join(kinds) or 'none'}) and 0 trainable "
-            "arrays; a trainable array has a floating-point dtype: convert it with jnp.asarray"
+            f"arrays; a trainable array has a floating-point dtype: {fix}"
         )
     check_unused((params, extras))
     return definition, params, extras

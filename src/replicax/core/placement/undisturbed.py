@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from replicax.arguments import bind
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.train_state import check_outside_jit
 from replicax.core.placement.mesh import AnyMesh
@@ -77,10 +79,15 @@ def of_one_thread(
     method: Callable[Concatenate[Self, _Given], _Result],
 ) -> Callable[Concatenate[Self, _Given], _Result]:
     """Return a method of an object with a configuration that runs undisturbed."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def run(self: Self, *given: _Given.args, **options: _Given.kwargs) -> _Result:
-        with self.configuration.undisturbed():
-            return method(self, *given, **options)
+        try:
+            with self.configuration.undisturbed():
+                return method(self, *given, **options)
+        except TypeError:  # looked at only then, as a step is called often
+            bind(method.__qualname__, signature, (self, *given), options)
+            raise
 
     return cast(Callable[Concatenate[Self, _Given], _Result], run)

@@ -89,10 +89,10 @@ class EarlyStopping(_Watching):
         patience: number of consecutive evaluations without improvement before stopping.
         mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
             otherwise `max`.
-        least: minimum change that counts as an improvement.
+        min_delta: minimum change that counts as an improvement; `least` is its former name.
 
     Raises:
-        ConfigError: `patience` below 1, `least` below 0, or an unknown mode.
+        ConfigError: `patience` below 1, `min_delta` below 0, or an unknown mode.
     """
 
     @typed
@@ -102,10 +102,11 @@ class EarlyStopping(_Watching):
         patience: Count = 3,
         *,
         mode: str | None = None,
-        least: NotNegative = 0.0,
+        min_delta: NotNegative = 0.0,
+        least: NotNegative | None = None,
     ) -> None:
         super().__init__(metric, mode)
-        self._patience, self._least = patience, least
+        self._patience, self._least = patience, min_delta if least is None else least
 
     def start(self, run: Running) -> None:
         if self._since >= self._patience:

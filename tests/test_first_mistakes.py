@@ -1,0 +1,152 @@
+"""The first calls of a new user that go wrong are refused with the next line to write."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support.mistakes import ADAM, MODEL, ROWS, loss, make, refused
+
+import replicax as rx
+from replicax.errors import ConfigError, DataError, StateError
+
+KEY, LINEAR = jax.random.key(0), nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+XY = ROWS["x"], np.ones(8, np.float32)
+
+CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "fit(state, dp)": (lambda dp, state: fit(state, dp), "DataParallel(loss, optimizer)"),
+    "fit(dp, source)": (
+        lambda dp, state: rx.fit(dp, ROWS, epochs=1),
+        "fit(dp, state, source)",
+    ),
+    "fit(x, y)": (lambda dp, state: rx.fit(dp, state, *XY, epochs=1), "one dict"),
+    "fit(feed)": (lambda dp, state: fit(dp, state, dp.feed(ROWS, 8)), "Feed"),
+    "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(most="),
+    "a class as hook": (lambda dp, state: fit(dp, state, hooks=[rx.EarlyStopping]), "Stopping()"),
+    "step(state)": (lambda dp, state: dp.step(state), "dp.step(state, batch)"),
+    "step(x, y)": (lambda dp, state: dp.step(state, *XY), "(TrainState, ndarray, ndarray)"),
+    "step(key)": (lambda dp, state: dp.step(state, ROWS, KEY), "dp.step(state, batch)"),
+    "init()": (lambda dp, state: dp.init(), "dp.init(model)"),
+    "init(class)": (lambda dp, state: dp.init(nnx.Linear), "Linear"),
+    "init(key)": (lambda dp, state: dp.init(KEY), "0 trainable"),
+    "init(model, key)": (lambda dp, state: dp.init(MODEL, KEY), "dp.init(model)"),
+    "init(seed=key)": (lambda dp, state: dp.init(MODEL, seed=KEY), "PRNGKeyArray"),
+    "a tree as loss": (lambda dp, state: make(MODEL), "state = dp.init(model)"),
+    "a module as loss": (lambda dp, state: make(LINEAR), "dp.init(model)"),
+    "Linen as loss": (lambda dp, state: make(nn.Dense(1)), "dp.init(model)"),
+    "model, loss, optimizer": (
+        lambda dp, state: rx.DataParallel(MODEL, loss, ADAM),  # type: ignore[misc, arg-type]
+        "DataParallel(loss, optimizer)",
+    ),
+    "devices as mesh": (lambda dp, state: make(mesh=jax.devices()), "rx.make_mesh("),
+    "make_mesh(devices=2)": (lambda dp, state: rx.make_mesh(devices=2), "jax.devices()[:"),  # type: ignore[arg-type]
+    "mode='fsdp'": (lambda dp, state: make(mode="fsdp"), "layout='fsdp'"),
+    "layout='ddp'": (lambda dp, state: make(layout="ddp"), "'replicated'"),
+    "precision='bf16-mixed'": (lambda dp, state: make(precision="bf16-mixed"), "'bfloat16'"),
+    "feed(x, y)": (lambda dp, state: dp.feed(*XY), "one dict"),
+    "feed(x, y, 8)": (lambda dp, state: dp.feed(*XY, 8), "one dict"),
+    "feed(path)": (lambda dp, state: dp.feed("rows.npz", 8), "str"),
+    "feed(rows)": (lambda dp, state: dp.feed(ROWS), "batch_size="),
+    "evaluate(rows)": (lambda dp, state: dp.evaluate(state, ROWS), "dp.feed(rows, batch_size)"),
+    "evaluate(batch)": (lambda dp, state: dp.evaluate(state, *dp.feed(ROWS, 8)), "[batch]"),
+    "predict(state, batches)": (
+        lambda dp, state: dp.predict(state, [ROWS]),
+        "dp.predict(function, state, batches)",
+    ),
+    "predict(state, function)": (
+        lambda dp, state: dp.predict(state, loss, [ROWS]),
+        "predict(function, state, batches)",
+    ),
+    "value_and_grad(model)": (lambda dp, state: rx.value_and_grad(MODEL), "callable"),  # type: ignore[arg-type]
+}
+STATE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "fit(dp, model)": (lambda dp, state: fit(dp, MODEL), "state = dp.init(model)"),
+    "fit(dp, module)": (lambda dp, state: fit(dp, LINEAR), "Linear"),
+    "fit(dp, pair)": (
+        lambda dp, state: fit(dp, dp.step(state, ROWS)),
+        "state, metrics = dp.step(state, batch)",
+    ),
+    "run that is not entered": (
+        lambda dp, state: rx.Run(dp, state, ROWS, batch_size=8, epochs=1).step(ROWS),  # type: ignore[arg-type]
+        "with rx.Run(",
+    ),
+    "step before init": (lambda dp, state: make().step(state, ROWS), "state = dp.init(model)"),
+    "step(module)": (lambda dp, state: dp.step(LINEAR, ROWS), "state = dp.init(model)"),
+    "step(batch, state)": (lambda dp, state: dp.step(ROWS, state), "dp.step(state, batch)"),
+    "step(fit)": (lambda dp, state: dp.step(fit(dp, state), ROWS), ".state"),
+    "state not kept": (
+        lambda dp, state: [dp.step(state, ROWS) for _ in range(2)],
+        "state, metrics = dp.step(state, batch)",
+    ),
+    "evaluate(feed, state)": (lambda dp, state: dp.evaluate(dp.feed(ROWS, 8), state), "Feed"),
+    "evaluate(model, ema)": (lambda dp, state: dp.evaluate(MODEL, [ROWS], ema=True), "dict"),
+}
+DATA: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "step(feed)": (lambda dp, state: dp.step(state, dp.feed(ROWS, 8)), "a Feed"),
+    "step(path)": (lambda dp, state: dp.step(state, "rows.npz"), "a str"),
+}
+CASES: dict[str, Any] = {
+    name: (kind, *case)
+    for kind, cases in ((ConfigError, CONFIG), (StateError, STATE), (DataError, DATA))
+    for name, case in cases.items()
+}
+
+
+def fit(dp: Any, state: Any, source: Any = ROWS, **more: Any) -> Any:
+    return rx.fit(dp, state, source, batch_size=8, epochs=1, progress=False, **more)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_first_mistake_is_refused_with_the_next_line(name: str) -> None:
+    kind, call, words = CASES[name]
+    dp = make()
+    state = dp.init(MODEL)
+    refused(kind, lambda: call(dp, state), words)
+
+
+OF_OTHERS = {
+    "DataParallel": {
+        "lr=0.1": "optimizer=optax.adam(0.1)",
+        "devices=4": "mesh=rx.make_mesh(4)",
+        "grad_accum=2": "accumulate=2",
+        "num_microbatches=2": "accumulate=2",
+        "sharding='fsdp'": "layout='fsdp'",
+        "mixed_precision='bf16'": "precision='bfloat16'",
+        "batch_size=8": "dp.feed(source, batch_size=8)",
+        "seed=1": "dp.init(model, seed=1)",
+        "model=1": "state = dp.init(model)",
+        "accumulat=2": "'accumulate'",
+    },
+    "fit": {
+        "num_epochs=3": "epochs=3",
+        "max_steps=3": "steps=3",
+        "callbacks=[]": "hooks=[...]",
+        "validation_data=[]": "eval_source=...",
+        "model=1": "state=dp.init(model)",
+        "save_steps=9": "saving=rx.Saving(every=9)",
+        "lr=0.1": "DataParallel(loss, optimizer=optax.adam(0.1))",
+        "devices=4": "DataParallel(loss, optimizer, mesh=rx.make_mesh(4))",
+        "epoch=3": "'epochs'",
+    },
+    "Run": {"num_epochs=3": "epochs=3"},
+    "dp.feed": {"epochs=3": "rx.fit(dp, state, source, epochs=3)", "num_workers=4": "prefetch=4"},
+    "dp.evaluate": {"batch_size=8": "dp.feed(source, batch_size=8)"},
+    "value_and_grad": {"has_aux=True": "{'name': rows}"},
+    "EarlyStopping": {"monitor='loss'": "metric='loss'", "patience_count=1": "'patience'"},
+    "Saving": {"save_interval_steps=9": "every=9"},
+    "initialize": {"num_processes=4": "processes=4"},
+}
+
+
+@pytest.mark.parametrize("function", OF_OTHERS)
+def test_an_argument_of_another_library_is_refused_with_ours(function: str) -> None:
+    dp = make()
+    called: Any = getattr(dp if function.startswith("dp.") else rx, function.rpartition(".")[2])
+    for given, ours in OF_OTHERS[function].items():
+        call = f"called({given})"
+        said = refused(ConfigError, lambda call=call: eval(call, {"called": called}), given)
+        assert said.startswith(f"{function} ")
+        assert ours in said.replace(given, "", 1), said
