@@ -3,12 +3,14 @@
 import ast
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.examples import (
     FOLDER,
+    FURTHER,
     NAMES,
     WHOLE,
     Metrics,
@@ -16,6 +18,7 @@ from support.examples import (
     lines_here,
     load,
     plain_lines,
+    resumed,
     sources,
     with_replicax,
 )
@@ -79,6 +82,38 @@ def test_whole_batches_are_those_of_one_device(name: str, devices: int) -> None:
     for mode, count in (("single", 1), ("jit", devices)):
         found, _ = with_replicax(name, example, example.rows(), mode, count)
         assert_equal(found, expected_of(name))
+
+
+IN_PARTS = [("shard_map", 4), ("jit", 2), ("pmap", 2), ("exact", 2), ("jit", 1)]
+RESUMED = [("shard_map", (4, 2)), ("jit", (2, 4)), ("pmap", (1, 2)), ("exact", (4, 1))]
+
+
+def crossed(cases: list[Any], kept: int) -> Any:
+    """Each example of `FURTHER` with each case; `kept` of these are not exhaustive."""
+    every = [(name, *case) for name in sorted(FURTHER) for case in cases]
+    return only([case for case in every if case[1:] in cases[:kept]], every)
+
+
+@pytest.mark.parametrize(("name", "devices"), crossed([(4,), (1,), (2,)], 1))
+def test_exact_sums_are_those_of_plain_jax(name: str, devices: int) -> None:
+    example = load(name)
+    found, _ = with_replicax(name, example, example.rows(), "exact", devices)
+    assert_equal(found, expected_of(name))
+
+
+@pytest.mark.parametrize(("name", "mode", "devices"), crossed(IN_PARTS, 0))
+def test_so_they_are_in_micro_batches(name: str, mode: str, devices: int) -> None:
+    example = load(name)
+    found, _ = with_replicax(name, example, example.rows(), mode, devices, accumulate=2)
+    assert_equal(found, expected_of(name))
+
+
+@pytest.mark.parametrize(("name", "mode", "devices"), crossed(RESUMED, 1))
+def test_so_they_are_in_a_run_that_was_stopped(
+    name: str, mode: str, devices: tuple[int, int], tmp_path: Path
+) -> None:
+    found = resumed(name, load(name), tmp_path, mode, devices, accumulate=2)
+    assert_equal(found, expected_of(name))
 
 
 @pytest.mark.parametrize("name", ["grain_pipeline", *only([], ["iterables", "clip"])])

@@ -21,10 +21,16 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TRAINABLE = {"lora": nnx.LoRAParam, "frozen_backbone": "head"}
 RANDOM = {"vae"}
 """Examples whose random draws depend on the batch's shape, and on the replica."""
+NUMBERED = {*RANDOM, "diffusion"}
+"""Examples whose loss depends on the number of the step."""
 WHOLE = {*RANDOM, "equinox_state"}
 """Compared in mode `jit` alone, in batches without padding, which BatchNorm would average too."""
 Metrics = dict[str, float]
+FURTHER = {"diffusion", "dp_sgd", "grpo", "vqvae"}
+"""Tested in mode `exact`, with micro-batches and resumed, too."""
 STEPS = 5
+STOP = 2
+"""The step, in the middle of an epoch, after which a run that is resumed was stopped."""
 EPOCHS = 2
 CASES = [(mode, devices) for mode in ("jit", "shard_map", "pmap") for devices in (1, 2, 4)]
 
@@ -79,7 +85,7 @@ def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> l
         with mock.patch.object(rx, "step_number", return_value=number):
             return example.loss(params, batch, jax.random.fold_in(key, 0))  # of micro-batch 0
 
-    loss = numbered if name in RANDOM else example.loss
+    loss = numbered if name in NUMBERED else example.loss
     plain = PLAIN_STEPS.get(name, mean_of_rows)
     losses = plain(loss, example.optimizer(), example.model(), batches)
     return [{"loss": float(value)} for value in losses]
@@ -89,19 +95,31 @@ def told(metrics: Any) -> Metrics:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def data_parallel(
+    name: str, example: Any, mode: str, devices: int, **settings: Any
+) -> tuple[rx.DataParallel, rx.TrainState]:
+    """Return the example's training in `mode` on so many devices, and its first state."""
+    settings |= {"mesh": rx.make_mesh(devices=jax.devices()[:devices]), "mode": mode}
+    if has_own_step(example):
+        dp = rx.DataParallel(step=example.step, **settings)
+        return dp, dp.init(example.state())
+    trainable = TRAINABLE.get(name)
+    dp = rx.DataParallel(example.loss, example.optimizer(), trainable=trainable, **settings)
+    return dp, dp.init(example.model())
+
+
 def with_replicax(
-    name: str, example: Any, source: Any, mode: str, devices: int, *, shuffle: bool = False
+    name: str,
+    example: Any,
+    source: Any,
+    mode: str,
+    devices: int,
+    *,
+    shuffle: bool = False,
+    **settings: Any,
 ) -> tuple[list[Metrics], list[np.ndarray]]:
     """Return the metrics in `mode` on so many devices, and the rows of each batch."""
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    if has_own_step(example):
-        dp = rx.DataParallel(step=example.step, mesh=mesh, mode=mode)
-        state = dp.init(example.state())
-    else:
-        dp = rx.DataParallel(
-            example.loss, example.optimizer(), mesh=mesh, mode=mode, trainable=TRAINABLE.get(name)
-        )
-        state = dp.init(example.model())
+    dp, state = data_parallel(name, example, mode, devices, **settings)
     found, order = [], []
     for epoch in range(EPOCHS):
         for batch in dp.feed(source, batch_size(name, example), shuffle=shuffle, epoch=epoch):
@@ -109,6 +127,33 @@ def with_replicax(
             found.append(told(metrics))
             order.append(np.asarray(batch.index)[: batch.rows])
     return found[:STEPS], order[:STEPS]
+
+
+def resumed(
+    name: str, example: Any, folder: Path, mode: str, devices: tuple[int, int], **settings: Any
+) -> list[Metrics]:
+    """Return the metrics of a run that stops after step `STOP`, and goes on elsewhere."""
+    found = []
+    for last, count in zip((STOP, STEPS), devices, strict=True):
+        dp, state = data_parallel(name, example, mode, count, **settings)
+        *_, source = sources(example).values()
+        size = batch_size(name, example)
+        with rx.Run(
+            dp,
+            state,
+            source,
+            batch_size=size,
+            steps=STEPS,
+            shuffle=False,
+            run_dir=folder,
+            progress=False,
+            accept_changes=True,
+        ) as run:
+            for batch in run:
+                found.append(told(run.step(batch)))
+                if run.place.step == last:
+                    break
+    return found
 
 
 def largest_difference(found: list[Metrics], expected: list[Metrics]) -> float:
@@ -130,6 +175,13 @@ def lines_of_own_step(name: str) -> int:
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     steps = re.findall(r"^def step\(.*\n(?:(?: .*)?\n)*", text, re.MULTILINE)
     return sum(bool(line.strip()) for step in steps for line in step.splitlines())
+
+
+def changed_lines(name: str) -> int:
+    """Count the lines that plain JAX would not have, or have otherwise: those that use Replicax."""
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    code = text[text.index("import replicax as rx") :]
+    return len([line for line in code.splitlines() if re.search(r"\b(?:rx|dp|run)\b", line)])
 
 
 def lines_here(name: str) -> int:

@@ -123,6 +123,21 @@ def annealed(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> 
         yield value
 
 
+def averaged(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    @jax.jit
+    def step(params, average, opt_state, batch, number):
+        mean = lambda p: jnp.mean(loss(p, batch, jax.random.key(0), number))  # noqa: E731
+        value, gradient = jax.value_and_grad(mean)(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, optax.incremental_update(params, average, 0.01), opt_state, value
+
+    average, opt_state = params, optimizer.init(params)
+    for number, batch in enumerate(batches):
+        params, average, opt_state, value = step(params, average, opt_state, batch, number)
+        yield value
+
+
 def stateful(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> Iterator[Any]:
     def mean(params, rest, state, batch):
         found = loss(rx.Stateful(eqx.combine(params, rest), state), batch, jax.random.key(0))
@@ -176,6 +191,7 @@ def _means_and_gradient(loss: Any) -> Callable[..., Any]:
 
 
 PLAIN_STEPS = {
+    "diffusion": averaged,
     "equinox_state": stateful,
     "frozen_backbone": frozen_backbone,
     "lora": lora,
