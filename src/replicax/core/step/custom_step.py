@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree
@@ -83,16 +84,18 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         batch, and without a key the loss is called as in evaluation. `means` are float32 scalars,
         `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
-        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`.
+        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`. `means["loss"]` may be
+        differentiated once by `model`, as a line search does; no other result may be.
 
     Raises:
-        LossError: the loss violates its contract, or the result is differentiated.
+        LossError: the loss violates its contract, or another result is differentiated.
     """
 
     def means_and_gradient(
         model: Any, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[Metrics, PyTree]:
-        definition, params, extras = split_model(model)
+        definition, given, extras = split_model(model)
+        params = jax.lax.stop_gradient(given)
         if getattr(definition, "writes", False):
             raise ConfigError(
                 "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
@@ -104,6 +107,7 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         total, after, _ = primitives.summing(part, state, rows, key)
         outputs = total.means(), mean_gradient(total, params)
         (means, gradient), after = sums_of_all_replicas((outputs, after))
+        means, gradient = _of_known_gradient(given, means, gradient)
         if hasattr(definition, "write"):
             definition.write(model, after)
         if isinstance(definition, PytreeDefinition):
@@ -221,6 +225,31 @@ def _seen(
     return primitives, state, batch
 
 
+@jax.custom_vjp
+def _of_known_gradient(_params: PyTree, means: Metrics, gradient: PyTree) -> tuple[Metrics, PyTree]:
+    """Return `means` and `gradient`, the loss with that derivative by `params`."""
+    return means, gradient
+
+
+def _remembered(params: Any, means: Any, gradient: Any) -> tuple[tuple[Metrics, PyTree], PyTree]:
+    means, gradient = jax.tree.map(
+        lambda leaf: leaf.value, (means, gradient), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
+    )
+    return (means, gradient), gradient
+
+
+def _derivative(gradient: PyTree, cotangents: tuple[Metrics, PyTree]) -> tuple[PyTree, None, None]:
+    means, of_gradient = cotangents
+    of_loss = means[LOSS]
+    others = [of_gradient, *(each for name, each in means.items() if name != LOSS)]
+    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
+        raise _differentiated()
+    return jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient), None, None
+
+
+_of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
+
+
 @jax.jit
 def sums_of_all_replicas(outputs: PyTree) -> PyTree:
     """Return `outputs`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
@@ -235,9 +264,14 @@ def _constant(outputs: PyTree) -> PyTree:
 
 @_constant.defjvp
 def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise LossError(
-        "rx.value_and_grad or rx.mean was differentiated; in a step each sums over all replicas, "
-        "which jax.grad does not: pass rx.value_and_grad a loss that returns one value per row"
+    raise _differentiated()
+
+
+def _differentiated() -> LossError:
+    return LossError(
+        "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
+        "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
+        "row, and differentiate only means['loss'], by the model"
     )
 
 
