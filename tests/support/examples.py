@@ -26,7 +26,7 @@ NUMBERED = {*RANDOM, "diffusion"}
 WHOLE = {*RANDOM, "equinox_state"}
 """Compared in mode `jit` alone, in batches without padding, which BatchNorm would average too."""
 Metrics = dict[str, float]
-FURTHER = {"diffusion", "dp_sgd", "grpo", "vqvae"}
+FURTHER = {"diffusion", "dp_sgd", "grpo", "lbfgs", "vqvae"}
 """Tested in mode `exact`, with micro-batches and resumed, too."""
 STEPS = 5
 STOP = 2
@@ -50,7 +50,7 @@ def sources(example: Any) -> dict[str, Any]:
 
 
 def batch_size(name: str, example: Any) -> int:
-    return 28 if name in WHOLE else example.BATCH
+    return 28 if name in WHOLE else getattr(example, "BATCH", 32)
 
 
 def orders(name: str, example: Any) -> Iterator[np.ndarray]:
