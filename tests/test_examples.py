@@ -20,6 +20,7 @@ from support.examples import (
     WHOLE,
     Metrics,
     by_hand,
+    changed_lines,
     lines_here,
     load,
     plain_lines,
@@ -31,7 +32,10 @@ from support.tiers import EXHAUSTIVE, only
 
 KEPT = [("shard_map", 4)]
 PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
-TABLE = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\S+) \|$", PAGE, re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\d+) \| (\S+) \|$", re.MULTILINE)
+TABLE = ROW.findall(PAGE)
+MOST_CHANGED = 15
+"""Lines of an example that use Replicax; a run with hooks may have more."""
 OF_PEERS = {"torch_dataloader"}
 QUICK = {"clip", "lora", "ppo"}
 
@@ -162,6 +166,12 @@ def test_each_header_says_what_it_shows(name: str) -> None:
 
 
 def test_the_page_lists_each_with_its_lines() -> None:
-    counted = [(name, plain_lines(name), lines_here(name)) for name in NAMES]
-    assert [(name, int(plain), int(here)) for name, plain, here, _ in TABLE] == counted
+    counted = [(name, plain_lines(name), lines_here(name), changed_lines(name)) for name in NAMES]
+    assert [(name, *map(int, lines)) for name, *lines, _ in TABLE] == counted
     assert all(float(difference) < 1e-6 for *_, difference in TABLE)
+    assert all(changed_lines(name) <= MOST_CHANGED for name in FURTHER)
+
+
+def test_the_page_says_for_each_whose_it_is() -> None:
+    of_trainings = PAGE.partition("## Which example is mine")[2].partition("## ")[0]
+    assert set(re.findall(r"`(\w+)`", of_trainings)) == set(NAMES)

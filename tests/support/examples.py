@@ -198,6 +198,17 @@ def with_replicax(
     return found[:STEPS], order[:STEPS]
 
 
+def further(name: str, example: Any, folder: Path) -> Iterator[list[Metrics]]:
+    """Yield the metrics in mode `exact`, with micro-batches, and of runs that were resumed."""
+    *_, source = sources(example).values()
+    for case in EXACT:
+        yield with_replicax(name, example, source, *case)[0]
+    for case in IN_PARTS:
+        yield with_replicax(name, example, source, *case, accumulate=2)[0]
+    for mode, devices in () if name in NOT_RESUMED else RESUMED:
+        yield resumed(name, example, folder / mode, mode, devices)
+
+
 def resumed(
     name: str, example: Any, folder: Path, mode: str, devices: tuple[int, int], **settings: Any
 ) -> list[Metrics]:
@@ -247,7 +258,7 @@ def lines_of_own_step(name: str) -> int:
 
 
 def changed_lines(name: str) -> int:
-    """Count the lines that plain JAX would not have, or have otherwise: those that use Replicax."""
+    """Count the lines that use Replicax: the others are those of a program in plain JAX."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     code = text[text.index("import replicax as rx") :]
     return len([line for line in code.splitlines() if re.search(r"\b(?:rx|dp|run)\b", line)])
@@ -256,7 +267,7 @@ def changed_lines(name: str) -> int:
 def lines_here(name: str) -> int:
     """Lines of the same in the example."""
     said = r"rx\.DataParallel\(|dp\.init\(|in dp\.feed\(|dp\.step\(|rx\.fit\("
-    said += r"|rx\.Run\(|in run:|run\.step\("
+    said += r"|rx\.Run\(|in run:|run\.step\(|for number in"
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     main = text[text.index("def main()") :]
     return lines_of_own_step(name) + len(
