@@ -3,19 +3,28 @@
 import ast
 import functools
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.examples import (
+    EXACT,
     FOLDER,
+    FURTHER,
+    IN_PARTS,
     NAMES,
+    NOT_RESUMED,
+    RESUMED,
     WHOLE,
     Metrics,
     by_hand,
+    changed_lines,
     lines_here,
     load,
     plain_lines,
+    resumed,
     sources,
     with_replicax,
 )
@@ -23,7 +32,10 @@ from support.tiers import EXHAUSTIVE, only
 
 KEPT = [("shard_map", 4)]
 PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
-TABLE = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\S+) \|$", PAGE, re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\d+) \| (\S+) \|$", re.MULTILINE)
+TABLE = ROW.findall(PAGE)
+MOST_CHANGED = 15
+"""Lines of an example that use Replicax; a run with hooks may have more."""
 OF_PEERS = {"torch_dataloader"}
 QUICK = {"clip", "lora", "ppo"}
 
@@ -81,6 +93,39 @@ def test_whole_batches_are_those_of_one_device(name: str, devices: int) -> None:
         assert_equal(found, expected_of(name))
 
 
+def each_with(cases: list[Any], kept: set[str], but: Iterable[str] = ()) -> Any:
+    """Each example of `FURTHER` with each case; of those `kept` the first is not exhaustive."""
+    every = [(name, *case) for name in sorted(FURTHER.difference(but)) for case in cases]
+    return only([case for case in every if case[0] in kept and case[1:] == cases[0]], every)
+
+
+@pytest.mark.parametrize(("name", "mode", "devices"), each_with(EXACT, {"dp_sgd", "grpo", "pinn"}))
+def test_sums_in_a_fixed_order_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
+    example = load(name)
+    *_, source = sources(example).values()
+    found, _ = with_replicax(name, example, source, mode, devices)
+    assert_equal(found, expected_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "devices"), each_with(IN_PARTS, {"diffusion", "dqn", "lbfgs"})
+)
+def test_so_are_sums_of_micro_batches(name: str, mode: str, devices: int) -> None:
+    example = load(name)
+    *_, source = sources(example).values()
+    found, _ = with_replicax(name, example, source, mode, devices, accumulate=2)
+    assert_equal(found, expected_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "devices"), each_with(RESUMED, {"tbptt", "vqvae"}, but=NOT_RESUMED)
+)
+def test_a_run_that_was_stopped_has_the_losses_of_plain_jax(
+    name: str, mode: str, devices: tuple[int, int], tmp_path: Path
+) -> None:
+    assert_equal(resumed(name, load(name), tmp_path, mode, devices), expected_of(name))
+
+
 @pytest.mark.parametrize("name", ["grain_pipeline", *only([], ["iterables", "clip"])])
 def test_so_they_are_in_an_order_that_replicax_draws(name: str) -> None:
     example = load(name)
@@ -121,6 +166,12 @@ def test_each_header_says_what_it_shows(name: str) -> None:
 
 
 def test_the_page_lists_each_with_its_lines() -> None:
-    counted = [(name, plain_lines(name), lines_here(name)) for name in NAMES]
-    assert [(name, int(plain), int(here)) for name, plain, here, _ in TABLE] == counted
+    counted = [(name, plain_lines(name), lines_here(name), changed_lines(name)) for name in NAMES]
+    assert [(name, *map(int, lines)) for name, *lines, _ in TABLE] == counted
     assert all(float(difference) < 1e-6 for *_, difference in TABLE)
+    assert all(changed_lines(name) <= MOST_CHANGED for name in FURTHER)
+
+
+def test_the_page_says_for_each_whose_it_is() -> None:
+    of_trainings = PAGE.partition("## Which example is mine")[2].partition("## ")[0]
+    assert set(re.findall(r"`(\w+)`", of_trainings)) == set(NAMES)

@@ -123,6 +123,21 @@ def annealed(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> 
         yield value
 
 
+def averaged(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    @jax.jit
+    def step(params, average, opt_state, batch, number):
+        mean = lambda p: jnp.mean(loss(p, batch, jax.random.key(0), number))  # noqa: E731
+        value, gradient = jax.value_and_grad(mean)(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, optax.incremental_update(params, average, 0.01), opt_state, value
+
+    average, opt_state = params, optimizer.init(params)
+    for number, batch in enumerate(batches):
+        params, average, opt_state, value = step(params, average, opt_state, batch, number)
+        yield value
+
+
 def stateful(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> Iterator[Any]:
     def mean(params, rest, state, batch):
         found = loss(rx.Stateful(eqx.combine(params, rest), state), batch, jax.random.key(0))
@@ -154,28 +169,69 @@ def plain_forms(number: Any) -> Any:
     """Return a stand-in for `rx` in a custom step: one device, rows without padding."""
     return SimpleNamespace(
         value_and_grad=_means_and_gradient,
-        mean=partial(jax.tree.map, partial(jnp.mean, axis=0)),
+        mean=lambda values: jax.tree.map(partial(jnp.mean, axis=0), _value(values)),
         gather=lambda rows: rows,
         row_weights=lambda rows: jnp.ones(len(jax.tree.leaves(rows)[0])),
         step_number=lambda: number,
+        PerRow=rx.PerRow,
     )
 
 
-def _means_and_gradient(loss: Any) -> Callable[..., Any]:
+def first_rows(state: Any, rows: int) -> Any:
+    """Return `state` with the first `rows` of each `rx.PerRow`."""
+
+    def first(leaf: Any) -> Any:
+        return rx.PerRow(jax.tree.map(lambda value: value[:rows], leaf.value))
+
+    return jax.tree.map(lambda leaf: first(leaf) if _by_row(leaf) else leaf, state, is_leaf=_by_row)
+
+
+def other_rows_of(state: Any, after: Any) -> Any:
+    """Return `after` with those rows of `state` that it has not."""
+
+    def filled(before: Any, now: Any) -> Any:
+        put = lambda whole, first: whole.at[: len(first)].set(first)  # noqa: E731
+        return rx.PerRow(jax.tree.map(put, before.value, now.value))
+
+    return jax.tree.map(
+        lambda before, now: filled(before, now) if _by_row(before) else now,
+        state,
+        after,
+        is_leaf=_by_row,
+    )
+
+
+def _by_row(leaf: Any) -> bool:
+    return isinstance(leaf, rx.PerRow)
+
+
+def _value(of: Any) -> Any:
+    return of.value if type(of).__name__ == "Rows" else of
+
+
+def _means_and_gradient(loss: Any, rows: bool = False) -> Callable[..., Any]:
     def means(params: Any, batch: Any, key: Any) -> Any:
-        found = loss(params, batch, key)
+        found = loss(params, _value(batch), key)
         values, metrics = found if isinstance(found, tuple) else (found, {})
-        found = {"loss": jnp.mean(values), **jax.tree.map(jnp.mean, metrics)}
-        return found["loss"], found
+        of_rows = {"loss": values, **metrics}
+        found = {name: jnp.mean(each) for name, each in of_rows.items() if not _by_row(each)}
+        return found["loss"], (found, {name: _plain(each) for name, each in of_rows.items()})
 
     def found(params: Any, batch: Any, key: Any = None) -> Any:
-        (_, means_of_rows), gradient = jax.value_and_grad(means, has_aux=True)(params, batch, key)
-        return means_of_rows, gradient
+        (_, (found, of_rows)), gradient = jax.value_and_grad(means, has_aux=True)(
+            params, batch, key
+        )
+        return (found, gradient, of_rows) if rows else (found, gradient)
 
     return found
 
 
+def _plain(each: Any) -> Any:
+    return each.value if _by_row(each) else each
+
+
 PLAIN_STEPS = {
+    "diffusion": averaged,
     "equinox_state": stateful,
     "frozen_backbone": frozen_backbone,
     "lora": lora,
