@@ -29,7 +29,7 @@ def largest_difference(name: str) -> float:
     if name in examples.FURTHER:
         with tempfile.TemporaryDirectory() as folder:
             found += examples.further(name, example, Path(folder))
-    return max(examples.largest_difference(losses, expected) for losses in found)
+    return max(examples.largest_difference(name, losses, expected) for losses in found)
 
 
 def main() -> None:
