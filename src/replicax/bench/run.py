@@ -32,6 +32,7 @@ from replicax.bench.machine import (
 from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
 from replicax.core.custom.custom_step import StepFunction
+from replicax.core.data.per_row import has_rows
 from replicax.core.data_parallel import DataParallel
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.ground.job import Alone, Job
@@ -141,7 +142,7 @@ def bench(
         dp.abstract_state(model)
         dp.split.padded(case.global_batch)
 
-    resizable = check_source(source, batch_size, job)
+    resizable = check_source(source, batch_size, job) and not has_rows(model)
     if layouts is not None:
         cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
     else:
@@ -149,7 +150,10 @@ def bench(
         cases = all_cases(batch_size, counts, possible, weak=resizable)
     notes += [*notes_on_cases(batch_size, cases, accumulate), *_notes_on_modes(cases)]
     if layouts is None and not resizable and len(counts) > 1:
-        notes.append("no weak scaling: the source yields whole batches, which cannot be resized")
+        notes.append(
+            "no weak scaling: the source yields whole batches, or the state has rows of one, which "
+            "cannot be resized"
+        )
     if lone:
         notes += notes_on_machine(max(counts), platform, pin)
 

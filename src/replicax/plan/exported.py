@@ -129,7 +129,7 @@ def _export(
             *arguments
         )
         options = dp.configuration.options(dp.mesh)
-    _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    _, metrics, _ = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return ExportedStep(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,

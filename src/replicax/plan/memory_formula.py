@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.data.batch import Batch, described, row_count
+from replicax.core.data.per_row import RowsOfState, map_rows_of_state, resized
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
@@ -114,7 +115,10 @@ def memory_formula(
         held = (share.params, used)
         memory = _of_gradient(objective, state, held, part, platform, added_up)
     else:
-        memory = _of_custom_step(program.custom_step, state, part, platform)
+        of_part = map_rows_of_state(
+            lambda held: RowsOfState(resized(held.value, part.size), part.size), state
+        )
+        memory = _of_custom_step(program.custom_step, of_part, part, platform)
     stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
     if stages > 1:  # a pipeline keeps the activations of several micro-batches
         at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)

@@ -13,6 +13,7 @@ from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.flops import count_flops
 from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.data.batch import row_count
+from replicax.core.data.per_row import with_rows
 from replicax.core.data_parallel import DataParallel
 from replicax.core.exact.fixed_tree import float_sums
 from replicax.core.ground.traced_for import cuda_capability, traced_for
@@ -100,7 +101,7 @@ class StepCache:
             batch, platform = self._rows(dp, rows), self.target.chip.platform
             # Without its compiler, kernels specific to a described GPU cannot be traced either.
             with traced_for(self._capability if self.compiler else None):
-                formula = memory_formula(dp, self._model, batch, platform=platform)
+                formula = memory_formula(dp, self._sized(batch), batch, platform=platform)
             self._formulas[dp, rows] = formula
         return self._formulas[dp, rows]
 
@@ -130,7 +131,7 @@ class StepCache:
             fits = room is None or formula.total <= room
             return TargetStep(dp, Need(rows, formula.total, fits, False), formula)
         batch, platform = self._rows(dp, rows), self.target.chip.platform
-        program = export_step(dp, self._model, batch, platform, capability)
+        program = export_step(dp, self._sized(batch), batch, platform, capability)
         compiled = self.compiler.compile(program)
         if isinstance(compiled, TooLarge):
             # A compiler may stop at the first total that is too large.
@@ -170,7 +171,11 @@ class StepCache:
         batch = self._rows(dp, rows)
         if not is_data_only(dp.mesh):  # devices of one replica together compute what one would
             dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
-        return step_jaxpr(dp, self._model, batch)
+        return step_jaxpr(dp, self._sized(batch), batch)
+
+    def _sized(self, batch: Any) -> Any:
+        """Return the model, or a custom step's state with as many rows as `batch`."""
+        return with_rows(self._model, row_count(batch))
 
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Return the bytes of the sums that each device of a replica reduces; see `sums_bytes`."""

@@ -193,7 +193,7 @@ def custom_update(
     with inside(batch.mask, context, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
         params, metrics, rows = _returned(returned, definition, state.params, batch.size)
-        changed = _not_finite_rows(state.params, params)
+        bad_rows = [] if examiner else _not_finite_rows(state.params, params)
     if examiner is not None:
         examiner.step(here)
         named_rows = {f"metrics.{name}": value for name, value in rows.items()}
@@ -202,7 +202,7 @@ def custom_update(
     params = _with_padding_kept(state.params, params, batch.mask)
     one = jnp.ones((), jnp.float32)
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
-    total = StepSums([*_went_wrong(state.params, params), *changed], named)
+    total = StepSums([*_went_wrong(state.params, params), *bad_rows], named)
     with jax.named_scope("update"):
         state, extra_metrics = apply(state, total, params, state.reduction)
     return state, {**metrics, **extra_metrics}, rows

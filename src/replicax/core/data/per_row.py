@@ -110,6 +110,20 @@ def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
     )
 
 
+def has_rows(model: PyTree) -> bool:
+    """Whether a `PerRow` is in a state."""
+    return any(map(_is_marked, jax.tree.leaves(model, is_leaf=_is_marked)))
+
+
+def with_rows(model: PyTree, rows: int) -> PyTree:
+    """Return a state for batches of so many `rows`: each `PerRow` in it cut, or repeated."""
+    return jax.tree.map(
+        lambda node: PerRow(resized(node.value, rows)) if _is_marked(node) else node,
+        model,
+        is_leaf=_is_marked,
+    )
+
+
 def resized(value: PyTree, size: int, real: int | None = None) -> PyTree:
     """Return arrays, or shapes, with `size` rows: the first `real` ones, repeated."""
 
