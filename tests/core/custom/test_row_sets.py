@@ -91,6 +91,19 @@ def test_a_set_may_be_larger_or_as_small_as_the_devices(edge: int) -> None:
     np.testing.assert_allclose(metrics["loss"], on_one_device(1, points(edge))[1][0], rtol=1e-6)
 
 
+def test_a_batch_may_have_sets_alone() -> None:
+    def custom(state: Any, batch: Any, key: Any) -> Any:
+        inside, _ = rx.value_and_grad(residual)(state, batch["inside"], key)
+        edge, _ = rx.value_and_grad(boundary)(state, batch["edge"], key)
+        return state, {"loss": inside["loss"] + 0.5 * edge["loss"]}
+
+    batch = {"inside": rx.RowSet({"x": points()["x"]}), "edge": points()["edge"]}
+    for mode in ("jit", "shard_map"):
+        dp = parallel(custom, mode)
+        _, metrics = dp.step(dp.init(MODEL), batch)
+        np.testing.assert_allclose(metrics["loss"], on_one_device(1, points())[1][0], rtol=1e-6)
+
+
 def test_a_validation_batch_in_a_bilevel_step() -> None:
     """The other set is seen after an inner update that the first one makes."""
 

@@ -191,10 +191,14 @@ def _is_marked(node: Any) -> bool:
     return isinstance(node, Shared | RowSet)
 
 
+def _is_set(node: Any) -> bool:
+    return isinstance(node, RowSet)
+
+
 def values_of_sets(data: PyTree) -> list[PyTree]:
     """Return the value of each `RowSet` in `data`."""
     nodes = jax.tree.leaves(data, is_leaf=_is_marked)
-    return [opened(node.value) for node in nodes if isinstance(node, RowSet)]
+    return [opened(node.value) for node in filter(_is_set, nodes)]
 
 
 def with_padded_sets(data: PyTree, padded: Callable[[int], int]) -> PyTree:
@@ -268,7 +272,10 @@ class Share:
 
 
 def row_count(data: PyTree) -> int:
-    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf."""
+    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf.
+
+    A batch of sets alone has the rows of the first.
+    """
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
         refuse_keys(path, leaf)
@@ -281,6 +288,10 @@ def row_count(data: PyTree) -> int:
                 "constant for every row"
             )
         counts[keystr(path)] = np.shape(leaf)[0]
+    sets = [] if counts else jax.tree.leaves(data, is_leaf=_is_set)
+    for node in filter(_is_set, sets):
+        real = None if node.rows is None else node.rows.rows
+        return row_count(node.value) if real is None else real
     if not counts:
         raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
     (first, rows), *others = counts.items()
