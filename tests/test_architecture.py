@@ -59,6 +59,7 @@ CORE = (
         "rounds",
         "config",
         "built_in_step",
+        "begun_state",
     ),
     *("program", "first_step_checks", "evaluation", "data_parallel"),
 )

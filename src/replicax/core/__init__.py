@@ -7,7 +7,8 @@
                            on parts of a batch what it is on the whole, do processes agree, and the
                            first time, does it fit
     program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
-                           parts of its step, and `built_in_step.py` what a layout changes of them
+                           parts of its step, `built_in_step.py` what a layout changes of them, and
+                           `begun_state.py` the state before it
     modes.py               the mode, which builds the step from its parts
     step_builder.py        by default one `jax.jit` program: sums, mapped; then the update
     mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
@@ -24,7 +25,7 @@ To read this room, begin with `step/`, in the order that it gives: its `update.p
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
 custom, step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes,
-exchanged_step, rounds, config, built_in_step, program, first_step_checks, evaluation,
+exchanged_step, rounds, config, built_in_step, begun_state, program, first_step_checks, evaluation,
 data_parallel. From the rest of Replicax they import `errors` and `arguments`; from elsewhere jax,
 numpy and optax, and a model's library where a model is of it. `tests/test_architecture.py` holds
 this, and `tests/core/` the rest, with a folder for each room; `test_parity.py` and

@@ -5,9 +5,9 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.begun_state import create_state
 from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
@@ -27,7 +27,6 @@ from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, check_outside_jit
-from replicax.core.ground.vectors import size_in_blocks
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.layout import on_devices_of
@@ -35,7 +34,6 @@ from replicax.core.placement.mesh import (
     AnyMesh,
     batch_shardings,
     by_rows,
-    replica_count,
     replicated,
 )
 from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
@@ -52,7 +50,6 @@ from replicax.core.step.base import (
     StepSums,
 )
 from replicax.core.step.loss import WeightedSum
-from replicax.core.step.loss_scale import first_scale
 from replicax.core.step.objective import LossFunction, Objective, only_read
 from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of
@@ -279,7 +276,7 @@ class Program:
     def described(self, batch: Any) -> Batch:
         """Return the shapes of the batch that `step` uses for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
-            batch = with_padded_sets(batch, self.split.padded)
+            batch = with_padded_sets(batch, self.split.padded_set)
             batch = described(batch, self.split.padded(row_count(batch)))
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
@@ -297,7 +294,7 @@ class Program:
         """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = partial(_create_state, self.configuration, self.mesh, self.updater)
+        create = partial(create_state, self.configuration, self.mesh, self.updater)
         make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
@@ -316,7 +313,7 @@ class Program:
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that `step` uses."""
-        data = with_padded_sets(opened(data), self.split.padded)
+        data = with_padded_sets(opened(data), self.split.padded_set)
         check_outside_jit(data)
         rows = row_count(data)
         size = max(self.split.padded(rows), self.rows_of_state or 0)
@@ -339,37 +336,6 @@ class Program:
         return abstract
 
 
-def _create_state(
-    configuration: Configuration,
-    mesh: AnyMesh,
-    updater: Updater,
-    params: PyTree,
-    extras: PyTree,
-    seed: jax.Array,
-) -> TrainState:
-    """Create the state before the first step."""
-    replicas, islands = replica_count(mesh), configuration.islands
-    of_one = configuration.reduction.init(only_read(params, updater.read))
-    state = TrainState(
-        step=jnp.int32(0),
-        params=params,
-        opt_state=updater.optimizer.init(params),
-        extras=extras,
-        seed=jnp.uint32(seed),
-        reduction=jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), of_one
-        ),
-        scale=first_scale() if configuration.precision.scales else (),
-    )
-    if islands is None:
-        return state
-    if islands.sends_gradients:
-        read = only_read(params, updater.read)
-        return dataclasses.replace(state, islands=jnp.zeros(size_in_blocks(jax.tree.leaves(read))))
-    count = None if islands.axis is None else replicas
-    return arithmetic_of(islands, updater, params).outer(state, count)
-
-
 def program_of(
     configuration: Configuration,
     model: TrainState | SplitModel,
@@ -389,7 +355,7 @@ def program_of(
         definition, params, extras = model
         config = configuration
         updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
-        create = partial(_create_state, configuration, mesh, updater)
+        create = partial(create_state, configuration, mesh, updater)
         found = jax.eval_shape(create, params, extras, np.uint32(0))
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=None), found)  # not the caller's
     if known is not None and definition != known.definition:

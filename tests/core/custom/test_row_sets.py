@@ -84,8 +84,8 @@ def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     np.testing.assert_allclose(metrics["size"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("edge", [30, 4])
-def test_a_set_may_be_larger_or_as_small_as_the_devices(edge: int) -> None:
+@pytest.mark.parametrize("edge", [30, 3])
+def test_a_set_may_be_larger_than_the_batch_or_smaller_than_the_mesh(edge: int) -> None:
     dp = parallel(mode="shard_map")
     _, metrics = dp.step(dp.init(MODEL), points(edge))
     np.testing.assert_allclose(metrics["loss"], on_one_device(1, points(edge))[1][0], rtol=1e-6)
@@ -185,7 +185,6 @@ def test_rows_of_a_set_in_the_body_are_refused() -> None:
     [
         ({"x": np.ones((24, 3)), "edge": np.ones((10, 3))}, rx.DataError, "24 rows.*10.*RowSet"),
         ({"x": np.ones((24, 3)), "edge": rx.Shared(np.ones((10, 3)))}, rx.LossError, "RowSet"),
-        ({"x": np.ones((24, 3)), "edge": rx.RowSet(np.ones((3, 3)))}, rx.ConfigError, "3 rows"),
     ],
 )
 def test_other_ways_name_this_one(batch: Any, error: Any, said: str) -> None:

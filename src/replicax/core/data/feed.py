@@ -42,7 +42,12 @@ class Split:
                 f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs at "
                 f"least one row: raise the batch size to at least {parts}, or use fewer devices"
             )
-        return -(-batch_size // parts) * parts
+        return self.padded_set(batch_size)
+
+    def padded_set(self, rows: int) -> int:
+        """Return `rows` rounded up to equal micro-batches, some of which may have only padding."""
+        parts = self.replicas * self.micro_batches
+        return -(-rows // parts) * parts
 
 
 class Feed:
@@ -216,7 +221,7 @@ class Feed:
                 f"an rx.RowSet of {rows} rows in a feed of a job of {self._job.processes} "
                 "processes; each would pad its own: pass whole batches to dp.step"
             )
-        return self.split.padded(rows)
+        return self.split.padded_set(rows)
 
     def _read_apart(
         self, read: Callable[[], Iterator[Any]], closing: threading.Event

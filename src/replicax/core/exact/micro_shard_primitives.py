@@ -144,12 +144,12 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
     if primitive is sum_p:
         return [dim is not None for dim in eqn.params["shard_dims"]]
     if primitive.name == "cond" and not own[0]:
-        each = [_results(branch, own[1:]) for branch in eqn.params["branches"]]
+        each = [owned_results(branch, own[1:]) for branch in eqn.params["branches"]]
         return list(map(any, zip(*each, strict=True)))
     if not meets(eqn):
         return [any(own)] * len(eqn.outvars)
     if calls_collective(eqn):
-        return _results(called(eqn), own)
+        return owned_results(called(eqn), own)
     if primitive.name == "scan":
         return scanned(eqn, own)[1]
     if primitive.name == "while":
@@ -165,7 +165,7 @@ def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
     """Return which arguments of a scan's body, and which results, differ by micro-shard."""
     fixed, carry, over = of_scan(eqn.params, own)
     carry, rest = fixed_point(
-        lambda carry: _results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
+        lambda carry: owned_results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
     )
     return [*fixed, *carry, *over], [*carry, *rest]
 
@@ -175,14 +175,15 @@ def turned(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
     of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     fixed, carry = own[of_test:][:of_body], own[of_test + of_body :]
     carry, _ = fixed_point(
-        lambda carry: _results(eqn.params["body_jaxpr"], [*fixed, *carry]), carry, any
+        lambda carry: owned_results(eqn.params["body_jaxpr"], [*fixed, *carry]), carry, any
     )
-    [ends] = _results(eqn.params["cond_jaxpr"], [*own[:of_test], *carry])
+    [ends] = owned_results(eqn.params["cond_jaxpr"], [*own[:of_test], *carry])
     _refuse(ends, "lax.while_loop")
     return carry
 
 
-def _results(jaxpr: ClosedJaxpr | Jaxpr, own: list[bool]) -> list[bool]:
+def owned_results(jaxpr: ClosedJaxpr | Jaxpr, own: list[bool]) -> list[bool]:
+    """Return which results of `jaxpr` differ by micro-shard, given which arguments do."""
     return evaluate_jaxpr(jaxpr, own, own_of, lambda _: False)
 
 

@@ -76,18 +76,13 @@ class MicroShardStep:
 
         def traced(number: jax.Array, *arrays: jax.Array) -> Any:
             state, batch = jax.tree.unflatten(structure, arrays)
-            found = self._function(state, batch, MicroShard(number, count))
-            where = jax.tree.broadcast(self._out, found)
-            mark = micro_shard_primitives.own  # rows may be constants
-            return jax.tree.map(
-                lambda leaf, to: leaf if split_dim(to) is None else mark(leaf), found, where
-            )
+            return self._function(state, batch, MicroShard(number, count))
 
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
         out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
         of_state = len(jax.tree.leaves(state))
         donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
-        each_once = _each_once(closed)
+        each_once = _each_once(_marked(closed, [0, *into], out))
         parted = HostExecutor(self._name, each_once, [0, *into], out, self._collectives, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
@@ -97,6 +92,20 @@ class MicroShardStep:
                     "them, or rx.gather them"
                 )
         return _Compiled(parted, into, out, jax.tree.structure(found))
+
+
+def _marked(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) -> ClosedJaxpr:
+    """Mark results that are wanted of each micro-shard and are the same in all, as constants."""
+    owned = micro_shard_primitives.owned_results(closed, [how is not None for how in into])
+    alike = [how is not None and not own for how, own in zip(out, owned, strict=True)]
+    if not any(alike):
+        return closed
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        found = zip(jaxpr_as_fun(closed)(*arrays), alike, strict=True)
+        return [micro_shard_primitives.own(leaf) if each else leaf for leaf, each in found]
+
+    return jax.make_jaxpr(run)(*shapes_of(closed.jaxpr.invars))
 
 
 def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
