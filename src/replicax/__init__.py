@@ -9,8 +9,8 @@ import sys
 import types
 import typing
 
-from replicax.core.custom.custom_step import mean as mean
-from replicax.core.custom.custom_step import value_and_grad as value_and_grad
+from replicax.core.custom.summing import mean as mean
+from replicax.core.custom.summing import value_and_grad as value_and_grad
 from replicax.core.data.batch import Batch as Batch
 from replicax.core.data.batch import RowSet as RowSet
 from replicax.core.data.batch import Shared as Shared

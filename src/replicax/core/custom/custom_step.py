@@ -1,16 +1,14 @@
-"""Custom steps over any pytree of state, and the primitives to write them with."""
+"""Run a custom step, over any pytree of state."""
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
-from replicax.arguments import typed
-from replicax.core.data.batch import Batch, RowSet, Shared, row_count
+from replicax.core.custom.summing import Examiner, Primitives, mean
+from replicax.core.data.batch import Batch
 from replicax.core.data.per_row import (
     PerRow,
     checked_rows,
@@ -23,150 +21,15 @@ from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.pytree import CustomState
-from replicax.core.models.split import split_model
-from replicax.core.models.stateful import Stateful
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums, no_reduction
-from replicax.core.step.loss import LOSS, Weighted, WeightedSum, weighted_sum
-from replicax.core.step.loss_context import LossContext, current, inside
-from replicax.core.step.objective import LossFunction, Objective
-from replicax.core.step.update import Summing, mean_gradient, step_key
-from replicax.errors import LossError, StateError
+from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums
+from replicax.core.step.loss import LOSS, WeightedSum
+from replicax.core.step.loss_context import inside
+from replicax.core.step.update import Summing, step_key
+from replicax.errors import StateError
 
 StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 """`step(state, batch, key) -> (state, metrics)`."""
-
-
-class Examiner(Protocol):
-    """Observes a step while it is traced."""
-
-    def step_sums(
-        self,
-        objective: Objective,
-        params: PyTree,
-        extras: PyTree,
-        rows: Batch,
-        context: CallContext,
-    ) -> tuple[StepSums, PyTree]:
-        """Return what `objective.step_sums` does."""
-
-    def see(self, name: str, value: Any) -> None:
-        """Called with rows whose mean is taken, or that are returned."""
-
-    def step(self, here: LossContext) -> None:
-        """Called when the step has returned; `here` records its requests."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Primitives:
-    """How `value_and_grad` and `mean` compute sums in one call of a step."""
-
-    summing: Summing
-    precision: Precision
-    examiner: Examiner | None = None
-
-
-_ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
-
-
-@typed
-def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that computes the means of `loss` over the global batch and the gradient.
-
-    For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
-    micro-batches, reduced once, and divided once, as in the built-in step. Outside a step, `batch`
-    is the global batch.
-
-    Examples:
-        >>> def step(state, batch, key):
-        ...     means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
-        ...     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
-        ...     model = optax.apply_updates(state["model"], updates)
-        ...     return {"model": model, "moments": moments}, means
-
-    Args:
-        loss: `loss(model, batch, key) -> values`, as for `DataParallel`.
-        rows: whether to return the values of each row, too.
-
-    Returns:
-        `function(model, batch, key=None) -> (means, gradient)`, or `(means, gradient, rows)`.
-        `model` is of any kind supported by `DataParallel.init`, `batch` a pytree of arrays with one
-        entry for each row of the step's batch or an `rx.RowSet` of it, and without a key the loss
-        is called as in evaluation. `means` are float32 scalars, `"loss"` and the metrics, equal on
-        all replicas; the gradient, that of the mean loss, has
-        the model's structure, with None for leaves that are not trainable. An NNX model keeps its
-        writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
-        `rx.Stateful` it is `(means, gradient of its model, state)`, with the state that the loss
-        wrote, and for a Linen module with more collections than params these. `means["loss"]` may
-        be differentiated once by `model`, as a line search does; no other result may be. With
-        `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"` and the
-        metrics that have rows, and of each `rx.PerRow` among them: those of the rows that the step
-        sees, not differentiated.
-
-    Raises:
-        LossError: the loss violates its contract, or another result is differentiated.
-    """
-
-    def means_and_gradient(
-        model: Any, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[Any, ...]:
-        definition, given, extras = split_model(model)
-        params = jax.lax.stop_gradient(given)
-        primitives, state, seen = _seen("value_and_grad", batch, params, extras)
-        objective = Objective(definition, loss, primitives.precision, every_row=rows)
-        examiner = primitives.examiner
-        part = partial(examiner.step_sums, objective) if examiner else objective.step_sums
-        total, after, _ = primitives.summing(part, state, seen, key)
-        # The state of a Stateful is equal on all replicas only if the loss computes it so.
-        own, alike = ((after,), ()) if isinstance(model, Stateful) else ((), (after,))
-        results = *sums_of_all_replicas((total.means(), mean_gradient(total, params), *alike)), *own
-        means, gradient, after = _of_known_gradient(given, *results)
-        found = means, definition.as_model(gradient), *definition.written(model, after)
-        return (*found, jax.lax.stop_gradient(total.rows)) if rows else found
-
-    return means_and_gradient
-
-
-def mean(values: PyTree) -> PyTree:
-    """Return the mean of `values` over the rows of the global batch, excluding padding.
-
-    For a custom step; the result is equal on all replicas. Outside a step, the plain mean.
-
-    Examples:
-        >>> def step(state, batch, key):
-        ...     return state, {"loss": rx.mean(batch["x"][:, 0] ** 2)}
-        >>> dp = rx.DataParallel(step=step)
-        >>> state, metrics = dp.step(dp.init(model), batch)
-
-    Args:
-        values: a pytree of floats `[rows, ...]`, such as the gradients of each row, or of
-            `rx.Weighted` of floats; or an `rx.RowSet` of these.
-
-    Returns:
-        The same pytree with float32 arrays `[...]`; NaN where the total weight is 0.
-
-    Raises:
-        LossError: `values` has not the rows of the step's batch, or is differentiated.
-    """
-    primitives, state, rows = _seen("mean", values, (), ())
-    values = rows.data
-
-    def part(_params: PyTree, extras: PyTree, rows: Batch, _context: CallContext) -> Any:
-        sums = {}
-        for n, value in enumerate(jax.tree.leaves(rows.data, is_leaf=_is_weighted)):
-            if primitives.examiner:
-                primitives.examiner.see("rx.mean", value)
-            sums[str(n)] = weighted_sum("rx.mean", value, rows.mask, axis=0)
-        return StepSums((), sums), extras
-
-    total, _, _ = primitives.summing(part, state, rows, None)
-    means = sums_of_all_replicas(list(total.means().values()))
-    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_weighted), means)
-
-
-def _is_weighted(node: Any) -> bool:
-    return isinstance(node, Weighted)
 
 
 def custom_update(
@@ -214,88 +77,6 @@ def keep(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a custom step."""
     return dataclasses.replace(state, step=state.step + 1, params=params), {}
-
-
-def _seen(
-    name: str, rows: PyTree, params: PyTree, extras: PyTree
-) -> tuple[Primitives, TrainState, Batch]:
-    """Return the active primitives, and the parameters and rows that they sum over."""
-    if isinstance(rows, Shared):
-        raise LossError(
-            f"rx.{name} was given an rx.Shared, which has no rows: mark rows of another number "
-            "than those of the batch as rx.RowSet"
-        )
-    of_set = isinstance(rows, RowSet)
-    count, here, step = row_count(rows.value if of_set else rows), current(), None
-    if here is None:
-        primitives, rows = _ALONE, rows.value if of_set else rows
-        batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
-    elif here.primitives is None:
-        raise LossError(
-            f"rx.{name} was called in a loss, which sees only some rows of a batch; it sums over "
-            "all rows in a step: use jax.grad inside a loss, and return one value per row"
-        )
-    else:
-        (primitives, index), seen = here.primitives, here.mask.shape[0]
-        step = here.context.step
-        if of_set and (rows.rows is None or count != rows.rows.size):
-            raise LossError(
-                f"rx.{name} was given an rx.RowSet of {count} rows that is none of the batch: use "
-                "batch[...].map(function), which keeps its rows"
-            )
-        if not of_set and count != seen:
-            raise LossError(
-                f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
-                "one entry for each row of the batch, [rows, k, ...] for k entries per row, or an "
-                "rx.RowSet of the batch"
-            )
-        batch = rows.rows if of_set else Batch(rows, here.mask, index)
-    state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
-    return primitives, state, batch
-
-
-@jax.custom_vjp
-def _of_known_gradient(_params: PyTree, *results: Any) -> Any:
-    """Return `results`, the means, gradient and state; that is the loss's gradient by `params`."""
-    return results
-
-
-def _remembered(_params: Any, *results: Any) -> tuple[Any, PyTree]:
-    perturbed = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
-    values = jax.tree.map(lambda leaf: leaf.value, results, is_leaf=perturbed)
-    return values, values[1]
-
-
-def _derivative(gradient: PyTree, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    of_loss, others = cotangents[0][LOSS], ({**cotangents[0], LOSS: None}, cotangents[1:])
-    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
-        _refuse()
-    of_params = jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient)
-    return of_params, None, None, None
-
-
-_of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
-
-
-@jax.jit
-def sums_of_all_replicas(outputs: PyTree) -> PyTree:
-    """Return `outputs`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
-    return _constant(outputs)
-
-
-@jax.custom_jvp
-def _constant(outputs: PyTree) -> PyTree:
-    """Return `outputs`, not differentiable: a replica's derivative is not the total derivative."""
-    return outputs
-
-
-@_constant.defjvp
-def _refuse(*_: Any) -> Any:
-    raise LossError(
-        "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
-        "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
-        "row, and differentiate only means['loss'], by the model"
-    )
 
 
 def _returned(
