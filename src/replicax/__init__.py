@@ -12,6 +12,7 @@ import typing
 from replicax.core.custom.custom_step import mean as mean
 from replicax.core.custom.custom_step import value_and_grad as value_and_grad
 from replicax.core.data.batch import Batch as Batch
+from replicax.core.data.batch import RowSet as RowSet
 from replicax.core.data.batch import Shared as Shared
 from replicax.core.data.feed import Feed as Feed
 from replicax.core.data.per_row import PerRow as PerRow

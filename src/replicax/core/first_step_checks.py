@@ -13,33 +13,29 @@ import jax
 import numpy as np
 
 from replicax.core.config import Configuration
-from replicax.core.custom.custom_step import keep
-from replicax.core.data.batch import Batch, host_rows
+from replicax.core.data.batch import Batch, host_rows, values_of_sets
 from replicax.core.data.feed import Feed
 from replicax.core.data.host_arrays import opened
-from replicax.core.data.per_row import RowsOfState, is_rows_of_state, map_rows_of_state
 from replicax.core.first_step import row_errors
 from replicax.core.first_step.argument_checks import check_kind, check_state
-from replicax.core.first_step.examiner import RowExaminer, of_loss
+from replicax.core.first_step.examiner import of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step.row_trials import Division
+from replicax.core.first_step.step_run import each_set, run_step
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import (
     PyTree,
     by_path,
     describe_leaves,
-    divided,
     is_here,
-    merged,
     shapes_by_path,
 )
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit, check_unused
 from replicax.core.placement.mesh import by_rows
 from replicax.core.program import Program
-from replicax.core.step.accumulate import Sequential
-from replicax.core.step.base import CompiledFunction, no_reduction
-from replicax.core.step.loss import LOSS, is_unbound_axis
+from replicax.core.step.base import CompiledFunction
+from replicax.core.step.loss import LOSS
 from replicax.core.step.update import step_key
 from replicax.errors import ConfigError, LossError, StateError
 
@@ -55,8 +51,8 @@ class FirstStepChecks:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._examinations: dict[Any, LossExamination] = {}
-        """By what is run, and the shapes of the batch."""
+        self._examinations: dict[Any, list[LossExamination]] = {}
+        """By what is run, and the shapes of the batch; the first of its own rows, then each set."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
@@ -79,12 +75,15 @@ class FirstStepChecks:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
-        examination, given = self._examination(what, state, batch), batch
+        if batch.sets and (what != STEP or self._program.configuration.step is None):
+            raise row_errors.sets_of_rows(what)
         if what == STEP and self._program.rows_of_state not in (None, batch.size):
             raise row_errors.other_rows(self._program.rows_of_state, batch.size)
-        batch = self._padded_or_not(what, examination, state, batch)
+        examinations, given = self._examination(what, state, batch), batch
+        batch = self._padded_or_not(what, examinations[0], state, batch)
         if batch is not given:
             self._examination(what, state, batch)
+        self._check_padded_sets(examinations, state, batch)
         configuration = self._program.configuration
         if configuration.job.processes > 1:
             shapes = _shapes(what, batch)
@@ -103,7 +102,8 @@ class FirstStepChecks:
         job = self._program.configuration.job
         if job.processes > 1:
             data = opened(data)
-            here = jax.tree.map(lambda leaf: leaf if is_here(leaf) else None, data)
+            every = [data, *values_of_sets(data)]
+            here = jax.tree.map(lambda leaf: leaf if is_here(leaf) else None, every)
             shapes = _ROWS, *((path, np.shape(leaf)) for path, leaf in by_path(here).items())
             if shapes not in self._agreed:
                 job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
@@ -141,8 +141,8 @@ class FirstStepChecks:
             return
         size = feed.split.padded(feed.source.batch_size)
         known = (
-            examination
-            for (what, *_), examination in self._examinations.items()
+            examinations[0]
+            for (what, *_), examinations in self._examinations.items()
             if what == EVALUATION
         )
         examination = next(known, None)
@@ -152,7 +152,7 @@ class FirstStepChecks:
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
-    def _examination(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
+    def _examination(self, what: str, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Return what is known of batches of these shapes, checking the first."""
         shapes = _shapes(what, batch)
         if shapes not in self._examinations:
@@ -164,14 +164,17 @@ class FirstStepChecks:
         """Trace the loss or the step."""
         program = self._program
         if what == STEP and program.configuration.step is not None:
-            run = partial(_run_step, program.custom_step, program.shapes.params)
-            return LossExamination(run, *_with_rows_of_state(state, batch), learns=True)
+            run = partial(run_step, program.custom_step, program.shapes.params)
+            return LossExamination(run, state, batch, learns=True)
         of = step_key if what == STEP else lambda _: None
         return LossExamination(of_loss(program.objective, of), state, batch, learns=what == STEP)
 
     @_traced
-    def _examined(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
+    def _examined(self, what: str, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
+        return [self._examined_rows(what, *given) for given in each_set(state, batch)]
+
+    def _examined_rows(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         program, examination = self._program, self._trace(what, state, batch)
         own = what == STEP and program.configuration.step is not None
         if what == STEP and not own and not examination.moves:
@@ -183,8 +186,7 @@ class FirstStepChecks:
             self._check_rows_out()
         apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):
-            given = _with_rows_of_state(state, batch)
-            broken = examination.broken(division, *given, hands_on=not (own or apart))
+            broken = examination.broken(division, state, batch, hands_on=not (own or apart))
             alike = own and not division.within and not program.configuration.mode.bitwise
             if alike and examination.from_key and not broken:
                 broken = [row_errors.Broken(examination.from_key[0], output=True, why="key")]
@@ -234,7 +236,7 @@ class FirstStepChecks:
     ) -> row_errors.Broken | None:
         """Return what depends on padding; raise `LossError` if the rest cannot be split evenly."""
         real = batch.size - padding
-        broken = examination.broken(_real(real), *_with_rows_of_state(state, batch))
+        broken = examination.broken(_real(real), *next(each_set(state, batch)))
         if not broken:
             return None
         several = self._program.configuration.job.processes > 1
@@ -246,6 +248,22 @@ class FirstStepChecks:
             "padding, by another program"
         )
         return broken[0]
+
+    @_traced
+    def _check_padded_sets(
+        self, examinations: list[LossExamination], state: TrainState, batch: Batch
+    ) -> None:
+        """Raise `LossError` if a value depends on padded rows of a set."""
+        if not batch.sets:
+            return
+        for examination, given in zip(examinations, each_set(state, batch), strict=True):
+            own = given[1]
+            real = int(np.count_nonzero(own.mask)) if own.rows is None else own.rows
+            key = *_shapes(STEP, batch), own.number, real
+            if own.number and real < own.size and key not in self._padding:
+                if broken := examination.broken(_real(real), *given):
+                    raise row_errors.padded(broken[0], own.size - real, own.size)
+                self._padding[key] = None
 
     @property
     def _parts(self) -> int:
@@ -287,56 +305,6 @@ def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:
 def _real(rows: int) -> Division:
     """Return the division of a batch into its first `rows` and the padding."""
     return Division(np.arange(rows)[None], padded=True)
-
-
-def _with_rows_of_state(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-    """Return a state and a batch to examine: rows of the state are rows of the batch."""
-    leaves = jax.tree.leaves(state.params, is_leaf=is_rows_of_state)
-    if not any(flags := list(map(is_rows_of_state, leaves))):
-        return state, batch
-    rows, others = divided(leaves, flags)
-    values = [each.value for each in rows]
-    return dataclasses.replace(state, params=others), dataclasses.replace(
-        batch, data=(batch.data, values)
-    )
-
-
-def _with_rows_back(params: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-    """Undo `_with_rows_of_state` for a state whose parameters are like `params`."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_rows_of_state)
-    if not any(flags := list(map(is_rows_of_state, leaves))):
-        return state, batch
-    data, values = batch.data
-    rows = [RowsOfState(value, real=batch.size) for value in values]
-    whole = jax.tree.unflatten(structure, merged(rows, state.params, flags))
-    return dataclasses.replace(state, params=whole), dataclasses.replace(batch, data=data)
-
-
-def _run_step(
-    custom_step: Callable[..., Any],
-    params: PyTree,
-    state: TrainState,
-    batch: Batch,
-    examiner: RowExaminer,
-) -> tuple[PyTree, None]:
-    """Run a custom step to examine it: the state and the metrics must not depend on rows."""
-    state, batch = _with_rows_back(params, state, batch)
-    try:
-        after, metrics, _ = custom_step(
-            *(state, batch, None),
-            accumulator=Sequential(gather=examiner.gather),
-            reduce=no_reduction,
-            apply=keep,
-            examiner=examiner,
-        )
-    except NameError as error:
-        if not is_unbound_axis(error):
-            raise
-        raise LossError(
-            "the step reduces over the replicas itself (psum or pmean over an axis), but must "
-            "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
-        ) from error
-    return {"state": map_rows_of_state(lambda _: (), after.params), "metrics": metrics}, None
 
 
 def _strided(blocks: np.ndarray, micro: int) -> np.ndarray:

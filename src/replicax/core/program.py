@@ -11,7 +11,15 @@ import numpy as np
 from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
-from replicax.core.data.batch import Batch, Share, described, host_rows, pad, row_count
+from replicax.core.data.batch import (
+    Batch,
+    Share,
+    described,
+    host_rows,
+    pad,
+    row_count,
+    with_padded_sets,
+)
 from replicax.core.data.feed import Split
 from replicax.core.data.host_arrays import opened
 from replicax.core.data.per_row import map_rows_of_state, rows_of_state
@@ -271,6 +279,7 @@ class Program:
     def described(self, batch: Any) -> Batch:
         """Return the shapes of the batch that `step` uses for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
+            batch = with_padded_sets(batch, self.split.padded)
             batch = described(batch, self.split.padded(row_count(batch)))
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
@@ -307,7 +316,7 @@ class Program:
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that `step` uses."""
-        data = opened(data)
+        data = with_padded_sets(opened(data), self.split.padded)
         check_outside_jit(data)
         rows = row_count(data)
         size = max(self.split.padded(rows), self.rows_of_state or 0)

@@ -10,7 +10,7 @@ import jax
 
 from replicax.analysis.compiled import inspect
 from replicax.checks import NOTE, SKIP, Check
-from replicax.core.data.batch import row_count
+from replicax.core.data.batch import row_count, values_of_sets
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.core.placement.mesh import replica_count
@@ -59,6 +59,11 @@ def verify_program(
         )
     started = time.monotonic()
     chosen = _modes(dp, modes)
+    if values_of_sets(batch):
+        raise ConfigError(
+            "verify was given a batch with an rx.RowSet, which it does not cut: compare dp.step "
+            "with mode='single', or verify a step without the set"
+        )
     rows = _rows(dp, row_count(batch), micro_batches)
     batch = jax.tree.map(lambda leaf: leaf[:rows], batch)
     about = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from replicax.arguments import typed
-from replicax.core.data.batch import Batch, row_count
+from replicax.core.data.batch import Batch, RowSet, Shared, row_count
 from replicax.core.data.per_row import (
     PerRow,
     checked_rows,
@@ -92,9 +92,9 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     Returns:
         `function(model, batch, key=None) -> (means, gradient)`, or `(means, gradient, rows)`.
         `model` is of any kind supported by `DataParallel.init`, `batch` a pytree of arrays with one
-        entry for each row of the step's batch, and without a key the loss is called as in
-        evaluation. `means` are float32 scalars,
-        `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
+        entry for each row of the step's batch or an `rx.RowSet` of it, and without a key the loss
+        is called as in evaluation. `means` are float32 scalars, `"loss"` and the metrics, equal on
+        all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
         writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
         `rx.Stateful` it is `(means, gradient of its model, state)`, with the state that the loss
@@ -141,7 +141,7 @@ def mean(values: PyTree) -> PyTree:
 
     Args:
         values: a pytree of floats `[rows, ...]`, such as the gradients of each row, or of
-            `rx.Weighted` of floats.
+            `rx.Weighted` of floats; or an `rx.RowSet` of these.
 
     Returns:
         The same pytree with float32 arrays `[...]`; NaN where the total weight is 0.
@@ -150,6 +150,7 @@ def mean(values: PyTree) -> PyTree:
         LossError: `values` has not the rows of the step's batch, or is differentiated.
     """
     primitives, state, rows = _seen("mean", values, (), ())
+    values = rows.data
 
     def part(_params: PyTree, extras: PyTree, rows: Batch, _context: CallContext) -> Any:
         sums = {}
@@ -219,9 +220,15 @@ def _seen(
     name: str, rows: PyTree, params: PyTree, extras: PyTree
 ) -> tuple[Primitives, TrainState, Batch]:
     """Return the active primitives, and the parameters and rows that they sum over."""
-    count, here, step = row_count(rows), current(), None
+    if isinstance(rows, Shared):
+        raise LossError(
+            f"rx.{name} was given an rx.Shared, which has no rows: mark rows of another number "
+            "than those of the batch as rx.RowSet"
+        )
+    of_set = isinstance(rows, RowSet)
+    count, here, step = row_count(rows.value if of_set else rows), current(), None
     if here is None:
-        primitives = _ALONE
+        primitives, rows = _ALONE, rows.value if of_set else rows
         batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
     elif here.primitives is None:
         raise LossError(
@@ -231,12 +238,18 @@ def _seen(
     else:
         (primitives, index), seen = here.primitives, here.mask.shape[0]
         step = here.context.step
-        if count != seen:
+        if of_set and (rows.rows is None or count != rows.rows.size):
+            raise LossError(
+                f"rx.{name} was given an rx.RowSet of {count} rows that is none of the batch: use "
+                "batch[...].map(function), which keeps its rows"
+            )
+        if not of_set and count != seen:
             raise LossError(
                 f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
-                "one entry for each row of the batch, or [rows, k, ...] for k entries per row"
+                "one entry for each row of the batch, [rows, k, ...] for k entries per row, or an "
+                "rx.RowSet of the batch"
             )
-        batch = Batch(rows, here.mask, index)
+        batch = rows.rows if of_set else Batch(rows, here.mask, index)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
     return primitives, state, batch
 

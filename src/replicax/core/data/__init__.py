@@ -2,12 +2,13 @@
 
 Read in this order:
 
-    batch.py         `Batch`, rows with their mask and index, of one size; padding, and `Shared`
+    batch.py         `Batch`, rows with their mask and index, of one size; padding, `Shared` and
+                     `RowSet`
     host_arrays.py   arrays and mappings of other libraries as NumPy arrays and dicts
     sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process
     per_row.py       `PerRow`: values with an entry for each row, next to means
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
-`rx.Batch`, `rx.Shared`, `rx.PerRow`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
+`rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
 """

@@ -1,7 +1,8 @@
 """A batch of fixed size: the user's rows, their mask, and their placement on devices."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,6 +41,42 @@ class Shared:
         return f"Shared({self.value!r})"
 
 
+class RowSet:
+    """Mark rows in a batch of another number than its own: boundary points, labelled rows.
+
+    A custom step passes it to `rx.value_and_grad` or `rx.mean` instead of the batch, and these use
+    all rows of the set: it is padded and split over the replicas by itself. The other arrays of the
+    batch are its own rows.
+
+    Examples:
+        >>> def step(state, batch, key):
+        ...     means, gradient = rx.value_and_grad(loss)(state, batch["labelled"], key)
+        ...     spread = rx.mean(batch["labelled"].map(lambda rows: rows["y"] ** 2))
+        ...     state = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state, gradient)
+        ...     return state, {**means, "spread": spread, "all": rx.mean(batch["x"][:, 0])}
+        >>> dp = rx.DataParallel(step=step)
+        >>> labelled = rx.RowSet({"x": source["x"][:10], "y": source["y"][:10]})
+        >>> state, metrics = dp.step(dp.init(model), {"x": source["x"], "labelled": labelled})
+
+    Args:
+        value: a pytree of arrays `[rows of the set, ...]`.
+    """
+
+    def __init__(self, value: PyTree) -> None:
+        self.rows: Batch | None = value if isinstance(value, Batch) else None
+        """The set as a batch of its own, once it is padded; that is when it has a mask."""
+        self.value = value.data if isinstance(value, Batch) else value
+        """In a step, the rows that it sees."""
+
+    def __repr__(self) -> str:
+        return f"RowSet({self.value!r})"
+
+    def map(self, function: Callable[[PyTree], PyTree]) -> "RowSet":
+        """Return the set with `function` of its value, which must have the same rows."""
+        found = function(self.value)
+        return RowSet(found if self.rows is None else dataclasses.replace(self.rows, data=found))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
     """The value of a `Shared`, kept out of its leaves so that maps over rows skip it."""
@@ -55,6 +92,11 @@ class _Held:
 
 register_pytree_node(
     Shared, lambda shared: ((), _Held(shared.value)), lambda held, _: Shared(held.value)
+)
+register_pytree_node(
+    RowSet,
+    lambda rows: ((), _Held(rows.value if rows.rows is None else rows.rows)),
+    lambda held, _: RowSet(held.value),
 )
 
 
@@ -83,30 +125,42 @@ class Batch:
     """Maximum number of padding rows in any batch of the same feed, if known in advance."""
     shared: tuple[PyTree, ...] = ()
     """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
+    sets: tuple["Batch", ...] = ()
+    """Each `RowSet` in `data`, in order, as a batch of its own, once it is on the devices."""
     host: PyTree = None
     """This process's rows on the host, if the feed has to read them in order."""
+    number: int = 0
+    """Which of the sets of a batch it is, from 1; 0 for a batch that is none."""
 
     def apart(self) -> "Batch":
-        """Return the batch with the value of each `Shared` moved, unchanged, to `shared`."""
-        nodes = jax.tree.leaves(self.data, is_leaf=_is_shared)
-        values = tuple(node.value for node in nodes if _is_shared(node))
-        return self._with_values([None] * len(values), values)
+        """Return the batch with the values of each `Shared` and `RowSet` moved out of `data`.
+
+        They are then in `shared` and `sets`, unchanged.
+        """
+        nodes = jax.tree.leaves(self.data, is_leaf=_is_marked)
+        values = tuple(node.value for node in nodes if isinstance(node, Shared))
+        sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
+        if not (values or sets):
+            return self
+        data = _map_marked(lambda node: type(node)(None), self.data)
+        return dataclasses.replace(self, data=data, shared=values, sets=sets)
 
     def whole(self) -> "Batch":
-        """Return the batch with `shared` moved back into `data`, undoing `apart`."""
-        return self._with_values(self.shared, ())
+        """Return the batch with `shared` and `sets` moved back into `data`, undoing `apart`."""
+        if not (self.shared or self.sets):
+            return self
+        values, sets = iter(self.shared), iter(self.sets)
+
+        def with_value(node: Shared | RowSet) -> Shared | RowSet:
+            return Shared(next(values)) if isinstance(node, Shared) else RowSet(next(sets))
+
+        data = _map_marked(with_value, self.data)
+        return dataclasses.replace(self, data=data, shared=(), sets=())
 
     def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
-        """Return the batch with `function` applied to each array of rows, but not to `shared`."""
-        rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=()))
-        return dataclasses.replace(rows, shared=self.shared)
-
-    def _with_values(self, values: Sequence[PyTree], shared: tuple[PyTree, ...]) -> "Batch":
-        if not values:
-            return self
-        each = iter(values)
-        data = _map_shared(lambda _: Shared(next(each)), self.data)
-        return dataclasses.replace(self, data=data, shared=shared)
+        """Return the batch with `function` of each array of its rows, not of `shared` or `sets`."""
+        rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=(), sets=()))
+        return dataclasses.replace(rows, shared=self.shared, sets=self.sets)
 
     @property
     def size(self) -> int:
@@ -115,23 +169,53 @@ class Batch:
 
 
 register_dataclass(
-    Batch, ["data", "mask", "index", "shared"], [], drop_fields=["rows", "feed_padding", "host"]
+    Batch,
+    ["data", "mask", "index", "shared", "sets"],
+    ["number"],
+    drop_fields=["rows", "feed_padding", "host"],
 )
 
 
 def unshared(data: PyTree) -> PyTree:
     """Return `data` with each `Shared` replaced by its value."""
-    return _map_shared(lambda shared: shared.value, data)
+    return _map_marked(lambda node: node.value if isinstance(node, Shared) else node, data)
 
 
-def _map_shared(function: Callable[[Shared], Any], data: PyTree) -> PyTree:
+def _map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda node: function(node) if _is_shared(node) else node, data, is_leaf=_is_shared
+        lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
     )
 
 
-def _is_shared(node: Any) -> bool:
-    return isinstance(node, Shared)
+def _is_marked(node: Any) -> bool:
+    return isinstance(node, Shared | RowSet)
+
+
+def values_of_sets(data: PyTree) -> list[PyTree]:
+    """Return the value of each `RowSet` in `data`."""
+    nodes = jax.tree.leaves(data, is_leaf=_is_marked)
+    return [opened(node.value) for node in nodes if isinstance(node, RowSet)]
+
+
+def with_padded_sets(data: PyTree, padded: Callable[[int], int]) -> PyTree:
+    """Return `data` with each `RowSet` as a batch of its own; arrays of the host, or shapes.
+
+    `padded` returns the size of a batch of so many rows.
+    """
+    numbers = itertools.count(1)
+
+    def as_batch(node: Shared | RowSet) -> Shared | RowSet:
+        if isinstance(node, Shared) or node.rows is not None:
+            return node
+        value = opened(node.value)
+        rows = row_count(value)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
+            found = described(value, padded(rows))
+        else:
+            found = pad(host_rows(value, copy=True), padded(rows), np.arange(rows))
+        return RowSet(dataclasses.replace(found, number=next(numbers)))
+
+    return _map_marked(as_batch, data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +249,9 @@ class Share:
                 ),
                 shared,
             )
-        return dataclasses.replace(batch, data=data, mask=mask, index=index, shared=shared)
+        sets = tuple(dataclasses.replace(self, size=each.size).place(each) for each in batch.sets)
+        placed = {"data": data, "mask": mask, "index": index, "shared": shared, "sets": sets}
+        return dataclasses.replace(batch, **placed)
 
     def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
         if not is_here(leaf):
@@ -202,7 +288,7 @@ def row_count(data: PyTree) -> int:
         if count != rows:
             raise DataError(
                 f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must share "
-                "one leading row dim: give both the same number"
+                "one leading row dim: give both the same number, or mark one as rx.RowSet"
             )
     return rows
 
@@ -230,17 +316,20 @@ def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
 
 
 def described(data: PyTree, size: int) -> Batch:
-    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes."""
+    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes.
+
+    Its sets have the rows that they have.
+    """
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
-    batch = (
-        Batch(opened(data), np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
-    )
+    data = with_padded_sets(opened(data), lambda rows: rows)
+    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    sets = jax.eval_shape(lambda sets: sets, batch.sets)
     shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
-    return dataclasses.replace(batch, shared=shared)
+    return dataclasses.replace(batch, shared=shared, sets=sets)
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.data.batch import Batch, Share, pad
+from replicax.core.data.batch import Batch, Share, pad, with_padded_sets
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.leaves import PyTree
@@ -205,9 +205,18 @@ class Feed:
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
             host = data if source.batches is None or source is not self.source else None
+            data = with_padded_sets(data, self._padded_set)
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
             yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
+
+    def _padded_set(self, rows: int) -> int:
+        if self._job.processes > 1:
+            raise DataError(
+                f"an rx.RowSet of {rows} rows in a feed of a job of {self._job.processes} "
+                "processes; each would pad its own: pass whole batches to dp.step"
+            )
+        return self.split.padded(rows)
 
     def _read_apart(
         self, read: Callable[[], Iterator[Any]], closing: threading.Event

@@ -43,6 +43,8 @@ class RowExaminer:
 
     gathered: int
     """Number of rows that `rx.gather` returns."""
+    number: int = 0
+    """Which set of a batch is examined, as in `Batch.number`; the rows of others are constants."""
     entered: int | None = None
     """Number of rows of a loss in a custom step; None for those that it is given."""
     names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -66,7 +68,8 @@ class RowExaminer:
         context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does, with zeros for the gradient."""
-        count, rows = rows.size, rows.map_rows(self._enter)
+        own, count = rows.number == self.number, rows.size
+        rows = rows.map_rows(self._enter) if own else rows
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
             found = objective.loss(model, data, key)
@@ -74,7 +77,8 @@ class RowExaminer:
             return found
 
         watched = dataclasses.replace(objective, loss=observed)
-        context = dataclasses.replace(context, axis=AXIS, gather=self.gather, only_read=True)
+        gather = self.gather if own else _itself
+        context = dataclasses.replace(context, axis=AXIS, gather=gather, only_read=True)
         returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)
         if self.learns and has_weights(returned):
@@ -85,8 +89,9 @@ class RowExaminer:
             self.see(name, value)
         found = rows_of(returned, rows.size, every=objective.every_row)
         zeros = jax.tree.map(_zeros, params)
-        left = partial(_call, LEFT, partial(_resized, count=count))
-        return StepSums(zeros, weighted, jax.tree.map(left, found)), after
+        if own:
+            found = jax.tree.map(partial(_call, LEFT, partial(_resized, count=count)), found)
+        return StepSums(zeros, weighted, found), after
 
     @staticmethod
     def _check_weights(

@@ -54,7 +54,7 @@ class LossExamination:
     def __init__(self, run: LossRun, state: TrainState, batch: Batch, learns: bool = False) -> None:
         self._run, self._rows = run, batch.size
         self._given = jax.eval_shape(lambda *given: given, state, batch)
-        self._one = self._traced(self._rows, RowExaminer(self._rows, learns=learns))
+        self._one = self._traced(self._rows, RowExaminer(self._rows, batch.number, learns=learns))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.returns_rows = examiner.returns_rows
@@ -257,7 +257,7 @@ class LossExamination:
 
     def _places(self, division: Division) -> list[Location]:
         state, batch = self._given
-        shared = len(jax.tree.leaves(batch.shared))
+        shared = len(jax.tree.leaves((batch.shared, batch.sets)))
         rows: Location = GIVEN if division.within else Rows(0)
         by_row = [rows] * (len(jax.tree.leaves(batch)) - shared)
         origins = {id(state.seed): FROM_STEP_KEY, id(state.step): NUMBER}
@@ -276,7 +276,8 @@ class LossExamination:
         key = rows, within, alone and self.gathers
         if key not in self._twins:
             count = self._rows if within else rows
-            examiner = RowExaminer(rows if key[-1] else self._rows, rows if within else None)
+            gathered, number = rows if key[-1] else self._rows, self._given[1].number
+            examiner = RowExaminer(gathered, number, rows if within else None)
             try:
                 self._twins[key] = self._traced(count, examiner)
             except Exception as error:  # the user's code, on other rows

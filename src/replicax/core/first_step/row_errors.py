@@ -3,7 +3,7 @@
 import dataclasses
 
 from replicax.core.step.loss import LOSS
-from replicax.errors import LossError, StateError
+from replicax.errors import ConfigError, LossError, StateError
 
 _DECLARE = "or declare it with rx.independent(values) if it does not"
 
@@ -100,6 +100,15 @@ def other_rows(held: int | None, given: int) -> StateError:
     return StateError(
         f"the state has {held} rows in an rx.PerRow and the batch {given}, padding included; each "
         "row of a batch has its own: use that batch size, where a last batch may be shorter"
+    )
+
+
+def sets_of_rows(what: str) -> ConfigError:
+    """Return the error for a batch with sets where a loss is called on the batch."""
+    return ConfigError(
+        f"{what} was given a batch with an rx.RowSet, whose rows a loss cannot sum with those of "
+        "the batch: call rx.value_and_grad on each in a custom step, DataParallel(step=step), and "
+        "evaluate each set as a batch"
     )
 
 

@@ -202,7 +202,7 @@ def split_dim(sharding: NamedSharding) -> int | None:
 def batch_shardings(mesh: AnyMesh) -> Batch:
     """Return the shardings of a batch: rows split over the replicas, shared leaves replicated."""
     rows = by_rows(mesh)
-    return Batch(rows, rows, rows, shared=replicated(mesh))  # type: ignore[arg-type]
+    return Batch(rows, rows, rows, shared=replicated(mesh), sets=rows)  # type: ignore[arg-type]
 
 
 def sharding_of(mesh: Mesh, own: ShardDim) -> NamedSharding:

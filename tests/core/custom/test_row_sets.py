@@ -1,0 +1,201 @@
+"""Sets of rows of different sizes in one batch: each with its own mean, padding and split."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import only
+
+import replicax as rx
+
+INSIDE, EDGE = 24, 10
+CASES = [
+    (mode, devices, accumulate)
+    for mode in ("jit", "shard_map", "pmap", "exact", "single")
+    for devices in (1, 2, 4)
+    for accumulate in (1, 2)
+    if (mode, devices) not in [("single", 2), ("single", 4)] and (mode, accumulate) != ("exact", 2)
+]
+MODEL = {"w": np.float32([0.3, 0.2, 0.1])}
+
+
+def points(edge: int = EDGE) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(INSIDE, 3)).astype(np.float32)
+    return {"x": x, "edge": rx.RowSet({"x": random.normal(size=(edge, 3)).astype(np.float32)})}
+
+
+def residual(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sin(batch["x"] @ model["w"]) ** 2
+
+
+def boundary(model: Any, batch: Any, key: Any) -> Any:
+    return (batch["x"] @ model["w"] - 1) ** 2
+
+
+def step(state: Any, batch: Any, key: Any) -> Any:
+    inside, first = rx.value_and_grad(residual)(state, {"x": batch["x"]}, key)
+    edge, other, rows = rx.value_and_grad(boundary, rows=True)(state, batch["edge"], key)
+    size = rx.mean(batch["edge"].map(lambda rows: jnp.abs(rows["x"][:, 0])))
+    state = jax.tree.map(lambda leaf, a, b: leaf - 0.1 * (a + 0.5 * b), state, first, other)
+    assert rows["loss"].shape == batch["edge"].value["x"].shape[:1]
+    return state, {"loss": inside["loss"] + 0.5 * edge["loss"], "size": size}
+
+
+def on_one_device(steps: int, batch: Any) -> tuple[Any, list[float]]:
+    """Return the model and the losses of plain JAX."""
+    model, losses = MODEL, []
+    for _ in range(steps):
+
+        def total(model: Any) -> Any:
+            edge = jnp.mean(boundary(model, batch["edge"].value, None))
+            return jnp.mean(residual(model, batch, None)) + 0.5 * edge
+
+        value, gradient = jax.value_and_grad(total)(model)
+        model = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, model, gradient)
+        losses.append(float(value))
+    return model, losses
+
+
+def parallel(custom: Any = step, mode: str = "jit", devices: int = 4, **more: Any) -> Any:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    return rx.DataParallel(step=custom, mesh=mesh, mode=mode, **more)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "accumulate"),
+    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], CASES),
+)
+def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
+    dp = parallel(mode=mode, devices=devices, accumulate=accumulate)
+    state, found = dp.init(MODEL), []
+    for _ in range(3):
+        state, metrics = dp.step(state, points())
+        found.append(float(metrics["loss"]))
+    model, losses = on_one_device(3, points())
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    np.testing.assert_allclose(dp.model(state)["w"], model["w"], rtol=1e-6, atol=1e-7)
+    expected = np.abs(points()["edge"].value["x"][:, 0]).mean()
+    np.testing.assert_allclose(metrics["size"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("edge", [30, 4])
+def test_a_set_may_be_larger_or_as_small_as_the_devices(edge: int) -> None:
+    dp = parallel(mode="shard_map")
+    _, metrics = dp.step(dp.init(MODEL), points(edge))
+    np.testing.assert_allclose(metrics["loss"], on_one_device(1, points(edge))[1][0], rtol=1e-6)
+
+
+def test_a_validation_batch_in_a_bilevel_step() -> None:
+    """The other set is seen after an inner update that the first one makes."""
+
+    def bilevel(state: Any, batch: Any, key: Any) -> Any:
+        _, inner = rx.value_and_grad(residual)(state, {"x": batch["x"]}, key)
+        ahead = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state, inner)
+        means, _ = rx.value_and_grad(boundary)(ahead, batch["edge"], key)
+        return ahead, {"loss": means["loss"]}
+
+    dp = parallel(bilevel, "shard_map")
+    _, metrics = dp.step(dp.init(MODEL), points())
+    inner = jax.grad(lambda model: jnp.mean(residual(model, points(), None)))(MODEL)
+    ahead = {"w": MODEL["w"] - 0.1 * inner["w"]}
+    expected = jnp.mean(boundary(ahead, points()["edge"].value, None))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+def test_a_run_of_batches_with_sets_resumes(tmp_path: Path) -> None:
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([points(edge) for edge in (10, 10, 10)])
+
+    def run(devices: int, folder: Path | None, until: int | None) -> Any:
+        dp = parallel(devices=devices)
+        with rx.Run(dp, dp.init(MODEL), Batches(), epochs=2, run_dir=folder) as run:
+            for batch in run:
+                run.step(batch)
+                if run.place.step == until:
+                    break
+        return run
+
+    run(4, tmp_path / "run", 2)
+    resumed = run(2, tmp_path / "run", None)
+    model, losses = on_one_device(6, points())
+    np.testing.assert_allclose(resumed.dp.model(resumed.state)["w"], model["w"], rtol=1e-6)
+    assert resumed.records[-1].metrics["loss"] == pytest.approx(np.mean(losses[3:]), rel=1e-6)
+
+
+def with_edge(of: Any) -> Any:
+    def custom(state: Any, batch: Any, key: Any) -> Any:
+        means, _ = rx.value_and_grad(of)(state, batch["edge"], key)
+        return state, {"loss": means["loss"]}
+
+    return custom
+
+
+def mixing(model: Any, batch: Any, key: Any) -> Any:
+    values = boundary(model, batch, key)
+    return (values - values.mean()) ** 2
+
+
+def test_rows_of_a_set_that_mix_are_refused() -> None:
+    dp = parallel(with_edge(mixing), "shard_map")
+    with pytest.raises(rx.LossError, match=r"rx\.gather"):
+        dp.step(dp.init(MODEL), points(12))
+    dp = parallel(with_edge(mixing), "shard_map", accumulate=2, devices=1)
+    with pytest.raises(rx.LossError, match="micro-batches"):
+        dp.step(dp.init(MODEL), points(12))
+    dp = parallel(with_edge(mixing))
+    with pytest.raises(rx.LossError, match="2 of 12 rows"):
+        dp.step(dp.init(MODEL), points(10))
+    _, metrics = dp.step(dp.init(MODEL), points(12))
+    values = boundary(MODEL, points(12)["edge"].value, None)
+    np.testing.assert_allclose(metrics["loss"], jnp.var(values), rtol=1e-5)
+
+
+def test_rows_of_a_set_in_the_body_are_refused() -> None:
+    def custom(state: Any, batch: Any, key: Any) -> Any:
+        edge = jnp.mean(batch["edge"].value["x"])
+        return state, {"loss": rx.mean(batch["x"][:, 0]) + edge}
+
+    dp = parallel(custom, "shard_map")
+    with pytest.raises(rx.LossError, match=r"metrics\.loss"):
+        dp.step(dp.init(MODEL), points(12))
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "said"),
+    [
+        ({"x": np.ones((24, 3)), "edge": np.ones((10, 3))}, rx.DataError, "24 rows.*10.*RowSet"),
+        ({"x": np.ones((24, 3)), "edge": rx.Shared(np.ones((10, 3)))}, rx.LossError, "RowSet"),
+        ({"x": np.ones((24, 3)), "edge": rx.RowSet(np.ones((3, 3)))}, rx.ConfigError, "3 rows"),
+    ],
+)
+def test_other_ways_name_this_one(batch: Any, error: Any, said: str) -> None:
+    dp = parallel(with_edge(boundary))
+    with pytest.raises(error, match=said) as caught:
+        dp.step(dp.init(MODEL), batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_set_made_in_the_step_is_refused() -> None:
+    def custom(state: Any, batch: Any, key: Any) -> Any:
+        return state, {"loss": rx.mean(rx.RowSet(batch["edge"].value["x"][:, 0]))}
+
+    dp = parallel(custom)
+    with pytest.raises(rx.LossError, match="map"):
+        dp.step(dp.init(MODEL), points())
+
+
+def test_where_a_loss_is_called_on_the_batch_sets_are_refused() -> None:
+    dp, built_in = parallel(), rx.DataParallel(residual, optax.sgd(0.1))
+    with pytest.raises(rx.ConfigError, match="RowSet"):
+        built_in.step(built_in.init(MODEL), points())
+    with pytest.raises(rx.ConfigError, match="RowSet"):
+        dp.evaluate(dp.init(MODEL), [points()], loss=residual)
+    with pytest.raises(rx.ConfigError, match="RowSet"):
+        rx.verify(dp, MODEL, points())
