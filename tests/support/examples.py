@@ -19,6 +19,7 @@ from support.plain_steps import (
     mean_of_rows,
     other_rows_of,
     plain_forms,
+    with_plain_sets,
 )
 
 import replicax as rx
@@ -101,7 +102,7 @@ class Points:
 
     def __init__(self, example: Any) -> None:
         self.points = example.points
-        self.sizes = ((24, 10), (24, 10), (13, 7), (24, 10), (24, 10))
+        self.sizes = ((24, 10), (24, 10), (13, 9), (24, 10), (24, 10))
 
     def __iter__(self) -> Iterator[Any]:
         for number, sizes in enumerate(self.sizes):
@@ -131,7 +132,8 @@ def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> l
             return other_rows_of(state, after), metrics
 
         found = []
-        for metrics in custom_step(on_one_device, example.state(), batches):
+        plain = map(with_plain_sets, batches)
+        for metrics in custom_step(on_one_device, example.state(), plain):
             found.append(told(metrics))
             if hasattr(batches, "learn"):
                 batches.learn(metrics)

@@ -4,6 +4,7 @@ Each is a generator of losses, `custom_step` of metrics; `docs/examples.md` coun
 the `yield`.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -205,8 +206,30 @@ def _by_row(leaf: Any) -> bool:
     return isinstance(leaf, rx.PerRow)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+@dataclasses.dataclass
+class Rows:
+    """A stand-in for `rx.RowSet`, with leaves that `jax.jit` sees."""
+
+    value: Any
+
+    def map(self, function: Callable[[Any], Any]) -> "Rows":
+        return Rows(function(self.value))
+
+
+def with_plain_sets(batch: Any) -> Any:
+    """Return `batch` with each `rx.RowSet` as `Rows`."""
+    return jax.tree.map(
+        lambda leaf: Rows(leaf.value) if _is_set(leaf) else leaf, batch, is_leaf=_is_set
+    )
+
+
+def _is_set(leaf: Any) -> bool:
+    return isinstance(leaf, rx.RowSet)
+
+
 def _value(of: Any) -> Any:
-    return of.value if type(of).__name__ == "Rows" else of
+    return of.value if isinstance(of, Rows) else of
 
 
 def _means_and_gradient(loss: Any, rows: bool = False) -> Callable[..., Any]:
