@@ -102,7 +102,7 @@ class Points:
 
     def __init__(self, example: Any) -> None:
         self.points = example.points
-        self.sizes = ((24, 10), (24, 10), (13, 9), (24, 10), (24, 10))
+        self.sizes = ((24, 10), (24, 10), (13, 7), (24, 10), (24, 10))
 
     def __iter__(self) -> Iterator[Any]:
         for number, sizes in enumerate(self.sizes):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from replicax.arguments import Count, Int32Count, Seed, typed_but
+from replicax.arguments import Count, Int32Count, Natural, Seed, typed_but
 from replicax.core.data.batch import Batch
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
@@ -80,6 +80,7 @@ class Run(Resuming):
             `rx.Evaluation`.
         shuffle: whether to reshuffle every epoch; by default if the source supports it.
         seed: seed of the shuffle.
+        prefetch: as for `dp.feed`; 0 if the next batch depends on what the loop does with a step.
         log_every: steps between two train records.
         hooks: observers of the run, in addition to `records.jsonl`, `curves.png` and the progress
             display; see `replicax.train.hook`.
@@ -118,6 +119,7 @@ class Run(Resuming):
         eval_source: Any = None,
         shuffle: bool | None = None,
         seed: Seed = 0,
+        prefetch: Natural = 2,
         log_every: Count = 50,
         hooks: Sequence[Hook] = (),
         guard: Guard = _MOST_5,
@@ -150,7 +152,7 @@ class Run(Resuming):
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
             state = with_losses(state) if guard.spikes else state
-        self._file, self._first = RecordsFile(), dp.feed(self.source)
+        self._file, self._first = RecordsFile(), dp.feed(self.source, prefetch=prefetch)
         self.epochs, self.total = epochs, steps
         if epochs is not None and self._first.padding is not None:
             self.total = epochs * len(self._first)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.core.data.batch import Batch
-from replicax.core.data.feed import GaveUpError
+from replicax.core.data.feed import Feed, GaveUpError
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
 from replicax.core.ground.train_state import TrainState
 from replicax.core.step.loss import LOSS
@@ -41,6 +41,7 @@ class Loop(Running):
     state: TrainState
     hooks: Hooks
     _evaluator: Evaluator | None
+    _first: Feed
     _run_state: RunState
     _storage: Storage | None
     _ledger: Ledger
@@ -59,8 +60,7 @@ class Loop(Running):
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
         """The state a hook asked to go back to, the reason, and metrics for its record."""
-        self._waits = False
-        self._begun = False  # whether a step was done in this start
+        self._waits = self._begun = False  # whether a step was done in this start
         self._given: Batch | None = None  # the newest batch, if not stepped on yet
         self._stream: Generator[Batch] | None = None
         self._ended = False  # whether all batches of the run were yielded
@@ -177,7 +177,7 @@ class Loop(Running):
         """Yield the remaining batches of the epoch, or of the steps."""
         self._evaluate_if_due()
         self.source.set_epoch(self.place.epoch)
-        feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
+        feed = self._first.at(self.place.epoch, self.place.batch)
         feed.stops = self._gives_up
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:

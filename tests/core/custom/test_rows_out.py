@@ -164,3 +164,22 @@ def test_a_run_has_them_in_hooks_and_in_its_loop() -> None:
     assert sorted(order) == list(range(ROWS))
     assert seen.numbers == [8, 8, 8, 6]
     assert all(sorted(record.metrics) == ["loss", "size"] for record in run.records)
+
+
+def test_a_run_that_reads_nothing_ahead_sees_what_the_loop_did() -> None:
+    """As prioritized replay: the next batch depends on the results of a step."""
+    done: list[int] = []
+
+    class Replay:
+        def __iter__(self) -> Any:
+            for _ in range(6):
+                yield {**{n: leaf[:8] for n, leaf in rows().items()}, "done": np.full(8, len(done))}
+
+    def of_done(model: Any, batch: Any, key: Any) -> Any:
+        return loss(model, batch, key)[0], {"done": rx.PerRow(batch["done"])}
+
+    dp = parallel(of_done, optax.sgd(0.1))
+    with rx.Run(dp, dp.init(MODEL), Replay(), steps=6, prefetch=0, progress=False) as run:
+        for batch in run:
+            done.append(int(run.step(batch)["done"].whole()[0]))
+    assert done == [0, 1, 2, 3, 4, 5]

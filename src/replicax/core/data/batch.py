@@ -195,6 +195,11 @@ def _is_set(node: Any) -> bool:
     return isinstance(node, RowSet)
 
 
+def _rows_of_set(node: RowSet) -> int:
+    real = None if node.rows is None else node.rows.rows
+    return row_count(node.value) if real is None else real
+
+
 def values_of_sets(data: PyTree) -> list[PyTree]:
     """Return the value of each `RowSet` in `data`."""
     nodes = jax.tree.leaves(data, is_leaf=_is_marked)
@@ -274,7 +279,7 @@ class Share:
 def row_count(data: PyTree) -> int:
     """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf.
 
-    A batch of sets alone has the rows of the first.
+    A batch of sets alone has the rows of the largest.
     """
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
@@ -288,10 +293,9 @@ def row_count(data: PyTree) -> int:
                 "constant for every row"
             )
         counts[keystr(path)] = np.shape(leaf)[0]
-    sets = [] if counts else jax.tree.leaves(data, is_leaf=_is_set)
-    for node in filter(_is_set, sets):
-        real = None if node.rows is None else node.rows.rows
-        return row_count(node.value) if real is None else real
+    sets = filter(_is_set, jax.tree.leaves(data, is_leaf=_is_set))
+    if not counts and (sizes := list(map(_rows_of_set, sets))):
+        return max(sizes)
     if not counts:
         raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
     (first, rows), *others = counts.items()

@@ -92,6 +92,15 @@ class Feed:
                 f"{source.batches}: change it"
             )
 
+    def at(self, epoch: int, first: int) -> "Feed":
+        """Return the same feed for another epoch and first batch."""
+        return Feed(
+            *(self.source, self.split, self._sharding, self._job),
+            epoch=epoch,
+            first=first,
+            prefetch=self._prefetch,
+        )
+
     def __repr__(self) -> str:
         source, first = self.source, f", first={self.first}" if self.first else ""
         rows = "? rows" if source.rows is None else f"{source.rows:,} rows"
