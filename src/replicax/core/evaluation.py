@@ -177,7 +177,7 @@ def _as_numbers(leaf: Any) -> jax.Array:
 def _predicted(
     state: TrainState, batch: Batch, axis: Axis | None, *, objective: Objective
 ) -> tuple[PyTree, jax.Array]:
-    context = CallContext(axis=axis, step=state.step)
+    context = CallContext(axis=axis, step=state.step, whole=axis is None)
     found, _ = objective.returned(state.params, state.extras, batch, context)
     rows = batch.mask.shape[0]
     for path, leaf in (by_path(found) or {"": None}).items():

@@ -56,7 +56,8 @@ class OfPart:
         axis: Axis | None,
     ) -> tuple[StepSums, PyTree]:
         def of_part(params: PyTree, extras: PyTree, rows: Batch, context: Any) -> Any:
-            return function(params, extras, rows, dataclasses.replace(context, part=True))
+            context = dataclasses.replace(context, part=True, whole=False)
+            return function(params, extras, rows, context)
 
         return self.inner(of_part, state, batch, folded(key, self.number), axis)
 

@@ -18,7 +18,7 @@ from replicax.core.data.feed import Feed
 from replicax.core.data.host_arrays import opened
 from replicax.core.first_step import row_errors
 from replicax.core.first_step.argument_checks import check_kind, check_state
-from replicax.core.first_step.examiner import of_loss
+from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step.row_trials import Division
@@ -162,12 +162,14 @@ class FirstStepChecks:
 
     def _trace(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Trace the loss or the step."""
-        program = self._program
-        if what == STEP and program.configuration.step is not None:
+        program, configuration = self._program, self._program.configuration
+        apart = configuration.mode.per_replica or program.split_objective.per_replica
+        alone = configuration.islands is None and configuration.job.exchange is None
+        whole = alone and not apart
+        run: LossRun = of_loss(program.objective, step_key if what == STEP else lambda _: None)
+        if what == STEP and configuration.step is not None:
             run = partial(run_step, program.custom_step, program.shapes.params)
-            return LossExamination(run, state, batch, learns=True)
-        of = step_key if what == STEP else lambda _: None
-        return LossExamination(of_loss(program.objective, of), state, batch, learns=what == STEP)
+        return LossExamination(run, state, batch, learns=what == STEP, whole=whole)
 
     @_traced
     def _examined(self, what: str, state: TrainState, batch: Batch) -> list[LossExamination]:

@@ -56,6 +56,8 @@ class RowExaminer:
     """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
     learns: bool = False
     """Whether the losses are differentiated, so that their weights must be constants."""
+    whole: bool = False
+    """Whether it will see the global batch, as in `CallContext.whole`."""
     returns_rows: bool = False
     """Whether a loss or the step returns an `rx.PerRow` among its metrics."""
 
@@ -78,7 +80,9 @@ class RowExaminer:
 
         watched = dataclasses.replace(objective, loss=observed)
         gather = self.gather if own else _itself
-        context = dataclasses.replace(context, axis=AXIS, gather=gather, only_read=True)
+        context = dataclasses.replace(
+            context, axis=AXIS, gather=gather, only_read=True, whole=self.whole
+        )
         returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)
         if self.learns and has_weights(returned):

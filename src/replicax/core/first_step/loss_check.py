@@ -6,6 +6,7 @@ Determine whether its mean over all rows can be computed from parts of them, and
 import contextlib
 import dataclasses
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,10 +52,18 @@ class LossExamination:
     `StateError` if a loss, or the step, violates its contract.
     """
 
-    def __init__(self, run: LossRun, state: TrainState, batch: Batch, learns: bool = False) -> None:
-        self._run, self._rows = run, batch.size
+    def __init__(
+        self,
+        run: LossRun,
+        state: TrainState,
+        batch: Batch,
+        *,
+        learns: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self._run, self._rows, self._whole = run, batch.size, whole
         self._given = jax.eval_shape(lambda *given: given, state, batch)
-        self._one = self._traced(self._rows, RowExaminer(self._rows, batch.number, learns=learns))
+        self._one = self._traced(self._rows, self._examiner(self._rows, learns=learns))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.returns_rows = examiner.returns_rows
@@ -264,6 +273,9 @@ class LossExamination:
         of_state: list[Location] = [origins.get(id(leaf), GIVEN) for leaf in jax.tree.leaves(state)]
         return of_state + by_row + [GIVEN] * shared
 
+    def _examiner(self, gathered: int, **more: Any) -> RowExaminer:
+        return RowExaminer(gathered, self._given[1].number, whole=self._whole, **more)
+
     def _traced(self, rows: int, examiner: RowExaminer) -> Trace:
         state, batch = self._given
         return trace(self._run, state, batch, rows, examiner)
@@ -276,8 +288,8 @@ class LossExamination:
         key = rows, within, alone and self.gathers
         if key not in self._twins:
             count = self._rows if within else rows
-            gathered, number = rows if key[-1] else self._rows, self._given[1].number
-            examiner = RowExaminer(gathered, number, rows if within else None)
+            gathered = rows if key[-1] else self._rows
+            examiner = self._examiner(gathered, entered=rows if within else None)
             try:
                 self._twins[key] = self._traced(count, examiner)
             except Exception as error:  # the user's code, on other rows

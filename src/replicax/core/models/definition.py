@@ -28,6 +28,8 @@ class CallContext:
     """Whether the rows are part of a batch, with no statistics averaged over the other parts."""
     only_read: bool = False
     """Whether the model's arrays after the call are not used, so that any may change."""
+    whole: bool = False
+    """Whether the rows are the global batch, so that the axis of the rows, if named, has size 1."""
     part: bool = False
     """Whether the rows are one of several micro-batches of a replica."""
     step: jax.Array | None = None

@@ -53,6 +53,7 @@ class Sequential:
             context = CallContext(
                 folded(key, number),
                 axis,
+                whole=axis is None,
                 part=some,
                 step=state.step,
                 scale=scale,

@@ -1,6 +1,7 @@
 """The loss contract: the values a loss function may return, and the sums behind them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
+from replicax.core.placement.mesh import DATA
 from replicax.errors import ConfigError, LossError, ReplicaxError
 
 LOSS = "loss"
@@ -54,15 +56,28 @@ class WeightedSum:
         return self.total / self.weight
 
 
-def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
-    """Return `loss(model, data, key)`; `LossError` if the loss names a mesh axis itself."""
+def call(
+    loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None, *, whole: bool = False
+) -> Any:
+    """Return `loss(model, data, key)`; `LossError` if the loss names a mesh axis itself.
+
+    If it is given the `whole` batch, the axis of the rows has size 1 there: a library's module that
+    averages its statistics over it already has those of all rows.
+    """
     try:
-        return loss(model, data, key)
+        try:
+            return loss(model, data, key)
+        except NameError as error:
+            if not (whole and is_unbound_axis(error)):
+                raise
+            again = functools.partial(loss, model, data, key)
+            return jax.vmap(again, (), None, axis_name=DATA, axis_size=1)()
     except Exception as error:
         if is_unbound_axis(error):
             raise LossError(
                 f"the loss reduces over the replicas itself ({error}".partition(". ")[0] + "); "
-                "Replicax already does that once: remove the reduction, or use rx.gather(x)"
+                "Replicax already does that once: remove the reduction, or use rx.gather(x); for a "
+                "module's statistics, use mode='jit'"
             ) from error
         if key is None and not isinstance(error, ReplicaxError):
             error.add_note("evaluation passes key=None: draw random numbers only with a key")

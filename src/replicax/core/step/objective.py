@@ -65,7 +65,8 @@ class Objective:
             data = self.precision.to_compute(unshared(batch.whole().data))
             with inside(batch.mask, context):
                 returned, after = self.definition.apply(
-                    lambda model: call(self.loss, model, data, context.key), params, extras, context
+                    lambda model: call(self.loss, model, data, context.key, whole=context.whole),
+                    *(params, extras, context),
                 )
             return then(returned), after
 
