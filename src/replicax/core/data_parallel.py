@@ -14,7 +14,7 @@ from replicax.core.config import Configuration, DataParallelArguments
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
-from replicax.core.data.per_row import PerRow, real_rows
+from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
@@ -217,7 +217,7 @@ class DataParallel:
         state, means, rows = self._known.step(state, batch)
         self.job.in_flight.add(means[LOSS])
         self._checks.check_result(state, means)
-        return state, means | {name: PerRow(rows[name], batch.mask) for name in rows}
+        return state, means | {name: as_result(rows[name], batch.mask) for name in rows}
 
     @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:

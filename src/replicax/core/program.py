@@ -276,8 +276,8 @@ class Program:
     def described(self, batch: Any) -> Batch:
         """Return the shapes of the batch that `step` uses for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
-            batch = with_padded_sets(batch, self.split.padded_set)
-            batch = described(batch, self.split.padded(row_count(batch)))
+            batch, size = self._with_padded_sets(batch)
+            batch = described(batch, size)
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
 
@@ -313,13 +313,19 @@ class Program:
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that `step` uses."""
-        data = with_padded_sets(opened(data), self.split.padded_set)
+        data, size = self._with_padded_sets(opened(data))
         check_outside_jit(data)
         rows = row_count(data)
-        size = max(self.split.padded(rows), self.rows_of_state or 0)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
             data = host_rows(data, copy=True)
         return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
+
+    def _with_padded_sets(self, data: PyTree) -> tuple[PyTree, int]:
+        """Return rows with their sets padded, and the size of a batch of them."""
+        rows = row_count(data)
+        size = max(self.split.padded(rows), self.rows_of_state or 0)
+        padded = partial(self.split.padded_set, real=rows, size=size)
+        return with_padded_sets(data, padded), size
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with its parameters replaced by their average."""

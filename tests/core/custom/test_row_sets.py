@@ -43,8 +43,8 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     edge, other, rows = rx.value_and_grad(boundary, rows=True)(state, batch["edge"], key)
     size = rx.mean(batch["edge"].map(lambda rows: jnp.abs(rows["x"][:, 0])))
     state = jax.tree.map(lambda leaf, a, b: leaf - 0.1 * (a + 0.5 * b), state, first, other)
-    assert rows["loss"].shape == batch["edge"].value["x"].shape[:1]
-    return state, {"loss": inside["loss"] + 0.5 * edge["loss"], "size": size}
+    metrics = {"loss": inside["loss"] + 0.5 * edge["loss"], "size": size}
+    return state, {**metrics, "rows": rx.PerRow(rows.map(lambda found: found["loss"]))}
 
 
 def on_one_device(steps: int, batch: Any) -> tuple[Any, list[float]]:
@@ -80,8 +80,11 @@ def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     model, losses = on_one_device(3, points())
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     np.testing.assert_allclose(dp.model(state)["w"], model["w"], rtol=1e-6, atol=1e-7)
-    expected = np.abs(points()["edge"].value["x"][:, 0]).mean()
-    np.testing.assert_allclose(metrics["size"], expected, rtol=1e-6)
+    edge = points()["edge"].value
+    np.testing.assert_allclose(metrics["size"], np.abs(edge["x"][:, 0]).mean(), rtol=1e-6)
+    before, _ = on_one_device(2, points())
+    expected = boundary(before, edge, None)
+    np.testing.assert_allclose(metrics["rows"].whole(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("edge", [30, 3])
@@ -193,6 +196,17 @@ def test_other_ways_name_this_one(batch: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said) as caught:
         dp.step(dp.init(MODEL), batch)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_of_a_set_are_never_taken_for_those_of_the_batch() -> None:
+    def custom(state: Any, batch: Any, key: Any) -> Any:
+        means, _ = rx.value_and_grad(boundary)(state, batch["edge"].value, key)
+        return state, means
+
+    for edge in (EDGE, INSIDE - 2):  # the second would have the size of the batch, too
+        dp = parallel(custom)
+        with pytest.raises(rx.LossError, match=f"{INSIDE}"):
+            dp.step(dp.init(MODEL), points(edge))
 
 
 def test_a_set_made_in_the_step_is_refused() -> None:

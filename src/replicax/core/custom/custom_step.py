@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.custom.summing import Examiner, Primitives, mean
-from replicax.core.data.batch import Batch
+from replicax.core.data.batch import Batch, RowSet
 from replicax.core.data.per_row import (
     PerRow,
     checked_rows,
@@ -90,7 +90,7 @@ def _returned(
         )
     after, metrics = returned[0], dict(returned[1])
     marked = [name for name, value in metrics.items() if isinstance(value, PerRow)]
-    rows = {name: checked_rows(name, metrics.pop(name).value, count) for name in marked}
+    rows = {name: _of_rows(name, metrics.pop(name).value, count) for name in marked}
     for name, value in metrics.items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape or not jnp.issubdtype(dtype, jnp.floating):
@@ -106,6 +106,13 @@ def _returned(
         )
     params = definition.arrays(after, before)
     return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}, rows
+
+
+def _of_rows(name: str, value: Any, count: int) -> PyTree:
+    """Return a result by row; that of a set of the batch with the set's own mask."""
+    if not isinstance(value, RowSet) or value.rows is None:
+        return checked_rows(name, value, count)
+    return PerRow(checked_rows(name, value.value, value.rows.size), value.rows.mask)
 
 
 def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:

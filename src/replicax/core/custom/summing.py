@@ -90,7 +90,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         be differentiated once by `model`, as a line search does; no other result may be. With
         `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"` and the
         metrics that have rows, and of each `rx.PerRow` among them: those of the rows that the step
-        sees, not differentiated.
+        sees, not differentiated. For an `rx.RowSet` it is an `rx.RowSet` of that dict.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
@@ -111,7 +111,12 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         results = *sums_of_all_replicas((total.means(), mean_gradient(total, params), *alike)), *own
         means, gradient, after = _of_known_gradient(given, *results)
         found = means, definition.as_model(gradient), *definition.written(model, after)
-        return (*found, jax.lax.stop_gradient(total.rows)) if rows else found
+        if not rows:
+            return found
+        of_rows = jax.lax.stop_gradient(total.rows)
+        if isinstance(batch, RowSet):
+            return *found, batch.map(lambda _: of_rows)
+        return *found, of_rows
 
     return means_and_gradient
 

@@ -42,12 +42,17 @@ class Split:
                 f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs at "
                 f"least one row: raise the batch size to at least {parts}, or use fewer devices"
             )
-        return self.padded_set(batch_size)
+        return -(-batch_size // parts) * parts
 
-    def padded_set(self, rows: int) -> int:
-        """Return `rows` rounded up to equal micro-batches, some of which may have only padding."""
+    def padded_set(self, rows: int, real: int, size: int) -> int:
+        """Return the size of a set of `rows` in a batch of `size` rows, of which some are `real`.
+
+        It has equal micro-batches, some of which may have only padding. Another number of rows has
+        another size, so that nobody takes the rows of a set for those of the batch.
+        """
         parts = self.replicas * self.micro_batches
-        return -(-rows // parts) * parts
+        found = -(-rows // parts) * parts
+        return found + parts if found == size and rows != real else found
 
 
 class Feed:
@@ -219,18 +224,19 @@ class Feed:
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
             host = data if source.batches is None or source is not self.source else None
-            data = with_padded_sets(data, self._padded_set)
+            padded = partial(self._padded_set, real=rows or 0, size=share.size)
+            data = with_padded_sets(data, padded)
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
             yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
 
-    def _padded_set(self, rows: int) -> int:
+    def _padded_set(self, rows: int, real: int, size: int) -> int:
         if self._job.processes > 1:
             raise DataError(
                 f"an rx.RowSet of {rows} rows in a feed of a job of {self._job.processes} "
                 "processes; each would pad its own: pass whole batches to dp.step"
             )
-        return self.split.padded_set(rows)
+        return self.split.padded_set(rows, real, size)
 
     def _read_apart(
         self, read: Callable[[], Iterator[Any]], closing: threading.Event

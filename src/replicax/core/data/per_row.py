@@ -58,6 +58,11 @@ class PerRow:
         return jax.tree.map(lambda leaf: whole_on_host(leaf)[real], self.value)
 
 
+def as_result(value: PyTree, mask: jax.Array) -> PerRow:
+    """Return what a step returned by row; `mask` is that of its batch, a set has its own."""
+    return value if isinstance(value, PerRow) else PerRow(value, mask)
+
+
 def checked_rows(name: str, value: PyTree, rows: int) -> PyTree:
     """Return `value`; `LossError` if an array in it has not one entry for each of `rows`."""
     for path, leaf in (by_path(value) or {"": None}).items():
