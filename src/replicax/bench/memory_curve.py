@@ -91,12 +91,12 @@ def measure_timeline(
         ConfigError: the backend does not report its buffers.
     """
     compiled, use = compile_with_memory(dp.lower(state, batch))
-    state, _ = jax.block_until_ready(compiled(state, batch))
+    state, *_ = jax.block_until_ready(compiled(state, batch))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down the measured steps
     with jax.profiler.trace(folder, create_perfetto_trace=perfetto, profiler_options=options):
         for _ in range(_STEPS):
-            state, _ = jax.block_until_ready(compiled(state, batch))
+            state, *_ = jax.block_until_ready(compiled(state, batch))
     return state, memory_timeline(compiled, use, traced_events(folder, use.name), steps=_STEPS)
 
 
