@@ -203,8 +203,10 @@ def test_rows_of_a_set_are_never_taken_for_those_of_the_batch() -> None:
         means, _ = rx.value_and_grad(boundary)(state, batch["edge"].value, key)
         return state, means
 
-    for edge in (EDGE, INSIDE - 2):  # the second would have the size of the batch, too
-        dp = parallel(custom)
+    dp = parallel(custom)
+    for edge, size in ((EDGE, 12), (INSIDE - 2, INSIDE + 4), (INSIDE, INSIDE)):
+        assert dp.split.padded_set(edge, real=INSIDE, size=INSIDE) == size
+    for edge in (EDGE, INSIDE - 2):
         with pytest.raises(rx.LossError, match=f"{INSIDE}"):
             dp.step(dp.init(MODEL), points(edge))
 

@@ -88,6 +88,15 @@ def test_exact_returns_the_same_bits_on_any_devices() -> None:
     assert len(set(found)) == 1
 
 
+def test_rows_may_be_constants_in_exact() -> None:
+    def of_step(state: Any, batch: Any, key: Any) -> Any:
+        return state, {"loss": rx.mean(batch["y"]), "ones": rx.PerRow(jnp.ones(len(batch["y"])))}
+
+    dp = parallel(mode="exact", devices=2, step=of_step)
+    _, metrics = dp.step(dp.init(MODEL), rows())
+    np.testing.assert_array_equal(metrics["ones"].whole(), np.ones(ROWS))
+
+
 def test_rows_move_nothing_between_devices() -> None:
     def with_and_without(returned: Any) -> Any:
         dp = parallel(returned, optax.sgd(0.1), mode="shard_map")
