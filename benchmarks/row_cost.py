@@ -106,7 +106,7 @@ def measured(subject: Any, rounds: int) -> dict[str, Any]:
         mesh = rx.make_mesh(devices=jax.devices()[:2])
         dp = rx.DataParallel(**settings, mode="shard_map", mesh=mesh)
         state = dp.init(model)
-        batch = jax.block_until_ready(dp.program(model).placed(data))
+        batch = jax.block_until_ready(dp.program(model).batches.placed(data))
         jax.block_until_ready(state)
         started = time.perf_counter()
         try:

@@ -61,7 +61,8 @@ CORE = (
         "built_in_step",
         "begun_state",
     ),
-    *("program", "first_step_checks", "evaluation", "data_parallel"),
+    *("batch_placement", "program", "first_step_checks", "evaluation", "several_steps"),
+    *("configured", "data_parallel"),
 )
 """Rooms and files of the core; each imports those before it."""
 

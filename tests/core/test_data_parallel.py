@@ -189,7 +189,7 @@ def test_what_is_lowered_has_the_rows_that_step_computes() -> None:
     for described in (dp.lower(MODEL, ten), dp.trace(MODEL, ten)):
         (_, rows), _ = described.args_info
         assert jax.tree.map(jnp.shape, rows) == jax.tree.map(jnp.shape, batch)
-    assert dp.program(MODEL).described(ten).size == 16
+    assert dp.program(MODEL).batches.described(ten).size == 16
     state, _ = dp.step(dp.init(MODEL), ten)
     with counted_compilations() as seen:
         dp.step(state, batch)

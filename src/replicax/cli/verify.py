@@ -186,7 +186,7 @@ def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:
     _, params, extras = dp.configuration.split_model(model, dp.mesh)
     context = CallContext(step=jnp.int32(0))
     with contextlib.suppress(Exception):  # the user's loss
-        rows = program.placed(batch)
+        rows = program.batches.placed(batch)
         score = partial(program.objective.loss_sums, context=context)
         jax.eval_shape(score, params, extras, rows)
         return True

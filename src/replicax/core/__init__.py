@@ -2,10 +2,13 @@
 
 `dp.step(state, batch)` enters these files and rooms, in this order:
 
-    data_parallel.py       the call: place the batch, check, run the program, note it as in flight
+    data_parallel.py       the call: place the batch, check, run the program, note it as in flight;
+                           `several_steps.py` the call of several, `configured.py` programs that
+                           are only read
     first_step_checks.py   before every step, and with `first_step/` for new shapes: is this loss
                            on parts of a batch what it is on the whole, do processes agree, and the
                            first time, does it fit
+    batch_placement.py     rows of a user's -> a padded batch on the devices
     program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
                            parts of its step, `built_in_step.py` what a layout changes of them, and
                            `begun_state.py` the state before it
@@ -23,13 +26,13 @@
 `evaluation.py` is the same walk without an update: sums for `dp.evaluate`, rows for `dp.predict`.
 To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
-Each room and file imports those before it: ground, jaxprs, data, placement, models, step,
-custom, step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes,
-exchanged_step, rounds, config, built_in_step, begun_state, program, first_step_checks, evaluation,
-data_parallel. From the rest of Replicax they import `errors` and `arguments`; from elsewhere jax,
-numpy and optax, and a model's library where a model is of it. `tests/test_architecture.py` holds
-this, and `tests/core/` the rest, with a folder for each room; `test_parity.py` and
-`test_layout_parity.py` there compare every mode and layout with one device.
+Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
+step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, exchanged_step,
+rounds, config, built_in_step, begun_state, batch_placement, program, first_step_checks, evaluation,
+several_steps, configured, data_parallel. From the rest of Replicax they import `errors` and
+`arguments`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
+`tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
+`test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
 
 Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.Mode` of the
 files here. Paths of modules may change, as the changelog says.

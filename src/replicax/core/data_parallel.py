@@ -1,20 +1,21 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from replicax.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
-from replicax.core.config import Configuration, DataParallelArguments
+from replicax.core.config import DataParallelArguments
+from replicax.core.configured import Configured
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
-from replicax.core.data.feed import Feed, Split
+from replicax.core.data.feed import Feed
 from replicax.core.data.per_row import as_result, real_rows
+from replicax.core.data.share import Batches
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
@@ -23,24 +24,22 @@ from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import SplitModel
 from replicax.core.modes import Mode
 from replicax.core.placement.layout import Layout, copied
-from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
+from replicax.core.placement.mesh import by_rows
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import of_one_thread
-from replicax.core.program import Program, program_of
 from replicax.core.rounds.islands import Islands
 from replicax.core.rounds.round_step import RoundStep
-from replicax.core.step.base import Apply
+from replicax.core.several_steps import SeveralSteps
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable
 from replicax.core.step.reduction import Reduction
-from replicax.errors import StateError
+from replicax.errors import ConfigError
 
 
-class DataParallel:
+class DataParallel(Configured):
     """A data-parallel training step over the devices of a mesh.
 
     Examples:
@@ -127,13 +126,6 @@ class DataParallel:
         )
         self._configure(arguments.resolved())
 
-    def __repr__(self) -> str:
-        usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}
-        names, devices = self.configuration.names().items(), self.mesh.devices
-        chosen = [f"{name}={value!r}" for name, value in names if value != usual.get(name)]
-        where = f"{devices.size} x {devices.flat[0].device_kind}"
-        return f"DataParallel({', '.join([*chosen, where])})"
-
     @of_one_thread
     @typed
     def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
@@ -170,6 +162,7 @@ class DataParallel:
         epoch: Natural = 0,
         first: Natural = 0,
         prefetch: Natural = 2,
+        stack: Count | None = None,
     ) -> Feed:
         """Return one epoch of `source` as batches for `step` and `evaluate`.
 
@@ -183,6 +176,7 @@ class DataParallel:
             first: the number of the first batch, from 0.
             prefetch: the number of batches to prepare ahead in the background. With 0, a source
                 that reads what the loop changes (priorities, a replay buffer) sees all of it.
+            stack: yield so many batches as one, for `steps`; the last of an epoch may be fewer.
 
         Raises:
             ConfigError: a batch with fewer rows than micro-batches over all replicas, or a source
@@ -191,11 +185,15 @@ class DataParallel:
         """
         opened = as_source(source, batch_size, self.job, shuffle=shuffle, seed=seed)
         where, cut = by_rows(self.mesh), self.split
-        return Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
+        feed = Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
+        return feed if stack is None else feed.at(epoch, first, stack)
 
     @of_one_thread
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one training step; return without waiting unless devices are several steps behind.
+
+        Inside `jax.jit`, `jax.lax.scan` or `jax.vmap` it is a pure function of whole arrays, and a
+        part of that program; see docs/step.md.
 
         Args:
             state: the state before the step; with `donate`, it cannot be used afterwards.
@@ -210,14 +208,46 @@ class DataParallel:
             LossError: the loss violates its contract, or is not finite in the first step.
             StateError: the state was already passed to `step`.
         """
+        if self._checks.is_traced(state, batch):
+            return self._traced_step(state, self._checks.traced(state, batch))
         placed = batch if type(batch) is Batch else self._checks.placed(batch)
         batch = self.prepare(state, placed)
         self.job.move()
         self.job.in_flight.enter()
-        state, means, rows = self._known.step(state, batch)
+        state, means, rows = self._checks.program.step(state, batch)
         self.job.in_flight.add(means[LOSS])
         self._checks.check_result(state, means)
         return state, means | {name: as_result(rows[name], batch.mask) for name in rows}
+
+    @of_one_thread
+    def steps(self, state: TrainState, batches: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Run a training step on each of several batches, as one dispatched program.
+
+        In modes whose step takes several programs, and with `islands`, steps are dispatched one
+        after another, with the bits of `step`.
+
+        Examples:
+            >>> for batches in dp.feed(source, batch_size=32, stack=4):
+            ...     state, metrics = dp.steps(state, batches)
+            >>> metrics["loss"].shape
+            (4,)
+
+        Args:
+            state: as for `step`.
+            batches: from `feed` with `stack`; a list of batches of the same shapes, as for `step`;
+                or a pytree of arrays `[steps, rows, ...]`.
+
+        Returns:
+            The state after the last step, and metrics as those of `step`, with a leading dim of
+            steps.
+        """
+        placed = batches if type(batches) is Batches else self._checks.placed_all(batches)
+        program = self._several.prepare(state, placed)
+        if program is None:
+            return self._several.one_by_one(state, placed, self.step)
+        state, means, rows = self._several.run(program, state, placed)
+        mask = placed.stack.mask
+        return state, means | {name: as_result(rows[name], mask) for name in rows}
 
     @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
@@ -226,12 +256,15 @@ class DataParallel:
         return step.end_round(state) if isinstance(step, RoundStep) else state
 
     @of_one_thread
-    def prepare(self, state: TrainState, batch: Batch) -> Batch:
-        """Prepare the first `step`: check the loss, agree with other processes, and compile.
+    def prepare(self, state: TrainState, batch: Batch | Batches) -> Any:
+        """Prepare the first `step`, or `steps`: check the loss, agree with others, and compile.
 
         Returns the batch to compute, usually `batch`.
         """
-        batch = self._checks.check(STEP, self._known.step, state, batch)
+        if isinstance(batch, Batches):
+            self._several.prepare(state, batch)
+            return batch
+        batch = self._checks.check(STEP, self._checks.program.step, state, batch)
         self._checks.check_memory(state, batch)
         return batch
 
@@ -303,70 +336,6 @@ class DataParallel:
         arrays = real_rows((state.params, state.extras))
         return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with some arguments changed and without a model.
-
-        With an `AbstractMesh`, the copy compiles for devices that need not exist and runs nothing.
-        """
-        other = object.__new__(type(self))
-        chosen = {"mesh": self.mesh, "job": self.job, **changes}
-        arguments = dataclasses.replace(self.configuration.arguments, **chosen)
-        other._configure(arguments.resolved())
-        return other
-
-    @of_one_thread
-    def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
-        """Return a cached copy whose optimizer part of the step is `wrap(apply)`.
-
-        `wrap` is a module-level function; `state`, or its shapes, is this object's or `wrap`'s.
-        """
-        shapes = jax.eval_shape(lambda leaf: leaf, state)
-        key = (wrap, jax.tree.structure(shapes))
-        if key not in self._wrapped:
-            other = self._wrapped[key] = self.replace(wrap_apply=wrap)
-            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
-        return self._wrapped[key]
-
-    @property
-    def split(self) -> Split:
-        """The split of a batch over replicas and micro-batches."""
-        return self.configuration.split(self.mesh)
-
-    @of_one_thread
-    def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
-        """Return the step and the evaluation of a model, without compiling anything.
-
-        Args:
-            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
-            mesh: of attached or described devices, or one that has only their number; default:
-                `self.mesh`.
-        """
-        is_state = isinstance(model, TrainState)
-        where = self.mesh if mesh is None else check_mesh(mesh)
-        described = model if is_state else self.configuration.split_model(model, where)
-        return program_of(self.configuration, described, where, self._program)
-
-    @of_one_thread
-    def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """Lower the step for `mesh`, attached or described, without running or placing anything.
-
-        Args:
-            model: as for `init`, or a `TrainState`; arrays or their shapes.
-            batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
-            mesh: default: `self.mesh`. `step` reuses what is compiled here for its arguments.
-        """
-        lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
-        return lowered
-
-    @of_one_thread
-    def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
-        """Trace as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
-        program = self.program(model, mesh=mesh)
-        placed = program.holds(model, batch)
-        arguments = (model, batch) if placed else (program.shapes, program.described(batch))
-        traced: jax.stages.Traced = program.step.trace(*arguments)
-        return traced
-
     @cached_property
     def _checks(self) -> FirstStepChecks:
         return FirstStepChecks(self._known)
@@ -375,23 +344,17 @@ class DataParallel:
     def _evaluation(self) -> ProgramEvaluation:
         return ProgramEvaluation(self._known, self._checks)
 
-    def _configure(self, configuration: Configuration) -> None:
-        self.configuration = chosen = configuration
-        self.loss, self.optimizer, self.mesh = chosen.loss, chosen.optimizer, chosen.mesh
-        self.mode, self.layout, self.precision = chosen.mode, chosen.layout, chosen.precision
-        self.accumulate, self.micro_shards = chosen.accumulate, chosen.micro_shards
-        self.reduction, self.donate, self.job = chosen.reduction, chosen.donate, chosen.job
-        self._program: Program | None = None
-        self._wrapped: dict[Any, Self] = {}
+    @cached_property
+    def _several(self) -> SeveralSteps:
+        return SeveralSteps(self._known, self._checks)
 
-    def _adopt(self, parts: SplitModel) -> Program:
-        """Return the program of a model, and keep it as this object's if it is the first."""
-        program = program_of(self.configuration, parts, self.mesh, self._program)
-        self._program = self._program or program
-        return program
-
-    @property
-    def _known(self) -> Program:
-        if self._program is None:
-            raise StateError("this DataParallel has no model yet: write state = dp.init(model)")
-        return self._program
+    def _traced_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        inline = self._known.step.inline
+        if inline is None:
+            raise ConfigError(
+                f"dp.step inside a transformation with {self!r}, whose step takes several "
+                "programs: call dp.steps(state, batches) outside of it, or use mode='jit' without "
+                "islands"
+            )
+        state, means, rows = inline(state, batch)
+        return state, means | {name: as_result(rows[name], batch.mask) for name in rows}

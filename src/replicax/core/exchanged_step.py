@@ -69,6 +69,8 @@ class ExchangedStep:
     exchange returns the sums of this job, and `coded(sums, state.islands)` those of all.
     """
 
+    inline = None
+
     def __init__(
         self,
         parts: StepParts,

@@ -16,8 +16,14 @@ from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, host_rows, values_of_sets
 from replicax.core.data.feed import Feed
 from replicax.core.data.host_arrays import opened
+from replicax.core.data.share import Batches
 from replicax.core.first_step import row_errors
-from replicax.core.first_step.argument_checks import check_kind, check_state
+from replicax.core.first_step.argument_checks import (
+    check_is_state,
+    check_kind,
+    check_shapes,
+    check_state,
+)
 from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
@@ -49,7 +55,7 @@ class FirstStepChecks:
     """Runs the checks of one program, each only once."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
         self._abstract = program.abstract_state()
         self._examinations: dict[Any, list[LossExamination]] = {}
         """By what is run, and the shapes of the batch; the first of its own rows, then each set."""
@@ -68,23 +74,17 @@ class FirstStepChecks:
         Returns the batch to compute: without its padding, if the loss depends on padded rows and
         the others can be split evenly.
         """
-        check_outside_jit(batch.mask)
-        if state is self._latest():
-            check_unused(state.step)
-        else:
-            check_kind(state)
-            check_state(state, self._abstract)
-            self._latest = weakref.ref(state)
-        if batch.sets and (what != STEP or self._program.configuration.step is None):
+        self.check_state(state, batch)
+        if batch.sets and (what != STEP or self.program.configuration.step is None):
             raise row_errors.sets_of_rows(what)
-        if what == STEP and self._program.rows_of_state not in (None, batch.size):
-            raise row_errors.other_rows(self._program.rows_of_state, batch.size)
+        if what == STEP and self.program.rows_of_state not in (None, batch.size):
+            raise row_errors.other_rows(self.program.rows_of_state, batch.size)
         examinations, given = self._examination(what, state, batch), batch
         batch = self._padded_or_not(what, examinations[0], state, batch)
         if batch is not given:
             self._examination(what, state, batch)
         self._check_padded_sets(examinations, state, batch)
-        configuration = self._program.configuration
+        configuration = self.program.configuration
         if configuration.job.processes > 1:
             shapes = _shapes(what, batch)
             if shapes not in self._agreed:
@@ -93,13 +93,58 @@ class FirstStepChecks:
                 self._agreed.add(shapes)
         return batch
 
+    def check_state(self, state: TrainState, batch: Batch) -> None:
+        """Raise `StateError` if a step cannot take a state, or is inside a transformation."""
+        check_outside_jit(batch.mask)
+        if state is self._latest():
+            check_unused(state.step)
+        else:
+            check_kind(state)
+            check_state(state, self._abstract)
+            self._latest = weakref.ref(state)
+
+    def is_traced(self, state: Any, batch: Any) -> bool:
+        """Whether a step of these is to be a part of the caller's program."""
+        given = [batch.mask if type(batch) is Batch else batch]
+        if state is not self._latest():
+            given.append(state)
+        return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+
+    def traced(self, state: TrainState, batch: Any) -> Batch:
+        """Check a step that is traced into another program, and return its batch.
+
+        Where the traces do not decide, the values of an earlier step outside of it have to.
+        """
+        check_is_state(state)
+        check_shapes(state, self._abstract)
+        if not isinstance(batch, Batch):
+            padded = self.program.batches.traced(batch)
+            examination = self._examination(STEP, state, padded)[0]
+            return self._padded_or_not(STEP, examination, state, padded)
+        if not self._examination(STEP, state, batch)[0].takes_padding:
+            raise LossError(
+                "a value of the loss or step depends on padded rows, and inside a transformation "
+                "it is not known how many an rx.Batch has: pass its rows themselves, batch.data"
+            )
+        return batch
+
     def placed(self, data: PyTree) -> Batch:
         """Return rows that all processes have as a batch; raise `AgreementError` if they differ."""
+        self._check_rows(data)
+        return self.program.batches.placed(data)
+
+    def placed_all(self, batches: Any) -> Batches:
+        """Return the batches of several steps, as `placed` does one."""
+        if not isinstance(batches, list) or not any(type(each) is Batch for each in batches):
+            self._check_rows(batches)
+        return self.program.batches.placed_all(batches)
+
+    def _check_rows(self, data: PyTree) -> None:
         if isinstance(data, TrainState):
             raise StateError(
                 "the batch is an rx.TrainState, which comes first: write dp.step(state, batch)"
             )
-        job = self._program.configuration.job
+        job = self.program.configuration.job
         if job.processes > 1:
             data = opened(data)
             every = [data, *values_of_sets(data)]
@@ -108,14 +153,21 @@ class FirstStepChecks:
             if shapes not in self._agreed:
                 job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
                 self._agreed.add(shapes)
-        return self._program.placed(data)
 
     def check_memory(self, state: TrainState, batch: Batch) -> None:
         """Raise `ConfigError` if the first step needs more memory than available."""
-        if not self._fits and self._program.holds(state, batch):
-            compiled = self._program.step.compiled(state, batch)
-            check_fits(compiled, self._program.configuration.mesh, batch.size)
+        if not self._fits and self.program.holds(state, batch):
+            compiled = self.program.step.compiled(state, batch)
+            check_fits(compiled, self.program.configuration.mesh, batch.size)
             self._fits = True
+
+    def check_memory_of_all(self, state: TrainState, stack: Batch) -> None:
+        """Raise `ConfigError` if the first call of several steps needs more memory."""
+        shapes = _shapes(STEP, stack)
+        if shapes not in self._agreed and self.program.steps is not None:
+            compiled = self.program.steps.compiled(state, stack)
+            check_fits(compiled, self.program.configuration.mesh, stack.mask.size)
+            self._agreed.add(shapes)
 
     def check_result(self, state: TrainState, metrics: Metrics) -> None:
         """Raise `LossError` if the first step's loss is not finite, waiting for it.
@@ -125,7 +177,7 @@ class FirstStepChecks:
         self._latest = weakref.ref(state)
         if self._finite:
             return
-        loss = float(metrics[LOSS])
+        loss = float(np.ravel(metrics[LOSS])[0])
         if not math.isfinite(loss):
             raise LossError(
                 f"the loss is {loss} in the first step; a run cannot recover from it: look at the "
@@ -137,7 +189,7 @@ class FirstStepChecks:
     def check_feed(self, feed: Feed) -> None:
         """Raise `LossError` if the traces show that the loss cannot be evaluated on `feed`."""
         padding = feed.padding
-        if not padding or self._shapes is None or self._program.configuration.step is not None:
+        if not padding or self._shapes is None or self.program.configuration.step is not None:
             return
         size = feed.split.padded(feed.source.batch_size)
         known = (
@@ -162,7 +214,7 @@ class FirstStepChecks:
 
     def _trace(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
         """Trace the loss or the step."""
-        program, configuration = self._program, self._program.configuration
+        program, configuration = self.program, self.program.configuration
         apart = configuration.mode.per_replica or program.split_objective.per_replica
         alone = configuration.islands is None and configuration.job.exchange is None
         whole = alone and not apart
@@ -177,7 +229,7 @@ class FirstStepChecks:
         return [self._examined_rows(what, *given) for given in each_set(state, batch)]
 
     def _examined_rows(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
-        program, examination = self._program, self._trace(what, state, batch)
+        program, examination = self.program, self._trace(what, state, batch)
         own = what == STEP and program.configuration.step is not None
         if what == STEP and not own and not examination.moves:
             raise LossError(
@@ -202,10 +254,10 @@ class FirstStepChecks:
 
     def _check_rows_out(self) -> None:
         """Raise `ConfigError` if the step returns rows where it cannot."""
-        configuration, why = self._program.configuration, ""
+        configuration, why = self.program.configuration, ""
         if configuration.islands is not None or configuration.job.exchange is not None:
             why = "islands, of which each has only its own rows"
-        elif self._program.split_objective.per_replica:
+        elif self.program.split_objective.per_replica:
             why = "stages, of which only the last has the rows"
         if why:
             raise ConfigError(
@@ -228,7 +280,7 @@ class FirstStepChecks:
             broken = self._padding[key] if padding == own else broken
         if broken is None:
             return batch
-        where = by_rows(self._program.mesh)
+        where = by_rows(self.program.mesh)
         short = batch.map_rows(lambda leaf: jax.device_put(leaf[:real], where))
         return dataclasses.replace(short, rows=real, feed_padding=None)
 
@@ -241,8 +293,8 @@ class FirstStepChecks:
         broken = examination.broken(_real(real), *next(each_set(state, batch)))
         if not broken:
             return None
-        several = self._program.configuration.job.processes > 1
-        keeps = self._program.rows_of_state is not None
+        several = self.program.configuration.job.processes > 1
+        keeps = self.program.rows_of_state is not None
         if broken[0].raised or real % self._parts or several or keeps:
             raise row_errors.padded(broken[0], padding, batch.size)
         _log.warning(
@@ -269,13 +321,13 @@ class FirstStepChecks:
 
     @property
     def _parts(self) -> int:
-        return self._program.split.replicas * self._program.split.micro_batches
+        return self.program.split.replicas * self.program.split.micro_batches
 
     def _divisions(self, rows: int, own: bool) -> list[tuple[Division, str]]:
         """Return which rows are computed without the others, and what computes them."""
-        configuration, split = self._program.configuration, self._program.split
+        configuration, split = self.program.configuration, self.program.split
         mode, micro = configuration.mode, split.micro_batches
-        apart = mode.per_replica or self._program.split_objective.per_replica
+        apart = mode.per_replica or self.program.split_objective.per_replica
         replicas = split.replicas if apart else 1
         blocks = np.arange(rows).reshape(replicas, -1)
         named = [f"{replicas} replicas"] * (replicas > 1) + [f"{micro} micro-batches"] * (micro > 1)
@@ -292,8 +344,8 @@ class FirstStepChecks:
 
     def _fix(self) -> str:
         """Return how all rows are seen."""
-        mode, split = self._program.configuration.mode, self._program.split
-        if self._program.split_objective.per_replica:
+        mode, split = self.program.configuration.mode, self.program.split
+        if self.program.split_objective.per_replica:
             return "use a mesh without stages"
         if split.micro_batches > 1 and not mode.bitwise:
             return "use accumulate=1"

@@ -7,26 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.batch_placement import BatchPlacement
 from replicax.core.begun_state import create_state
 from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
-from replicax.core.data.batch import (
-    Batch,
-    Share,
-    described,
-    host_rows,
-    pad,
-    row_count,
-    with_padded_sets,
-)
+from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Split
-from replicax.core.data.host_arrays import opened
 from replicax.core.data.per_row import map_rows_of_state, rows_of_state
 from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
-from replicax.core.ground.train_state import TrainState, check_outside_jit
+from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.layout import on_devices_of
@@ -55,7 +47,7 @@ from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of
 from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, shards_of
 from replicax.core.step.update import score, step_sums
-from replicax.core.step_builder import StepParts
+from replicax.core.step_builder import Jitted, StepParts
 from replicax.errors import ConfigError, StateError
 
 
@@ -130,6 +122,11 @@ class Program:
         parts, config = self._step_parts(), self.configuration
         coded = CodedSums(islands.codec, self.mesh, config.job)
         return ExchangedStep(parts, OwnSpan(config.job, anew=True), config.mode.build(parts), coded)
+
+    @cached_property
+    def steps(self) -> StepProgram | None:
+        """The step on each of several batches in one program; None if a step takes several."""
+        return self.step.repeated() if isinstance(self.step, Jitted) else None
 
     def _step_parts(self) -> StepParts:
         config = self.configuration
@@ -273,13 +270,10 @@ class Program:
         """The division of a batch into replicas and micro-batches."""
         return self.configuration.split(self.mesh)
 
-    def described(self, batch: Any) -> Batch:
-        """Return the shapes of the batch that `step` uses for a `Batch` or pytree `[rows, ...]`."""
-        if not isinstance(batch, Batch):
-            batch, size = self._with_padded_sets(batch)
-            batch = described(batch, size)
-        shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
-        return shapes
+    @cached_property
+    def batches(self) -> BatchPlacement:
+        """How batches are padded and placed."""
+        return BatchPlacement(self.mesh, self.split, self.rows_of_state)
 
     def is_of(self, shapes: TrainState) -> bool:
         """Whether states of these shapes, dtypes and structure belong to this program."""
@@ -310,22 +304,6 @@ class Program:
             isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             for leaf, sharding in zip(leaves, wanted, strict=True)
         )
-
-    def placed(self, data: PyTree) -> Batch:
-        """Return rows as a padded batch with the sharding that `step` uses."""
-        data, size = self._with_padded_sets(opened(data))
-        check_outside_jit(data)
-        rows = row_count(data)
-        if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
-            data = host_rows(data, copy=True)
-        return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
-
-    def _with_padded_sets(self, data: PyTree) -> tuple[PyTree, int]:
-        """Return rows with their sets padded, and the size of a batch of them."""
-        rows = row_count(data)
-        size = max(self.split.padded(rows), self.rows_of_state or 0)
-        padded = partial(self.split.padded_set, real=rows, size=size)
-        return with_padded_sets(data, padded), size
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with its parameters replaced by their average."""

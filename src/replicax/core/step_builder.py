@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.in_flight import InFlight
@@ -145,6 +146,7 @@ class Jitted(Generic[Result]):
         out: PyTree,
         **options: Any,
     ) -> None:
+        self._given = function, into, out, options
         compiled = jax.jit(function, in_shardings=into, out_shardings=out, **options)
         self._function, self.trace, self.lower = compiled, compiled.trace, compiled.lower
 
@@ -160,6 +162,40 @@ class Jitted(Generic[Result]):
     def text(self, state: TrainState, batch: Batch) -> str:
         text: str = self.lower(state, batch).as_text()
         return text
+
+    @cached_property
+    def inline(self) -> MappedFunction[Result]:
+        """The function without options of a program, which only the outermost one takes."""
+        function, into, out, _ = self._given
+        return jax.jit(function, in_shardings=into, out_shardings=out)
+
+    def repeated(self) -> "Jitted[Any]":
+        """Return this step, one after another on each of several batches, as one program.
+
+        Its second argument and its results have a leading dim of steps.
+        """
+        _, (state, batch), (after, *results), options = self._given
+        out = after, *jax.tree.map(_of_steps, results)
+        return Jitted(
+            partial(_repeated, step=self.inline),
+            (state, jax.tree.map(_of_steps, batch)),
+            out,
+            **options,
+        )
+
+
+def _repeated(state: TrainState, batches: Batch, *, step: MappedFunction[Any]) -> Any:
+    def one(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        state, *results = step(state, batch)
+        return state, results
+
+    state, results = jax.lax.scan(one, state, batches)
+    return state, *results
+
+
+def _of_steps(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of an array of `[steps, ...]`, from that of one step."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def check_whole(layout: Layout) -> None:

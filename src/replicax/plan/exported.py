@@ -123,7 +123,7 @@ def _export(
 ) -> ExportedStep:
     with traced_for(capability):
         made = dp.program(model, mesh=_mesh(dp.mesh))
-        arguments = state, _ = made.shapes, made.described(batch)
+        arguments = state, _ = made.shapes, made.batches.described(batch)
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments

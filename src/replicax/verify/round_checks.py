@@ -154,7 +154,7 @@ def _silent(dp: DataParallel, state: TrainState, rows: PyTree) -> Check:
     program = dp.program(state)
     found = [
         moved
-        for compiled in program.step.compiled(state, program.placed(rows))
+        for compiled in program.step.compiled(state, program.batches.placed(rows))
         for moved in inspect(compiled).collectives
     ]
     kinds = {each.kind: each.bytes for each in found}

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
+from replicax.core.data.batch import Batch, host_rows, pad, row_count
+from replicax.core.data.share import Share
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree

@@ -46,7 +46,7 @@ def verify_custom_step(
         alone = base.replace(mode="single", mesh=_first(dp, 1), **whole)
         state = alone.init(model, seed=seed)
         with devices_asked() as asked:
-            alone.prepare(state, alone.program(state).placed(data))
+            alone.prepare(state, alone.program(state).batches.placed(data))
     except Exception as error:  # the user's step
         yield failed_on_one_device(error)
         return
@@ -64,7 +64,7 @@ def verify_custom_step(
                 chosen = base.replace(mode=mode, accumulate=parts, **own)
                 begun = chosen.init(model, seed=seed)
                 program = chosen.program(begun)
-                chosen.prepare(begun, program.placed(data))
+                chosen.prepare(begun, program.batches.placed(data))
             except ReplicaxError as error:
                 verdict = FAIL if mode == dp.mode else SKIP
                 yield Check("parity", name, verdict, f"refused: {error}")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
+from replicax.core.data.batch import Batch, host_rows, pad, row_count
+from replicax.core.data.share import Share
 from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import DataError
 

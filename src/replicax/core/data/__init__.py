@@ -7,6 +7,7 @@ Read in this order:
     host_arrays.py   arrays and mappings of other libraries as NumPy arrays and dicts
     sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process
     per_row.py       `PerRow`: values with an entry for each row, next to means
+    share.py         the rows that a process holds, on its devices; `Batches` of several steps
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:

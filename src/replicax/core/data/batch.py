@@ -1,18 +1,17 @@
-"""A batch of fixed size: the user's rows, their mask, and their placement on devices."""
+"""A batch of fixed size: the user's rows, their mask, and values without rows."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
-from replicax.core.ground.leaves import PyTree, is_here
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import DataError
 
 
@@ -225,55 +224,6 @@ def with_padded_sets(data: PyTree, padded: Callable[[int], int]) -> PyTree:
         return RowSet(dataclasses.replace(found, number=next(numbers)))
 
     return _map_marked(as_batch, data)
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The rows on this process's devices, for global batches of one size."""
-
-    sharding: NamedSharding
-    """Shards rows over the devices of all processes."""
-    size: int
-    """Rows in a global batch, including padding."""
-
-    @cached_property
-    def held(self) -> np.ndarray:
-        """Int `[held rows]`: indices of the rows held, ascending."""
-        parts = self.sharding.addressable_devices_indices_map((self.size,)).values()
-        return np.unique(np.concatenate([np.arange(self.size)[part] for part in parts if part]))
-
-    def place(self, batch: Batch) -> Batch:
-        """Put a host batch (all of it, or the held rows) on the devices, without waiting."""
-        batch = batch.apart()
-        arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
-        everywhere = NamedSharding(self.sharding.mesh, PartitionSpec())
-        if self.sharding.is_fully_addressable:
-            data, mask, index = jax.device_put(arrays, self.sharding)
-            shared = jax.device_put(shared, everywhere) if shared else shared
-        else:
-            data, mask, index = jax.tree.map(self._global, arrays)
-            shared = jax.tree.map(
-                lambda leaf: jax.make_array_from_callback(
-                    leaf.shape, everywhere, lambda part: leaf[part]
-                ),
-                shared,
-            )
-        sets = tuple(dataclasses.replace(self, size=each.size).place(each) for each in batch.sets)
-        placed = {"data": data, "mask": mask, "index": index, "shared": shared, "sets": sets}
-        return dataclasses.replace(batch, **placed)
-
-    def _global(self, leaf: np.ndarray | jax.Array) -> jax.Array:
-        if not is_here(leaf):
-            whole: jax.Array = jax.device_put(leaf, self.sharding)
-            return whole
-
-        def part(index: Any) -> Any:
-            start, stop, _ = index[0].indices(self.size)
-            first = start if len(leaf) == self.size else int(np.searchsorted(self.held, start))
-            return leaf[first : first + stop - start]
-
-        shape = (self.size, *leaf.shape[1:])
-        return jax.make_array_from_callback(shape, self.sharding, part)
 
 
 def row_count(data: PyTree) -> int:

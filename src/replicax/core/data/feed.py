@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.data.batch import Batch, Share, pad, with_padded_sets
+from replicax.core.data.batch import Batch, pad, with_padded_sets
+from replicax.core.data.share import Batches, Share
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.leaves import PyTree
@@ -80,9 +81,11 @@ class Feed:
         epoch: int = 0,
         first: int = 0,
         prefetch: int = 2,
+        stack: int | Callable[[int], int | None] | None = None,
     ) -> None:
         self.source, self.split, self.epoch, self.first = source, split, epoch, first
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
+        self._stack = stack if callable(stack) else lambda _: stack
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
         self.stops: Callable[[], bool] = lambda: False
@@ -97,13 +100,23 @@ class Feed:
                 f"{source.batches}: change it"
             )
 
-    def at(self, epoch: int, first: int) -> "Feed":
-        """Return the same feed for another epoch and first batch."""
+    def at(
+        self, epoch: int, first: int, stack: int | Callable[[int], int | None] | None = None
+    ) -> "Feed":
+        """Return the same feed for another epoch and first batch.
+
+        Args:
+            epoch: the number of the epoch.
+            first: the number of the first batch.
+            stack: how many batches are yielded as `Batches`, always or from the batch of a number
+                on; None for a `Batch` by itself.
+        """
         return Feed(
             *(self.source, self.split, self._sharding, self._job),
             epoch=epoch,
             first=first,
             prefetch=self._prefetch,
+            stack=stack,
         )
 
     def __repr__(self) -> str:
@@ -125,7 +138,7 @@ class Feed:
         last = self.source.last_rows
         return None if last is None else self.split.padded(self.source.batch_size) - last
 
-    def __iter__(self) -> Generator[Batch]:
+    def __iter__(self) -> Generator[Any]:
         if self._job.processes > 1:
             place = {"epoch": self.epoch, "first": self.first}
             self._job.agree("the data", {**self.source.fingerprint(), **place})
@@ -153,10 +166,17 @@ class Feed:
             close()
             self._job.rest()
 
-    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
+    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch | Batches]:
         own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
-        for batch, share in self._own(topic, closing) if own else self._common():
-            yield share.place(dataclasses.replace(batch, feed_padding=self.padding))
+        made, number = self._own(topic, closing) if own else self._common(), self.first
+        for batch, share in made:
+            batch = dataclasses.replace(batch, feed_padding=self.padding)
+            if (count := self._stack(number)) is None:
+                yield share.place(batch)
+            else:
+                rest = (each for each, _ in itertools.islice(made, count - 1))
+                yield share.place_all([batch, *rest])
+            number += count or 1
 
     def _common(self) -> Iterator[tuple[Batch, Share]]:
         """Yield this process's rows of batches from a source that every process can read."""

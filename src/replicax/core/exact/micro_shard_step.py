@@ -33,6 +33,8 @@ class MicroShardStep:
     is only analysed (computation, communication, memory), not run.
     """
 
+    inline = None
+
     def __init__(
         self, parts: StepParts, mesh: Mesh, function: OnMicroShard, whole: CompiledFunction[Any]
     ) -> None:

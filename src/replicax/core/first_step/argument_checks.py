@@ -120,18 +120,23 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
     Dtypes may differ, as `jax.jit` accepts any.
     """
     check_outside_jit(state)
+    check_shapes(state, abstract)
+    elsewhere = sum(map(_lies_elsewhere, jax.tree.leaves(state), jax.tree.leaves(abstract)))
+    if elsewhere:
+        raise StateError(
+            f"{elsewhere} arrays of the state are sharded over these devices in another way than "
+            "in this DataParallel's layout; start with init(other.model(state))"
+        )
+
+
+def check_shapes(state: TrainState, abstract: TrainState) -> None:
+    """Raise `StateError` if the shapes of `state` are not those of `abstract`."""
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
         raise StateError(
             f"{_difference(state, abstract)}; it belongs to another model, optimizer, reduction "
             "or precision: use a state from init of this DataParallel"
-        )
-    elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
-    if elsewhere:
-        raise StateError(
-            f"{elsewhere} arrays of the state are sharded over these devices in another way than "
-            "in this DataParallel's layout; start with init(other.model(state))"
         )
 
 

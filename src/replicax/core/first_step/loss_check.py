@@ -180,6 +180,11 @@ class LossExamination:
         self, division: Division, labels: list[str], state: TrainState, batch: Batch
     ) -> dict[str, Found]:
         """Compute values on parts and on the whole; may raise `Undecided`."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+            raise Undecided(
+                "inside a transformation there are no values to decide: call dp.step on a batch "
+                "before, outside of it"
+            )
         try:
             part = self._twin(division.size, division.within, division.padded)
         except Unlike as unlike:

@@ -29,7 +29,8 @@ class InFlight:
         self.lock = threading.RLock()
         """Held while a program is dispatched."""
         self._waited_for = 0
-        self._unfinished: collections.deque[Any] = collections.deque()
+        self._unfinished: collections.deque[tuple[Any, int]] = collections.deque()
+        """The result of each call, and the number of steps begun with it."""
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()
         self._lock = threading.Lock()
         self._met: Any = None
@@ -40,20 +41,20 @@ class InFlight:
         """The number of steps finished by the devices."""
         with self._lock:
             ready = itertools.takewhile(_is_ready, self._unfinished)
-            return self._waited_for + sum(1 for _ in ready)
+            return max((begun for _, begun in ready), default=self._waited_for)
 
-    def enter(self) -> None:
-        """Note that a step is about to be dispatched."""
-        self.entered = self.begun + 1
+    def enter(self, steps: int = 1) -> None:
+        """Note that a call of so many steps is about to be dispatched."""
+        self.entered = self.begun + steps
 
-    def add(self, result: Any) -> None:
-        """Add the step that computes `result`, an array that is never donated.
+    def add(self, result: Any, steps: int = 1) -> None:
+        """Add the call of `steps` that computes `result`, an array that is never donated.
 
-        Wait for the oldest if more than `STEPS_IN_FLIGHT` are unfinished.
+        Wait for the oldest if more than `STEPS_IN_FLIGHT` calls are unfinished.
         """
         with self._lock:
-            self.begun += 1
-            self._unfinished.append(result)
+            self.begun += steps
+            self._unfinished.append((result, self.begun))
         while len(self._unfinished) > STEPS_IN_FLIGHT:
             self._wait()
 
@@ -72,11 +73,11 @@ class InFlight:
             self._is_followed = False
 
     def note(self, note: Any) -> None:
-        """Attach a note to the last step added; `notes` returns it."""
+        """Attach a note to the last call added; `notes` returns it."""
         self._notes.append((self.begun, note))
 
     def notes(self, may_remain: int = STEPS_IN_FLIGHT) -> Iterator[Any]:
-        """Yield the notes of all but the last `may_remain` steps, in order, as they finish."""
+        """Yield the notes of all but the last `may_remain` calls, in order, as they finish."""
         while True:
             while self._notes and self._notes[0][0] <= self._waited_for:
                 yield self._notes.popleft()[1]
@@ -107,22 +108,21 @@ class InFlight:
 
     def drain(self) -> None:
         """Wait for all programs that were dispatched, but for those whose results are at hand."""
-        for result in (*self._unfinished, self._met):
+        for result in (*(result for result, _ in self._unfinished), self._met):
             if result is not None:
                 result.block_until_ready()
 
     def _wait(self) -> None:
-        """Wait for the oldest step; re-raise any error from its devices."""
+        """Wait for the oldest call; re-raise any error from its devices."""
         try:
-            self._unfinished[0].block_until_ready()
+            self._unfinished[0][0].block_until_ready()
         finally:
             with self._lock:
-                self._unfinished.popleft()
-                self._waited_for += 1
+                self._waited_for = self._unfinished.popleft()[1]
 
 
-def _is_ready(result: Any) -> bool:
+def _is_ready(call: tuple[Any, int]) -> bool:
     try:
-        return bool(result.is_ready())
+        return bool(call[0].is_ready())
     except RuntimeError:  # deleted, so finished
         return True

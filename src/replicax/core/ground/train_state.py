@@ -87,8 +87,8 @@ def check_outside_jit(tree: Any) -> None:
     """Raise `StateError` if `tree` contains tracers of `jax.jit` or `jax.grad`."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
         raise StateError(
-            "step or evaluate was called inside jax.jit or another transformation; they are "
-            "already compiled: call them outside it"
+            "a method of a DataParallel was called inside jax.jit or another transformation, which "
+            "only dp.step can be a part of: call it outside"
         )
 
 

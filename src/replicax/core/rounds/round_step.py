@@ -29,6 +29,8 @@ class RoundStep:
     islands, and the loss of all islands in a round; NaN in steps in which no round ends.
     """
 
+    inline = None
+
     def __init__(
         self, arithmetic: Arithmetic, transport: Transport, shardings: TrainState, begin: Any
     ) -> None:

@@ -168,6 +168,10 @@ class CompiledFunction(Protocol[Result]):
     def cache_size(self) -> int:
         """Return the number of shapes that it is compiled for."""
 
+    @property
+    def inline(self) -> MappedFunction[Result] | None:
+        """The function to trace into another program; None if it takes several programs."""
+
 
 StepResult = tuple[TrainState, Metrics, dict[str, PyTree]]
 """The state after a step, its metrics, and its results by row."""

@@ -1,0 +1,140 @@
+"""The rows of batches that this process's devices hold, and their transfer to them."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from replicax.core.data.batch import Batch, host_rows
+from replicax.core.ground.leaves import PyTree, is_here
+from replicax.errors import ConfigError, DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The batches of several steps: arrays with a leading dim of steps, `[steps, rows, ...]`.
+
+    Examples:
+        >>> batches = next(iter(dp.feed(source, batch_size=32, stack=4)))
+        >>> len(batches), batches.stack.data["x"].shape
+        (4, (4, 32, 3))
+    """
+
+    stack: Batch
+    """All of them as one tree, whose slices are batches."""
+    rows: tuple[int | None, ...]
+    """Real rows of each; see `Batch.rows`."""
+    feed_padding: int | None = None
+    hosts: tuple[PyTree, PyTree] = (None, None)
+    """`Batch.host` of the first and of the last."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def host(self) -> PyTree:
+        """`Batch.host` of the first."""
+        return self.hosts[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows on this process's devices, for global batches of one size."""
+
+    sharding: NamedSharding
+    """Shards rows over the devices of all processes."""
+    size: int
+    """Rows in a global batch, including padding."""
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Int `[held rows]`: indices of the rows held, ascending."""
+        parts = self.sharding.addressable_devices_indices_map((self.size,)).values()
+        return np.unique(np.concatenate([np.arange(self.size)[part] for part in parts if part]))
+
+    def place(self, batch: Batch) -> Batch:
+        """Put a host batch (all of it, or the held rows) on the devices, without waiting."""
+        return self._placed(batch.apart(), 0)
+
+    def place_all(self, batches: Sequence[Batch]) -> Batches:
+        """Put host batches of the same shapes on the devices, in one transfer.
+
+        Raises:
+            ConfigError: an `rx.RowSet` in a batch.
+            DataError: batches of different shapes.
+        """
+        apart = [batch.apart() for batch in batches]
+        refuse_sets(apart)
+        shapes = {tuple(leaf.shape for leaf in jax.tree.leaves(each)) for each in apart}
+        if len(shapes) > 1:
+            raise DataError(
+                f"{len(apart)} batches of {len(shapes)} different shapes in a call of several "
+                "steps, which is one program for one shape: pad them to the same, or call dp.step "
+                "on each"
+            )
+        placed = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(apart))
+        stacked = jnp.stack if placed else np.stack
+        stack = jax.tree.map(lambda *leaves: stacked(leaves), *apart)
+        hosts = apart[0].host, apart[-1].host
+        rows = tuple(each.rows for each in apart)
+        return self.place_stack(stack, rows, apart[0].feed_padding, hosts)
+
+    def place_stack(
+        self,
+        stack: Batch,
+        rows: tuple[int | None, ...],
+        feed_padding: int | None = None,
+        hosts: tuple[PyTree, PyTree] = (None, None),
+    ) -> Batches:
+        """Put arrays `[steps, rows, ...]` on the devices; the others are those of `Batches`."""
+        refuse_sets([stack])
+        return Batches(self._placed(stack, 1), rows, feed_padding, hosts)
+
+    def _placed(self, batch: Batch, dim: int) -> Batch:
+        """Return a host batch on the devices; its rows are dim `dim`."""
+        arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
+        mesh = self.sharding.mesh
+        where = NamedSharding(mesh, PartitionSpec(*[None] * dim, *self.sharding.spec))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        if self.sharding.is_fully_addressable:
+            data, mask, index = jax.device_put(arrays, where)
+            shared = jax.device_put(shared, everywhere) if shared else shared
+        else:
+            data, mask, index = jax.tree.map(partial(self._global, where=where, dim=dim), arrays)
+            shared = jax.tree.map(
+                lambda leaf: jax.make_array_from_callback(
+                    leaf.shape, everywhere, lambda part: leaf[part]
+                ),
+                shared,
+            )
+        sets = tuple(dataclasses.replace(self, size=each.size).place(each) for each in batch.sets)
+        placed = {"data": data, "mask": mask, "index": index, "shared": shared, "sets": sets}
+        return dataclasses.replace(batch, **placed)
+
+    def _global(self, leaf: np.ndarray | jax.Array, where: NamedSharding, dim: int) -> jax.Array:
+        if not is_here(leaf):
+            whole: jax.Array = jax.device_put(leaf, where)
+            return whole
+        count, steps = leaf.shape[dim], (slice(None),) * dim
+
+        def part(index: Any) -> Any:
+            start, stop, _ = index[dim].indices(self.size)
+            first = start if count == self.size else int(np.searchsorted(self.held, start))
+            return leaf[(*steps, slice(first, first + stop - start))]
+
+        shape = (*leaf.shape[:dim], self.size, *leaf.shape[dim + 1 :])
+        return jax.make_array_from_callback(shape, where, part)
+
+
+def refuse_sets(batches: Sequence[Batch]) -> None:
+    """Raise `ConfigError` if one of `batches`, which are apart, has an `rx.RowSet`."""
+    if any(batch.sets for batch in batches):
+        raise ConfigError(
+            "a batch with an rx.RowSet in a call of several steps, or inside a transformation; "
+            "each set is padded by itself on the host: call dp.step outside of jax.jit"
+        )
