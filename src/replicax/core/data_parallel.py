@@ -15,7 +15,7 @@ from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
 from replicax.core.data.per_row import as_result, real_rows
-from replicax.core.data.share import Batches
+from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
@@ -256,7 +256,7 @@ class DataParallel(Configured):
         return step.end_round(state) if isinstance(step, RoundStep) else state
 
     @of_one_thread
-    def prepare(self, state: TrainState, batch: Batch | Batches) -> Any:
+    def prepare(self, state: TrainState, batch: FeedItem) -> Any:
         """Prepare the first `step`, or `steps`: check the loss, agree with others, and compile.
 
         Returns the batch to compute, usually `batch`.

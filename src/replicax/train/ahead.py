@@ -2,21 +2,21 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-from replicax.core.data.batch import Batch
 from replicax.core.data.feed import GaveUpError
 
 
-class Ahead(Iterator[Batch]):
+class Ahead(Iterator[Any]):
     """Yields from `batches`; knows whether there are more."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._next: list[Batch] = []
+        self._next: list[Any] = []
         self.gave_up = False
         """Whether the next batch did not come before the run had to stop."""
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         if self._next:
             return self._next.pop()
         try:

@@ -104,6 +104,10 @@ class Audit(Hook):
         self.restores = 0
         """Number of restores of a clean audit's state, since the run started or resumed."""
 
+    @property
+    def interval(self) -> int:
+        return self._every
+
     def start(self, run: Running) -> None:
         """Audit the state that the run starts from."""
         two = (
@@ -291,7 +295,8 @@ class Audit(Hook):
             return [], "no state was kept to replay from"
         step = run.place.step
         # Until the next finite step, the whole state is unchanged.
-        for each in reversed([*done, *run.dp.job.in_flight.remaining]):
+        later = [step for call in run.dp.job.in_flight.remaining for step in call.steps()]
+        for each in reversed([*done, *later]):
             if not bool(each.not_finite):
                 break
             step = each.place.step - 1

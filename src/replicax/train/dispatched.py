@@ -3,13 +3,16 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.per_row import PerRow
+from replicax.core.data.share import Batches, FeedItem
+from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
@@ -51,26 +54,95 @@ class Dispatched:
     spike: jax.Array | None
     """Whether its update was skipped as a spike; None without spike detection."""
     by_row: dict[str, PerRow] = dataclasses.field(default_factory=dict)
-    """Results with an entry for each row; records do not have them."""
+    """Results with an entry for each row, of all steps of its call; records do not have them."""
+    number: int | None = None
+    """Which of several steps it is, counted from 0: mask and index are then those of all."""
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name -> object attached by a hook, to read when the step has finished."""
+
+    def examples(self) -> tuple[int, ...]:
+        """Return the indices of the real rows of its batch."""
+        index, mask = whole_on_host(self.index), whole_on_host(self.mask)
+        if self.number is not None:
+            index, mask = index[self.number], mask[self.number]
+        return tuple(int(each) for each in index[mask > 0])
 
     @property
     def skipped(self) -> bool:
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
-def dispatched(place: RunPosition, batch: Batch, metrics: Mapping[str, Any]) -> Dispatched:
-    """Return the step that led to `place`, and begin to copy its `metrics` to the host."""
-    by_row = {name: value for name, value in metrics.items() if isinstance(value, PerRow)}
-    known = {NOT_FINITE, SPIKE, *by_row}
-    others = {name: value for name, value in metrics.items() if name not in known}
-    not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
-    if next(iter(not_finite.devices())).platform != "cpu":  # on CPU it only costs time
-        for value in jax.tree.leaves(metrics):
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The steps of one dispatched program, which finish together."""
+
+    last: Dispatched
+    """The last of them; of a call of one step, that."""
+    metrics: dict[str, Any]
+    """Metrics of all steps, as the step, or `steps`, returned them, without verdicts."""
+    batches: Batches | None
+    """The batches of several steps."""
+    results: Mapping[str, Any]
+    """Metrics of all steps with their verdicts."""
+
+    def steps(self) -> list[Dispatched]:
+        """Return the steps in order; waits for them if there are several."""
+        if self.batches is None:
+            return [self.last]
+        stack, at, rows = self.batches.stack, self.last.place, self.batches.rows
+        before = len(rows) - 1
+        told = {
+            name: np.asarray(value)
+            for name, value in self.results.items()
+            if not isinstance(value, PerRow)
+        }
+        return [
+            _dispatched(
+                RunPosition(at.step - left, at.epoch, at.batch - left),
+                rows[before - left],
+                (stack.mask, stack.index),
+                {name: value[before - left] for name, value in told.items()},
+                before - left,
+            )
+            for left in range(before, 0, -1)
+        ] + [self.last]
+
+
+def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) -> Call:
+    """Return the call that led to `place`, and begin to copy its `results` to the host."""
+    known = {NOT_FINITE, SPIKE}
+    metrics = {name: value for name, value in results.items() if name not in known}
+    if next(iter(results[NOT_FINITE].devices())).platform != "cpu":  # on CPU it only costs time
+        for value in jax.tree.leaves(dict(results)):
             value.copy_to_host_async()
-    arrays = batch.mask, batch.index
-    return Dispatched(place, batch.rows, *arrays, others, not_finite, spike, by_row)
+    if isinstance(batch, Batch):
+        last = _dispatched(place, batch.rows, (batch.mask, batch.index), results, None)
+        return Call(last, metrics, None, results)
+    arrays, of_last = (batch.stack.mask, batch.stack.index), dict[str, Any]()
+    for name, value in results.items():
+        of_last[name] = value[-1] if isinstance(value, jax.Array) else value
+    last = _dispatched(place, batch.rows[-1], arrays, of_last, len(batch) - 1)
+    return Call(last, metrics, batch, results)
+
+
+def finished(in_flight: InFlight, may_remain: int) -> Iterator[Dispatched]:
+    """Yield the steps of all calls but the newest `may_remain`, in order, as they finish."""
+    for call in in_flight.notes(may_remain):
+        yield from call.steps()
+
+
+def _dispatched(
+    place: RunPosition,
+    rows: int | None,
+    arrays: tuple[jax.Array, jax.Array],
+    results: Mapping[str, Any],
+    number: int | None,
+) -> Dispatched:
+    by_row = {name: value for name, value in results.items() if isinstance(value, PerRow)}
+    known = {NOT_FINITE, SPIKE, *by_row}
+    others = {name: value for name, value in results.items() if name not in known}
+    verdicts = results[NOT_FINITE], results.get(SPIKE)
+    return Dispatched(place, rows, *arrays, others, *verdicts, by_row, number)
 
 
 class Meter:
@@ -184,8 +256,7 @@ class BadSteps:
             return []
         self.in_a_row += 1
         spike = step.spike is not None and bool(step.spike)
-        index, mask = whole_on_host(step.index), whole_on_host(step.mask)
-        examples = tuple(int(each) for each in index[mask > 0])
+        examples = step.examples()
         metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
         rows, at = len(examples) if step.rows is None else step.rows, step.place
         record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from replicax.arguments import Count, Int32Count, Natural, Seed, typed_but
-from replicax.core.data.batch import Batch
+from replicax.core.data.share import FeedItem
 from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.first_step.argument_checks import check_is_state
@@ -24,6 +24,7 @@ from replicax.errors import (
     interrupted,
     require,
 )
+from replicax.train.call_sizes import call_sizes
 from replicax.train.checkpoints.arrays import params_not_finite
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -81,6 +82,10 @@ class Run(Resuming):
         shuffle: whether to reshuffle every epoch; by default if the source supports it.
         seed: seed of the shuffle.
         prefetch: as for `dp.feed`; 0 if the next batch depends on what the loop does with a step.
+        steps_per_call: steps of each dispatched program, for models whose step takes a millisecond
+            or less; the run yields so many batches as one, `step` returns metrics `[steps]`, and a
+            stop, a checkpoint or an evaluation comes between two calls. With None, as in `rx.fit`,
+            the run chooses, and says so; 1 if a hook looks at each step.
         log_every: steps between two train records.
         hooks: observers of the run, in addition to `records.jsonl`, `curves.png` and the progress
             display; see `replicax.train.hook`.
@@ -120,6 +125,7 @@ class Run(Resuming):
         shuffle: bool | None = None,
         seed: Seed = 0,
         prefetch: Natural = 2,
+        steps_per_call: Count | None = 1,
         log_every: Count = 50,
         hooks: Sequence[Hook] = (),
         guard: Guard = _MOST_5,
@@ -143,7 +149,9 @@ class Run(Resuming):
             raise ConfigError(f"epochs={epochs} of a source {ONLY_ONCE}, or steps=...")
         plan = as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
-        told |= {"log_every": log_every} | plain_fields(guard=guard, saving=saving, evaluation=plan)
+        told |= {"log_every": log_every, "steps_per_call": steps_per_call} | plain_fields(
+            guard=guard, saving=saving, evaluation=plan
+        )
         self._agreed = {**told, **plain_config(config or {})}
         dp.job.agree("the run", self._agreed)
         self._members = Members(
@@ -176,12 +184,13 @@ class Run(Resuming):
         )
         self.records = self._run_state.records
         self.config = dict(config or {})
+        self._steps_per_call = steps_per_call
         self._run_dir = None if run_dir is None else place(run_dir)
-        self._saving, self._seed, self._accept = saving, seed, accept_changes
+        self._saving, self._seed, self._accept, self._plan = saving, seed, accept_changes, plan
         self.resumable = run_dir is not None and saving.wanted
         self._given_interrupt, self._open = interrupt, contextlib.ExitStack()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[FeedItem]:
         """Yield batches, starting at exactly the next one; evaluate and save between them."""
         batches = self._stream = self._batches()
         while True:
@@ -191,7 +200,7 @@ class Run(Resuming):
                 return
             yield batch
 
-    def step(self, batch: Batch) -> dict[str, Any]:
+    def step(self, batch: FeedItem) -> dict[str, Any]:
         _ = self._stopping  # a run that is not entered has none, and says so
         with self._own_mesh():
             return super().step(batch)
@@ -207,6 +216,9 @@ class Run(Resuming):
             if self._evaluator is not None:
                 self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):
+                self.say(line)
+            self._calls, lines = call_sizes(self, self._steps_per_call, self._looks())
+            for line in lines:
                 self.say(line)
             for line in doubtful_rounds(self.dp, self.total) if self._members.speaks else ():
                 self.alarm(line)
@@ -281,6 +293,15 @@ class Run(Resuming):
                     return
                 self._follow(0)
                 self._storage.finish(self.state, *self._run_state.save_state())
+
+    def _looks(self) -> dict[str, int]:
+        """Return the steps between two after which the run looks at the state, by who does."""
+        plan, looks = self._plan, self.hooks.intervals
+        if plan is not None and plan.every_steps is not None:
+            looks["rx.Evaluation"] = plan.every_steps
+        if self.resumable and self._saving.every is not None:
+            looks["rx.Saving"] = self._saving.every
+        return looks
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
@@ -375,4 +396,4 @@ class Run(Resuming):
             self.say(line)
 
 
-fit = to_its_end(Run)
+fit = to_its_end(Run, steps_per_call=None)

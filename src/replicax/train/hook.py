@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from replicax.core.data.batch import Batch
 from replicax.core.data.sources import Source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
@@ -124,14 +123,28 @@ class Hook:
         """A function that wraps the optimizer's part of the step, to add metrics; or None."""
         return None
 
+    @property
+    def interval(self) -> int | None:
+        """Steps between those after which `run.state` must be at hand; None for no such step.
+
+        A call of several steps ends at each of its multiples; `before_step` and `dispatched` are
+        called once for each call. By default 1 for a hook that has either, so that each step is a
+        call of its own.
+        """
+        looks = ("before_step", "dispatched")
+        return 1 if any(_overrides(self, point) for point in looks) else None
+
     def before_run(self, run: Running) -> None:
         """Called before anything is written, read or compiled: refuse here what cannot work."""
 
     def start(self, run: Running) -> None:
         """Called before the first step of a new or resumed run."""
 
-    def before_step(self, run: Running, batch: Batch) -> None:
-        """Called before the step on `batch`, which may donate `run.state`."""
+    def before_step(self, run: Running, batch: Any) -> None:
+        """Called before the step on a `Batch`, which may donate `run.state`.
+
+        In a run whose calls have several steps, before such a call, on its `Batches`.
+        """
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Called after a step was dispatched to the devices; `run.state` is its result."""
@@ -190,6 +203,10 @@ class Hook:
         """Called when the run is done, stopped, or failed with `run.error`; close files here."""
 
 
+def _overrides(hook: Hook, point: str) -> bool:
+    return getattr(type(hook), point) is not getattr(Hook, point)
+
+
 _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)]
 """The methods that a hook may override."""
 
@@ -209,12 +226,7 @@ class Hooks:
                 )
             self.seconds[hook.name] = 0.0
         self._hooks, self._alarm = list(hooks), alarm
-        self._at = {
-            point: [
-                each for each in hooks if getattr(type(each), point) is not getattr(Hook, point)
-            ]
-            for point in _POINTS
-        }
+        self._at = {point: [each for each in hooks if _overrides(each, point)] for point in _POINTS}
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
         self._all(point, run.place.step, run, *arguments)
@@ -230,6 +242,12 @@ class Hooks:
     @property
     def wraps(self) -> tuple[Callable[[Apply], Apply], ...]:
         return tuple(hook.wrap for hook in self._hooks if hook.wrap is not None)
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """The `interval` of each hook that has one, by the hook's name."""
+        found = {hook.name: hook.interval for hook in self._hooks}
+        return {name: steps for name, steps in found.items() if steps is not None}
 
     @property
     def pinned(self) -> set[int]:

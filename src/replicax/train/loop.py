@@ -4,88 +4,48 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Generator
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any
 
-from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, GaveUpError
+from replicax.core.data.share import Batches, FeedItem
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
-from replicax.core.ground.train_state import TrainState
 from replicax.core.step.loss import LOSS
-from replicax.errors import ConfigError, DivergedError, StateError
+from replicax.errors import DivergedError, StateError
 from replicax.train.ahead import Ahead
-from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import RunPosition, dispatched
-from replicax.train.evaluator import Evaluator
+from replicax.train.call_sizes import CallSizes
+from replicax.train.dispatched import dispatched, finished
 from replicax.train.goodput import Ledger
-from replicax.train.hook import Hooks, Running
-from replicax.train.members import Members
 from replicax.train.program_fingerprint import program_fingerprint
-from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.records_file import RecordsFile
-from replicax.train.run_state import RunState
-from replicax.train.stopping import Interrupt, Stopping
-from replicax.train.storage import Storage
-from replicax.train.streams import alarm
+from replicax.train.requests import Requests
+from replicax.train.stopping import Interrupt
 
 
-class Loop(Running):
+class Loop(Requests):
     """The loop of a run: steps and epochs, and what is done between them.
 
-    `rx.Run` is its only subclass, and opens, resumes and ends the run. Hooks and users
-    see one object; it is two classes so that each can be read by itself.
+    `rx.Run`, its only subclass, opens, resumes and ends the run; users and hooks see one object.
     """
 
-    state: TrainState
-    hooks: Hooks
-    _evaluator: Evaluator | None
     _first: Feed
-    _run_state: RunState
-    _storage: Storage | None
     _ledger: Ledger
-    _display: Progress
     _interrupt: Interrupt
-    _stopping: Stopping
-    _members: Members
+    _calls: CallSizes
     _file: RecordsFile
-    resumable: bool
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._good: tuple[Position, dict[str, Any], float, Callable[[], Any]] | None = None
-        """The last known good state, which a hook keeps: its position and the rest of it, its time,
-        and the checksums of its last batch."""
-        self._good_at: float | None = None
-        self._back: tuple[TrainState, str, dict[str, float]] | None = None
-        """The state a hook asked to go back to, the reason, and metrics for its record."""
-        self._waits = self._begun = False  # whether a step was done in this start
-        self._given: Batch | None = None  # the newest batch, if not stepped on yet
-        self._stream: Generator[Batch] | None = None
+        super().__init__()
+        self._begun = False  # whether a step was done in this start
+        self._given: FeedItem | None = None  # the newest, if not stepped on yet
+        self._stream: Generator[FeedItem] | None = None
         self._ended = False  # whether all batches of the run were yielded
 
-    @property
-    def place(self) -> RunPosition:
-        return self._run_state.place
+    def step(self, batch: FeedItem) -> dict[str, Any]:
+        """Do the step on the batch yielded last, or the steps, and return its metrics.
 
-    @property
-    def rows(self) -> int:
-        """Rows trained on in the whole run."""
-        return self._run_state.rows
-
-    @property
-    def is_main(self) -> bool:
-        return self._members.is_main
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self._storage is None or not self.is_main else self._storage.path
-
-    def step(self, batch: Batch) -> dict[str, Any]:
-        """Do the step on the batch yielded last, and return its metrics.
-
-        They are as those of `DataParallel.step`: reading one waits for the step.
+        They are as those of `DataParallel.step`, or `steps`: reading one waits for the step.
 
         Raises:
             StateError: the batch is another one, or was stepped on already.
@@ -99,12 +59,14 @@ class Loop(Running):
         if not self._begun:
             self._begin(batch)
         self.hooks("before_step", self, batch)
-        (self.state, metrics), self._given = self.dp.step(self.state, batch), None
+        if isinstance(batch, Batches):
+            self._prepare(batch)
+        run = self.dp.steps if isinstance(batch, Batches) else self.dp.step
+        (self.state, told), self._given = run(self.state, batch), None
         self._run_state.stepped(batch)
-        step = dispatched(self.place, batch, metrics)
-        self.dp.job.in_flight.note(step)
+        self.dp.job.in_flight.note(call := dispatched(self.place, batch, told))
         self._ledger.beat()
-        self.hooks("dispatched", self, step)
+        self.hooks("dispatched", self, call.last)
         waits, self._waits = self._waits or not self._run_state.meter.is_timing, False
         self._follow(0 if waits else STEPS_IN_FLIGHT)
         if not self._begun:
@@ -112,55 +74,9 @@ class Loop(Running):
             self._ledger.enter("productive")
             if self._evaluator is not None:
                 self._evaluator.check()
-        return step.metrics | step.by_row
+        return call.metrics
 
-    def evaluation_metrics(self) -> Collection[str] | None:
-        return () if self._evaluator is None else self._evaluator.metrics(self.state)
-
-    def say(self, line: str) -> None:
-        self._display.line(line)
-
-    def alarm(self, line: str) -> None:
-        job = self.dp.job
-        alarm(line, f"process {job.process}: " if job.processes > 1 else "")
-
-    def keep(self, record: Record) -> None:
-        self.records.append(record)
-        self.hooks("record", self, record)
-
-    def stop(self, why: str) -> None:
-        self._stopping.stop(why)
-
-    def save(self) -> None:
-        """Request a checkpoint.
-
-        Raises:
-            ConfigError: the run does not save checkpoints.
-        """
-        if not self._resumable:
-            raise ConfigError(
-                "a checkpoint was requested, but the run does not save any; pass a run_dir, and a "
-                "Saving with steps or minutes"
-            )
-        self._stopping.save()
-
-    def evaluate(self) -> None:
-        self._stopping.evaluate()
-
-    def wait(self) -> None:
-        self._waits = True
-
-    def note_good(self) -> None:
-        self._good_at = time.monotonic()
-
-    def go_back(
-        self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
-    ) -> None:
-        assert self._good is not None
-        assert self._good[0].step == place.step
-        self._back = state, why, metrics
-
-    def _batches(self) -> Generator[Batch]:
+    def _batches(self) -> Generator[FeedItem]:
         """Yield the batches of all epochs or steps, or until the run stops."""
         while True:
             if not self._all_steps_done() and self._stopping.why is None:
@@ -173,11 +89,11 @@ class Loop(Running):
             self._run_state.next_epoch()
         self._ended = True
 
-    def _epoch(self) -> Generator[Batch, None, bool]:
+    def _epoch(self) -> Generator[FeedItem, None, bool]:
         """Yield the remaining batches of the epoch, or of the steps."""
         self._evaluate_if_due()
         self.source.set_epoch(self.place.epoch)
-        feed = self._first.at(self.place.epoch, self.place.batch)
+        feed = self._first.at(self.place.epoch, self.place.batch, self._calls.sizes(self.place))
         feed.stops = self._gives_up
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
@@ -280,31 +196,39 @@ class Loop(Running):
         self._stopping.vote(unit="batch")
         return self._stopping.wanted
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: FeedItem) -> None:
         """Compile; until then a signal may end the run at once, as nothing is lost."""
         self._ledger.enter("compiling")
         if self._storage is not None and not self._storage.knows_program:
             traced = self._storage.traced
-            program = program_fingerprint(self.dp, self.state, batch, traced=traced)
+            program = program_fingerprint(self.dp, self.state, batch.first, traced=traced)
             self._storage.check_program(program)
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
         if self._storage is not None and self.dp.mode.bitwise:
-            compiled = self.dp.program(self.state).step.compiled(self.state, batch)
+            compiled = self.dp.program(self.state).step.compiled(self.state, batch.first)
             self._storage.check_bits({each.name: each.digest for each in compiled})
         self._interrupt.hold()
+
+    def _prepare(self, batches: Batches) -> None:
+        """Compile, if the first call of so many steps comes; records leave out that time."""
+        started = time.perf_counter()
+        self.dp.prepare(self.state, batches)
+        seconds = time.perf_counter() - started
+        self._ledger.move("productive", "compiling", seconds)
+        self._run_state.meter.leave_out(seconds)
 
     def _follow(self, may_remain: int, *, closing: bool = False, due: bool = False) -> None:
         """Process the finished steps; a hook may then ask the run to go back.
 
         Args:
-            may_remain: number of newest steps not to wait for.
+            may_remain: number of newest calls not to wait for.
             closing: whether the epoch or the run ends here, which adds a record. A run that is
                 interrupted adds none, so that a resumed run writes the same records.
             due: whether the state is about to be saved or evaluated, or the run to end.
         """
         made: list[Record] = []
-        for step in self.dp.job.in_flight.notes(may_remain):
+        for step in finished(self.dp.job.in_flight, may_remain):
             for record in self._run_state.bad_steps.finished(step):
                 self.keep(record)
             self.hooks("step", self, step)
@@ -384,10 +308,6 @@ class Loop(Running):
         self._storage.save(self.state, *self._run_state.save_state())
         self._stopping.saved()
         self._run_state.meter.leave_out(time.perf_counter() - started)
-
-    @property
-    def _resumable(self) -> bool:
-        return self._storage is not None and self.resumable
 
     def _gives_up(self) -> bool:  # waiting for a batch; other islands would wait for this one
         return self._interrupt.wanted and not self._members.has_islands

@@ -6,7 +6,6 @@ import sys
 import time
 from typing import Any
 
-from replicax.core.data.batch import Batch
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
@@ -23,6 +22,7 @@ class Progress(Hook):
     """Base class of progress displays, which shows nothing. Its owner must close it."""
 
     name = "Progress"
+    interval = None
     _evaluation: Record | None = None
     """An evaluation not shown yet; if the epoch ends here, the epoch's line includes it."""
 
@@ -41,7 +41,7 @@ class Progress(Hook):
     def close(self) -> None:
         """Close the display."""
 
-    def before_step(self, run: Running, batch: Batch) -> None:
+    def before_step(self, run: Running, batch: Any) -> None:
         if self._evaluation is not None:
             self.line(eval_line(self._evaluation))
             self._evaluation = None

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
+from replicax.core.data.share import FeedItem
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
 from replicax.errors import ConfigError
@@ -101,7 +101,7 @@ class RereadCheck:
         if "first_batch" in state:
             self._first.load_state(state["first_batch"])
 
-    def check(self, feed: Feed, batch: Batch, *, begun: bool) -> None:
+    def check(self, feed: Feed, batch: FeedItem, *, begun: bool) -> None:
         """Compare the first `batch` of a pass, or the rows that `feed` skipped just before it.
 
         Raises:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from replicax.core.data.batch import Batch
+from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Job
 from replicax.errors import ConfigError
@@ -37,12 +37,13 @@ class RunState:
     closed_at: int = -1
     """Step at which an epoch or the run was last closed, after its evaluation."""
 
-    def stepped(self, batch: Batch) -> None:
-        """Count the step that was dispatched on `batch`."""
-        here = self.place
-        self.place = RunPosition(here.step + 1, here.epoch, here.batch + 1)
-        self.rows += batch.rows or 0
-        self.reread.trained_on(batch.host)
+    def stepped(self, batch: FeedItem) -> None:
+        """Count the step that was dispatched on `batch`, or the steps."""
+        rows = batch.rows if isinstance(batch, Batches) else (batch.rows,)
+        here, steps = self.place, len(rows)
+        self.place = RunPosition(here.step + steps, here.epoch, here.batch + steps)
+        self.rows += sum(each or 0 for each in rows)
+        self.reread.trained_on(batch.hosts[1] if isinstance(batch, Batches) else batch.host)
 
     def next_epoch(self) -> None:
         self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)

@@ -10,12 +10,21 @@ from replicax.train.summary import Fit
 _Settings = ParamSpec("_Settings")
 
 
-def to_its_end(run: Callable[_Settings, Any]) -> Callable[_Settings, Fit]:
-    """Return a function with the arguments of `run` that steps on all batches of the run."""
+def to_its_end(run: Callable[_Settings, Any], **defaults: Any) -> Callable[_Settings, Fit]:
+    """Return a function with the arguments of `run` that steps on all batches of the run.
+
+    `defaults` are those that differ from `run`'s.
+    """
     signature = inspect.signature(run).replace(return_annotation=Fit)
+    parameters = [
+        each.replace(default=defaults.get(each.name, each.default))
+        for each in signature.parameters.values()
+    ]
+    signature = signature.replace(parameters=parameters)
 
     def fit(*arguments: _Settings.args, **settings: _Settings.kwargs) -> Fit:
         bind("fit", signature, arguments, settings)
+        settings.update({name: settings.get(name, value) for name, value in defaults.items()})
         with run(*arguments, **settings) as running:
             for batch in running:
                 running.step(batch)

@@ -162,6 +162,11 @@ class Batch:
         return dataclasses.replace(rows, shared=self.shared, sets=self.sets)
 
     @property
+    def first(self) -> "Batch":
+        """The batch itself, which a feed may also yield as the first of several."""
+        return self
+
+    @property
     def size(self) -> int:
         """Number of rows including padding: the fixed size the step is compiled for."""
         return int(self.mask.shape[0])

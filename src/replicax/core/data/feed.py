@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax.core.data.batch import Batch, pad, with_padded_sets
-from replicax.core.data.share import Batches, Share
+from replicax.core.data.share import FeedItem, Share
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.leaves import PyTree
@@ -166,7 +166,7 @@ class Feed:
             close()
             self._job.rest()
 
-    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch | Batches]:
+    def _batches(self, topic: str, closing: threading.Event) -> Generator[FeedItem]:
         own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
         made, number = self._own(topic, closing) if own else self._common(), self.first
         for batch, share in made:

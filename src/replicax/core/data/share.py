@@ -41,6 +41,16 @@ class Batches:
         """`Batch.host` of the first."""
         return self.hosts[0]
 
+    @property
+    def first(self) -> Batch:
+        """The first batch by itself."""
+        batch: Batch = jax.tree.map(lambda leaf: leaf[0], self.stack)
+        return dataclasses.replace(batch, rows=self.rows[0], feed_padding=self.feed_padding)
+
+
+FeedItem = Batch | Batches
+"""What a feed yields."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:

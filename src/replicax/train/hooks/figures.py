@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
 from replicax.arguments import NotNegative, typed
-from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.base import Apply, StepSums
@@ -58,6 +57,8 @@ class Throughput(Hook):
         ConfigError: a number below 0.
     """
 
+    interval = None
+
     @typed
     def __init__(
         self, tokens_per_row: NotNegative | None = None, flops_per_row: NotNegative | None = None
@@ -73,11 +74,11 @@ class Throughput(Hook):
         self._peak = None if peak is None else peak * devices.size
         self._flops = self._given
 
-    def before_step(self, run: Running, batch: Batch) -> None:
+    def before_step(self, run: Running, batch: Any) -> None:
         if self._flops is None and self._peak is not None:
-            traced = run.dp.trace(run.state, batch)
+            traced = run.dp.trace(run.state, batch.first)
             platform = run.dp.mesh.devices.flat[0].platform
-            self._flops = count_flops(traced.jaxpr.jaxpr, platform) / batch.size
+            self._flops = count_flops(traced.jaxpr.jaxpr, platform) / batch.first.size
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         figures, rate = {}, record.rows_per_second
@@ -159,6 +160,10 @@ class LearningRate(Hook):
     def before_run(self, run: Running) -> None:
         if self._schedule is None:
             _injected(run)
+
+    @property
+    def interval(self) -> int | None:
+        return 1 if self._schedule is None else None  # the rate of each step is in its state
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         if self._schedule is None:  # a copy, as the next step may reuse the state's memory
