@@ -1,0 +1,248 @@
+"""A step inside another program, and several steps in one call, are the step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+
+ROWS, BATCH = 90, 32
+ONE_PROGRAM = ["single", "jit", "shard_map", "pmap"]
+draw = np.random.default_rng(0)
+SOURCE = {
+    "x": draw.normal(size=(ROWS, 3)).astype(np.float32),
+    "y": draw.normal(size=ROWS).astype(np.float32),
+}
+STACK = {name: leaf[:64].reshape(2, 32, *leaf.shape[1:]) for name, leaf in SOURCE.items()}
+MODEL = {"w": np.ones(3, np.float32)}
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    noise = jax.random.normal(key, batch["y"].shape) if key is not None else 0.0
+    error = batch["x"] @ model["w"] - batch["y"] + 0.0 * noise
+    return error**2, {"size": jnp.abs(error)}
+
+
+def made(mode: str, devices: int = 4, **settings: Any) -> tuple[rx.DataParallel, rx.TrainState]:
+    mesh = rx.make_mesh(devices=jax.devices()[: 1 if mode == "single" else devices])
+    given = (loss, optax.adam(0.1)) if "step" not in settings else ()
+    dp = rx.DataParallel(*given, mode=mode, mesh=mesh, donate=False, **settings)
+    return dp, dp.init(MODEL)
+
+
+def one_by_one(dp: rx.DataParallel, state: rx.TrainState, batches: Any) -> tuple[Any, Any]:
+    told = []
+    for batch in batches:
+        state, metrics = dp.step(state, batch)
+        told.append({name: float(value) for name, value in metrics.items()})
+    return state, {name: [each[name] for each in told] for name in told[0]}
+
+
+def slices(stack: Any) -> list[Any]:
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], stack) for n in range(2)]
+
+
+def assert_alike(found: tuple[Any, Any], wanted: tuple[Any, Any], bound: float) -> None:
+    (state, metrics), (expected, figures) = found, wanted
+    for name, values in figures.items():
+        np.testing.assert_allclose(metrics[name], values, rtol=bound)
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=bound)
+    assert int(state.step) == int(expected.step)
+
+
+@pytest.mark.parametrize("mode", [*ONE_PROGRAM, "exact"])
+def test_several_steps_are_the_steps_one_by_one(mode: str) -> None:
+    """The last batch is short: 26 of 32 rows are real."""
+    dp, state = made(mode)
+    wanted = one_by_one(dp, state, dp.feed(SOURCE, BATCH))
+    [batches] = dp.feed(SOURCE, BATCH, stack=3)
+    assert (len(batches), batches.rows) == (3, (32, 32, 26))
+    found = dp.steps(state, batches)
+    assert_alike(found, wanted, 1e-6)
+    if dp.mode.bitwise:
+        np.testing.assert_array_equal(found[0].params["w"], wanted[0].params["w"])
+    assert dp.job.in_flight.begun == 6
+
+
+@pytest.mark.parametrize("mode", ["jit", "exact"])
+def test_batches_are_a_list_or_arrays_of_steps(mode: str) -> None:
+    dp, state = made(mode)
+    wanted = one_by_one(dp, state, slices(STACK))
+    for batches in (STACK, slices(STACK), jax.tree.map(jnp.asarray, STACK)):
+        assert_alike(dp.steps(state, batches), wanted, 1e-6)
+    placed = [*dp.feed({name: leaf[:64] for name, leaf in SOURCE.items()}, BATCH)]
+    assert_alike(dp.steps(state, placed), wanted, 1e-6)
+
+
+def test_arrays_of_steps_are_padded() -> None:
+    dp, state = made("jit")
+    short = jax.tree.map(lambda leaf: leaf[:, :30], STACK)
+    assert_alike(dp.steps(state, short), one_by_one(dp, state, slices(short)), 1e-6)
+
+
+def test_a_feed_ends_with_fewer_batches() -> None:
+    dp, _ = made("jit")
+    assert [each.rows for each in dp.feed(SOURCE, BATCH, stack=2)] == [(32, 32), (26,)]
+
+
+def test_shared_values_and_accumulation() -> None:
+    def clipped(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.clip(batch["x"] @ model["w"] - batch["y"], -batch["c"], batch["c"]) ** 2
+
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(
+        clipped, optax.sgd(0.1), mesh=mesh, mode="shard_map", accumulate=2, donate=False
+    )
+    state = dp.init(MODEL)
+    wanted = one_by_one(dp, state, [{**each, "c": rx.Shared(0.5)} for each in slices(STACK)])
+    assert_alike(dp.steps(state, {**STACK, "c": rx.Shared(0.5)}), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("mode", ONE_PROGRAM)
+def test_a_scan_of_the_callers_is_the_steps(mode: str) -> None:
+    dp, state = made(mode)
+    wanted = one_by_one(dp, state, slices(STACK))
+    assert_alike(jax.jit(lambda *given: jax.lax.scan(dp.step, *given))(state, STACK), wanted, 1e-6)
+    [batches] = dp.feed({name: leaf[:64] for name, leaf in SOURCE.items()}, BATCH, stack=2)
+    assert_alike(jax.lax.scan(dp.step, state, batches.stack), wanted, 1e-6)
+
+
+def test_a_traced_step_pads_its_rows() -> None:
+    dp, state = made("shard_map")
+    short = {name: leaf[:30] for name, leaf in SOURCE.items()}
+    after, metrics = jax.jit(dp.step)(state, short)
+    expected, told = dp.step(state, short)
+    np.testing.assert_allclose(after.params["w"], expected.params["w"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
+
+
+def test_vmap_and_grad_over_a_step() -> None:
+    """A population of two states, and the derivative of a loss by the initial parameters."""
+    dp, state = made("jit")
+    batch = slices(STACK)[0]
+    both = jax.vmap(lambda scale: dp.step(_scaled(state, scale), batch)[1]["loss"])(
+        jnp.asarray([1.0, 2.0])
+    )
+    alone = [float(dp.step(_scaled(state, scale), batch)[1]["loss"]) for scale in (1.0, 2.0)]
+    np.testing.assert_allclose(both, alone, rtol=1e-6)
+
+    def after_one_step(w: jax.Array) -> jax.Array:
+        return dp.step(dataclasses.replace(state, params={"w": w}), batch)[1]["loss"]  # type: ignore[no-any-return]
+
+    slope = jax.grad(after_one_step)(jnp.ones(3))
+    error = batch["x"] @ np.ones(3) - batch["y"]
+    np.testing.assert_allclose(slope, 2 * (error @ batch["x"]) / 32, rtol=1e-5)
+
+
+def _scaled(state: rx.TrainState, scale: jax.Array) -> rx.TrainState:
+    return dataclasses.replace(state, params=jax.tree.map(lambda leaf: scale * leaf, state.params))
+
+
+def test_rows_that_leave_a_step_are_those_of_all_steps() -> None:
+    def by_row(model: Any, batch: Any, key: Any) -> Any:
+        error = batch["x"] @ model["w"] - batch["y"]
+        return error**2, {"error": rx.PerRow(error)}
+
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(by_row, optax.sgd(0.0), mesh=mesh, donate=False)
+    [batches] = dp.feed(SOURCE, BATCH, stack=3)
+    _, metrics = dp.steps(dp.init(MODEL), batches)
+    error = SOURCE["x"] @ MODEL["w"] - SOURCE["y"]
+    np.testing.assert_allclose(metrics["error"].whole(), error, rtol=1e-5)
+
+
+def test_a_custom_step_may_be_repeated() -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, slope = rx.value_and_grad(lambda w, rows, key: loss({"w": w}, rows, key)[0])(
+            state["w"], batch, key
+        )
+        return {"w": state["w"] - 0.1 * slope}, means
+
+    dp, state = made("shard_map", step=step)
+    wanted = one_by_one(dp, state, slices(STACK))
+    assert_alike(dp.steps(state, STACK), wanted, 1e-6)
+    assert_alike(jax.lax.scan(dp.step, state, STACK), wanted, 1e-6)
+
+
+def test_rows_that_mix_are_refused_inside_a_program() -> None:
+    def mixes(model: Any, batch: Any, key: Any) -> Any:
+        error = batch["x"] @ model["w"]
+        return (error - jnp.mean(error)) ** 2
+
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(mixes, optax.sgd(0.1), mesh=mesh, mode="shard_map", donate=False)
+    state = dp.init(MODEL)
+    for run in (jax.jit(dp.step), dp.step):
+        with pytest.raises(rx.LossError, match=r"depends on the other rows|may depend"):
+            run(state, slices(STACK)[0])
+    with pytest.raises(rx.LossError, match=r"depends on the other rows|may depend"):
+        dp.steps(state, STACK)
+
+
+def test_batches_whose_padding_is_unknown() -> None:
+    """Of a batch of the feed, a program of the caller's does not know the number of real rows."""
+
+    def centred(model: Any, batch: Any, key: Any) -> Any:
+        error = batch["x"] @ model["w"]
+        return (error - jnp.mean(error)) ** 2
+
+    mesh = rx.make_mesh(devices=jax.devices()[:2])
+    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, donate=False)
+    state = dp.init(MODEL)
+    batch = next(iter(dp.feed(SOURCE, BATCH)))
+    with pytest.raises(rx.LossError, match="padded rows"):
+        jax.jit(dp.step)(state, batch)
+    after, _ = jax.jit(dp.step)(state, batch.data)
+    np.testing.assert_allclose(after.params["w"], dp.step(state, batch)[0].params["w"], rtol=1e-6)
+
+
+def test_a_short_batch_that_is_computed_without_padding() -> None:
+    """Then the steps are several programs, and the last batch is one of its own."""
+
+    def centred(model: Any, batch: Any, key: Any) -> Any:
+        error = batch["x"] @ model["w"]
+        return (error - jnp.mean(error)) ** 2
+
+    mesh = rx.make_mesh(devices=jax.devices()[:2])
+    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, donate=False)
+    state = dp.init(MODEL)
+    wanted = one_by_one(dp, state, dp.feed(SOURCE, BATCH))
+    [batches] = dp.feed(SOURCE, BATCH, stack=3)
+    assert_alike(dp.steps(state, batches), wanted, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda dp, state: dp.steps(state, []), rx.DataError, "0 steps"),
+        (lambda dp, state: dp.steps(state, {"x": np.ones(3)}), rx.DataError, r"\[steps, rows\]"),
+        (
+            lambda dp, state: dp.steps(
+                state, {"x": np.ones((2, 32, 3)), "y": np.ones((3, 32), np.float32)}
+            ),
+            rx.DataError,
+            r"\(2, 32\), \(3, 32\)",
+        ),
+        (
+            lambda dp, state: dp.steps(state, [{**SOURCE, "set": rx.RowSet(SOURCE)}]),
+            rx.ConfigError,
+            "RowSet",
+        ),
+        (lambda dp, state: dp.steps(state, state), rx.StateError, "the batch is an rx.TrainState"),
+        (lambda dp, state: jax.jit(dp.evaluate)(state, [STACK]), rx.StateError, "only dp.step"),
+    ],
+)
+def test_bad_calls(call: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        call(*made("jit"))
+
+
+def test_a_mode_of_several_programs_is_refused_inside_a_program() -> None:
+    dp, state = made("exact")
+    with pytest.raises(rx.ConfigError, match=r"dp\.steps"):
+        jax.jit(dp.step)(state, slices(STACK)[0])
