@@ -314,6 +314,7 @@ _OF_OTHERS = (
     (_FIT, "hooks=[rx.TensorBoard()]", "logger loggers log_to report_to"),
     (_FIT, "hooks=[rx.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
     (_FIT, "log_every={}", "log_steps logging_steps log_every_n_steps log_interval"),
+    (_FIT, "steps_per_call={}", "steps_per_execution steps_per_loop iterations_per_loop"),
     (_FIT, "run_dir='runs/name'", "workdir log_dir output_dir ckpt_dir checkpoint_dir resume"),
     (_FIT, "saving=rx.Saving(every={})", "every save_every save_steps save_interval_steps"),
     (_FIT, "guard=rx.Guard(most={})", "most max_bad_steps max_consecutive_errors"),

@@ -60,7 +60,7 @@ accept-changes accumulate audit-every config delay devices early-stopping epochs
 eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help island-axis keep
 keep-best keep-every layout log-every log-to max-bad-steps measure-noise-scale micro-shards mode
 model-parallel on-divergence outer-momentum outer-rate precision preset profile reduction run
-save-every save-minutes schedule seed send show-sharding skip-spikes stages steps
+save-every save-minutes schedule seed send show-sharding skip-spikes stages steps steps-per-call
 """
 """The flags of `replicax train` for any recipe. A change that adds one names, here or in the
 changelog, the flag that it replaces or the user who asked."""

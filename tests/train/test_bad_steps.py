@@ -33,7 +33,7 @@ def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Dispatch
     metrics = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
     if spikes:
         metrics[SPIKE] = jnp.bool_(kind == "spike")
-    return dispatched(RunPosition(step, step // 100, step), batch(step, **options), metrics)
+    return dispatched(RunPosition(step, step // 100, step), batch(step, **options), metrics).last
 
 
 def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:

@@ -72,6 +72,9 @@ class StartOptions:
 class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
     """How a step is computed."""
 
+    steps_per_call: Annotated[Count | None, shown_as("N", "more than 1 for small steps")] = None
+    """Steps of each dispatched program; checkpoints and stops come between two of them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class IslandOptions(RoundOptions):
@@ -266,6 +269,7 @@ def _run(
         steps=start.steps,
         eval_source=evaluation,
         seed=start.seed,
+        steps_per_call=compute.steps_per_call,
         log_every=options.record.log_every,
         hooks=[*_figures(recipe, state), *hooks],
         guard=rx.Guard(options.fault.max_bad_steps, options.fault.skip_spikes),

@@ -13,11 +13,11 @@ from replicax.train.hook import Running
 from replicax.train.program_fingerprint import some_rows
 
 MOST_STEPS, FEWEST_STEPS = 64, 8
-"""Of a call whose size is chosen: more would save nothing, fewer would not pay."""
-MOST_FLOPS = {"cpu": 5e7}
-MOST_FLOPS_OF_OTHERS = 1e10
+"""Steps of a call whose size is chosen: more would save nothing, fewer would not pay."""
+SMALL_FLOPS = {"cpu": 5e7}
+SMALL_FLOPS_OF_OTHERS = 1e10
 """FLOPs of a step of about a millisecond, by platform."""
-MOST_BYTES = 32e6
+MOST_BYTES_OF_CALL = 32e6
 """Bytes of the state, and of the batches of a call."""
 FEWEST_STEPS_OF_RUN = 2_000
 """In shorter runs, compiling another program takes longer than it saves."""
@@ -109,7 +109,7 @@ def _chosen(run: Running, intervals: Sequence[int]) -> tuple[int, float]:
     )
     platform = dp.mesh.devices.flat[0].platform
     flops = count_flops(program.step.trace(program.shapes, batch).jaxpr.jaxpr, platform)
-    small = held <= MOST_BYTES and flops <= MOST_FLOPS.get(platform, MOST_FLOPS_OF_OTHERS)
-    most, together = min(MOST_STEPS, int(MOST_BYTES // max(size, 1))), math.gcd(*intervals)
+    small = held <= MOST_BYTES_OF_CALL and flops <= SMALL_FLOPS.get(platform, SMALL_FLOPS_OF_OTHERS)
+    most, together = min(MOST_STEPS, int(MOST_BYTES_OF_CALL // max(size, 1))), math.gcd(*intervals)
     fitting = [n for n in range(most, FEWEST_STEPS - 1, -1) if together % n == 0]
     return (fitting[0] if small and fitting else 1), flops

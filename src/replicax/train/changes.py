@@ -23,7 +23,7 @@ HARMLESS = (
     # different order, and per-replica data (keys, statistics) is split differently. Only bitwise
     # modes guarantee the same bits.
     *("options.devices", "options.layout", "options.accumulate", "options.model_parallel"),
-    *("options.stages", "options.fsdp_size", "options.schedule"),
+    *("options.stages", "options.fsdp_size", "options.schedule", "options.steps_per_call"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
     *("parallel.processes", "data.padding", "data.evaluation"),

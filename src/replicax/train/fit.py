@@ -296,12 +296,12 @@ class Run(Resuming):
 
     def _looks(self) -> dict[str, int]:
         """Return the steps between two after which the run looks at the state, by who does."""
-        plan, looks = self._plan, self.hooks.intervals
-        if plan is not None and plan.every_steps is not None:
-            looks["rx.Evaluation"] = plan.every_steps
-        if self.resumable and self._saving.every is not None:
-            looks["rx.Saving"] = self._saving.every
-        return looks
+        every = {
+            "rx.Evaluation": self._plan and self._plan.every_steps,
+            "rx.Saving": self.resumable and self._saving.every,
+            "prefetch=0": self._first.prefetch == 0,
+        }
+        return self.hooks.intervals | {name: int(steps) for name, steps in every.items() if steps}
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error

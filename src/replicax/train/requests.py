@@ -21,7 +21,7 @@ from replicax.train.streams import alarm
 
 
 class Requests(Running):
-    """What hooks may ask of a run; its only subclass, the loop, does it between two calls."""
+    """Requests of hooks to a run; its only subclass, the loop, does them between two calls."""
 
     state: TrainState
     hooks: Hooks

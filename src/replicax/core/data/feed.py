@@ -84,7 +84,7 @@ class Feed:
         stack: int | Callable[[int], int | None] | None = None,
     ) -> None:
         self.source, self.split, self.epoch, self.first = source, split, epoch, first
-        self._sharding, self._job, self._prefetch = sharding, job, prefetch
+        self._sharding, self._job, self.prefetch = sharding, job, prefetch
         self._stack = stack if callable(stack) else lambda _: stack
         self.wait_seconds = 0.0
         """Time the loop spent waiting for batches in the latest pass."""
@@ -115,7 +115,7 @@ class Feed:
             *(self.source, self.split, self._sharding, self._job),
             epoch=epoch,
             first=first,
-            prefetch=self._prefetch,
+            prefetch=self.prefetch,
             stack=stack,
         )
 
@@ -143,10 +143,10 @@ class Feed:
             place = {"epoch": self.epoch, "first": self.first}
             self._job.agree("the data", {**self.source.fingerprint(), **place})
         topic = self._job.unique("a pass over the data")
-        if self._prefetch:
+        if self.prefetch:
             # Several processes give up together, in `_own`, or not at all.
             stops = self.stops if self._job.processes == 1 else lambda: False
-            items = prefetched(partial(self._batches, topic), self._prefetch, stops)
+            items = prefetched(partial(self._batches, topic), self.prefetch, stops)
         else:
             items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
@@ -262,7 +262,7 @@ class Feed:
         self, read: Callable[[], Iterator[Any]], closing: threading.Event
     ) -> Iterator[Any]:
         """Yield from `read()`; in a thread of its own if other processes wait for its counts."""
-        if self._job.processes == 1 or not self._prefetch:
+        if self._job.processes == 1 or not self.prefetch:
             return read()
         return prefetched(lambda _: read(), 1, lambda: closing.is_set() or self.stops())
 

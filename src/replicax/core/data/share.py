@@ -49,7 +49,7 @@ class Batches:
 
 
 FeedItem = Batch | Batches
-"""What a feed yields."""
+"""An item of a feed."""
 
 
 @dataclasses.dataclass(frozen=True)
