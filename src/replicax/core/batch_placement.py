@@ -63,13 +63,8 @@ class BatchPlacement:
             stack = host_rows(stack, copy=True)
         if rows < size:
             stack = jax.tree.map(lambda leaf: leaf[:, np.arange(size) % rows], stack)
-        one = Batch(stack, np.arange(size) < rows, np.arange(size) % rows).apart()
-        mask, index, shared = jax.tree.map(
-            lambda leaf: np.broadcast_to(leaf, (steps, *np.shape(leaf))),
-            (one.mask.astype(np.float32), one.index.astype(np.int32), one.shared),
-        )
-        every = dataclasses.replace(one, mask=mask, index=index, shared=shared)
-        return Share(by_rows(self.mesh), size).place_stack(every, (rows,) * steps)
+        index = np.broadcast_to(np.arange(size) % rows, (steps, size))
+        return Share(by_rows(self.mesh), size).place_rows(stack, index, np.full(steps, rows))
 
     def traced(self, data: PyTree) -> Batch:
         """Return rows that are traced as a padded batch."""

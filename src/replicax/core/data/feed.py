@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from replicax.core.data.batch import Batch, pad, with_padded_sets
 from replicax.core.data.share import FeedItem, Share
-from replicax.core.data.sources import PerProcessSource, Source
+from replicax.core.data.sources import ArraySource, PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError, DataError
@@ -167,6 +167,9 @@ class Feed:
             self._job.rest()
 
     def _batches(self, topic: str, closing: threading.Event) -> Generator[FeedItem]:
+        if isinstance(self.source, ArraySource):
+            yield from self._of_arrays(self.source)
+            return
         own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
         made, number = self._own(topic, closing) if own else self._common(), self.first
         for batch, share in made:
@@ -176,6 +179,26 @@ class Feed:
             else:
                 rest = (each for each, _ in itertools.islice(made, count - 1))
                 yield share.place_all([batch, *rest])
+            number += count or 1
+
+    def _of_arrays(self, source: ArraySource) -> Iterator[FeedItem]:
+        """Yield this process's rows of batches of arrays; those of a stack are read at once."""
+        share = Share(self._sharding, self.split.padded(source.batch_size))
+        order, size, number = source.order(self.epoch), source.batch_size, self.first
+        here = self._sharding.is_fully_addressable
+        held = np.arange(share.size) if here else share.held
+        while number < -(-source.rows // size):
+            count = self._stack(number)
+            starts = np.arange(number, number + (count or 1)) * size
+            starts = starts[starts < source.rows]
+            rows = np.minimum(size, source.rows - starts)
+            index = order[starts[:, None] + held % rows[:, None]]
+            if count is None:
+                data, own = source.taken(index[0]), index[0].astype(np.int32)
+                mask = (held < rows[0]).astype(np.float32)
+                yield share.place(Batch(data, mask, own, int(rows[0]), self.padding))
+            else:
+                yield share.place_rows(source.taken(index), index, rows, self.padding, held)
             number += count or 1
 
     def _common(self) -> Iterator[tuple[Batch, Share]]:

@@ -92,18 +92,34 @@ class Share:
         stack = jax.tree.map(lambda *leaves: stacked(leaves), *apart)
         hosts = apart[0].host, apart[-1].host
         rows = tuple(each.rows for each in apart)
-        return self.place_stack(stack, rows, apart[0].feed_padding, hosts)
+        return Batches(self._placed(stack, 1), rows, apart[0].feed_padding, hosts)
 
-    def place_stack(
+    def place_rows(
         self,
-        stack: Batch,
-        rows: tuple[int | None, ...],
+        data: PyTree,
+        index: np.ndarray,
+        rows: np.ndarray,
         feed_padding: int | None = None,
-        hosts: tuple[PyTree, PyTree] = (None, None),
+        held: np.ndarray | None = None,
     ) -> Batches:
-        """Put arrays `[steps, rows, ...]` on the devices; the others are those of `Batches`."""
-        refuse_sets([stack])
-        return Batches(self._placed(stack, 1), rows, feed_padding, hosts)
+        """Put the rows of several steps, `[steps, rows, ...]`, on the devices, in one transfer.
+
+        Args:
+            data: all rows with their padding, or those at the positions `held` of each batch.
+            index: int `[steps, rows]`: their indices in the source.
+            rows: int `[steps]`: real rows of each step, the first ones.
+            feed_padding: as that of a `Batch`.
+            held: int `[held rows]`; default: all positions.
+        """
+        held = np.arange(self.size) if held is None else held
+        mask, index = (held < rows[:, None]).astype(np.float32), index.astype(np.int32)
+        batch = Batch(data, mask, index).apart()
+        refuse_sets([batch])
+        shared = jax.tree.map(
+            lambda leaf: np.broadcast_to(leaf, (len(rows), *np.shape(leaf))), batch.shared
+        )
+        stack = self._placed(dataclasses.replace(batch, shared=shared), 1)
+        return Batches(stack, tuple(rows.tolist()), feed_padding)
 
     def _placed(self, batch: Batch, dim: int) -> Batch:
         """Return a host batch on the devices; its rows are dim `dim`."""

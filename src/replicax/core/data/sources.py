@@ -164,15 +164,22 @@ class ArraySource(_Ordered):
     """Arrays in memory (or memory-mapped)."""
 
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
-        order = np.arange(self.rows)
-        if self._shuffle:
-            order = np.random.default_rng([self._seed, number]).permutation(self.rows)
+        order = self.order(number)
         for start in range(first * self.batch_size, self.rows, self.batch_size):
             index = order[start : start + self.batch_size]
             if held is not None:
                 index = index[held % len(index)]
-            taken = jax.tree.map(lambda leaf, index=index: leaf[index], self._data)  # fresh arrays
-            yield host_rows(taken, copy=False), index
+            yield self.taken(index), index
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the rows of an epoch in their order: int `[rows]`."""
+        if not self._shuffle:
+            return np.arange(self.rows)
+        return np.random.default_rng([self._seed, epoch]).permutation(self.rows)
+
+    def taken(self, index: np.ndarray) -> PyTree:
+        """Return the rows at `index`, of any shape, as new arrays."""
+        return host_rows(jax.tree.map(lambda leaf: leaf[index], self._data), copy=False)
 
     def fingerprint(self) -> dict[str, Any]:
         some = np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64))
