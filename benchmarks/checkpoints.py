@@ -141,7 +141,7 @@ def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
         manifest = read_manifest(path)
         verify_checkpoint(path, manifest)
         checked = time.perf_counter()
-        jax.block_until_ready(read(like, path / "state"))
+        jax.block_until_ready(read(like, path))
         restored.append(time.perf_counter() - checked)
         size = sum(file.bytes for file in manifest.files.values())
         verified.append(size / (checked - begun) / 1e9)

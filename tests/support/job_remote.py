@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.core.ground.train_state import TrainState
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import STATE, Store
+from replicax.train.checkpoints.store import Store
 from replicax.train.places import place
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         return good[0].name
 
     name = job.broadcast("the checkpoint", found)
-    restored = read(abstract(state), store.local(folder / name) / STATE)
+    restored = read(abstract(state), store.local(folder / name))
     equal = jax.tree.map(lambda one, other: jnp.array_equal(one, other), restored, state)
     print("equal" if all(map(bool, jax.tree.leaves(equal))) else "different")
 
