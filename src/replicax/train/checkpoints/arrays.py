@@ -32,6 +32,7 @@ from replicax.train.checkpoints.small import (
     small,
     write_small,
 )
+from replicax.train.checkpoints.whole import whole
 from replicax.train.checkpoints.with_orbax import begin_orbax, quiet_orbax, read_orbax
 
 _LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file systems allow 255
@@ -49,14 +50,13 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
 def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     """Copy `state` to the host and begin to write it into the checkpoint's `folder`.
 
-    Each process writes its own shards. Returns once the copy is made, so that the next step may
+    All processes must call it. Each writes its own shards, process 0 the small arrays. Returns once the copy is made, so that the next step may
     consume `state`: a function that waits until the shards are written and raises any error.
     """
     found = _with_elements(_named(real_rows(state)))
     leaves = {name: numbers(leaf) for name, leaf in found.items()}
     tiny = {name: leaves.pop(name) for name in small(leaves)}
-    # Copies, as on a CPU the host's arrays are the memory that the next step writes to.
-    values = {name: value.copy() for name, value in jax.device_get(tiny).items()}
+    values = whole(tiny)
     quiet = contextlib.ExitStack()
     quiet.enter_context(quiet_orbax())
     try:
@@ -181,7 +181,7 @@ def params_not_finite(state: TrainState) -> set[str]:
     # A program of hundreds of small arrays would take seconds to compile.
     tiny = {name: found.pop(name) for name in [name for name in found if is_small(found[name])]}
     finite = jax.device_get(_finite(found)) if found else {}
-    finite |= {name: np.isfinite(value).all() for name, value in jax.device_get(tiny).items()}
+    finite |= {name: np.isfinite(value).all() for name, value in whole(tiny).items()}
     return {f"params.{name}" for name, each in finite.items() if not each}
 
 

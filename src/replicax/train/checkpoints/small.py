@@ -28,9 +28,8 @@ _FEWEST = 256
 
 
 def is_small(leaf: jax.Array) -> bool:
-    """Whether `leaf` is small, and all of it in each process; the same in all processes."""
-    here = leaf.is_fully_replicated or leaf.is_fully_addressable
-    return here and leaf.nbytes <= _MOST_BYTES
+    """Whether an array is small, on all its devices together."""
+    return leaf.nbytes <= _MOST_BYTES
 
 
 def small(leaves: Mapping[str, jax.Array]) -> list[str]:
