@@ -26,8 +26,9 @@ def made() -> TrainState:
     def put(array: np.ndarray, where: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(array.shape, where, lambda part: array[part])
 
-    params = {"split": put(np.arange(4096.0, dtype=np.float32), split)}
+    params = {"split": put(np.arange(2.0**17, dtype=np.float32), split)}
     params["whole"] = put(np.arange(7.0, dtype=np.float32), whole)
+    params |= {f"small{n}": put(np.full((4, n % 3 + 1), n, np.float16), split) for n in range(300)}
     return TrainState(put(np.int32(120), whole), params, (), {}, put(np.uint32(3), whole))
 
 

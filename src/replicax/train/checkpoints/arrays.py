@@ -22,7 +22,6 @@ import numpy as np
 from replicax.core.data.per_row import padded_again, real_rows
 from replicax.core.ground.leaves import is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
-from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 from replicax.train.checkpoints.small import (
     STATE,
@@ -50,8 +49,9 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
 def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     """Copy `state` to the host and begin to write it into the checkpoint's `folder`.
 
-    All processes must call it. Each writes its own shards, process 0 the small arrays. Returns once the copy is made, so that the next step may
-    consume `state`: a function that waits until the shards are written and raises any error.
+    All processes must call it. Each writes its own shards, and process 0 the small arrays. Returns
+    once the copy is made, so that the next step may consume `state`: a function that waits until
+    all is written and raises any error.
     """
     found = _with_elements(_named(real_rows(state)))
     leaves = {name: numbers(leaf) for name, leaf in found.items()}
@@ -89,7 +89,6 @@ def read(like: TrainState, folder: Path) -> TrainState:
 
     Each process reads its own shards, and all small arrays.
     """
-    orbax = require("orbax.checkpoint", "checkpoints")
     like, padded = real_rows(like), like
     leaves = _named(like)
     wanted = {
@@ -99,29 +98,18 @@ def read(like: TrainState, folder: Path) -> TrainState:
     }
     values = read_small(folder)
     tiny = {name: wanted.pop(name) for name in values.keys() & wanted.keys()}
-    arguments = {
-        name: orbax.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-        )
-        for name, leaf in wanted.items()
-    }
-    try:
-        with quiet_orbax():
-            arrays = read_orbax(folder / STATE, wanted, arguments) if wanted else {}
-    except Exception as error:  # tensorstore raises many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{folder / STATE} cannot be read: {lines[0]}") from error
-    arrays |= {
-        name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        for name, leaf in leaves.items()
-        if not math.prod(leaf.shape)
-    }
+    arrays = read_orbax(folder / STATE, wanted)
     if next(iter(jax.tree.leaves(like)[0].sharding.device_set)).platform == "cpu":
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))
     arrays |= place_small(values, tiny)
-    keyed = [as_key(arrays[name], leaf) for name, leaf in leaves.items()]
-    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), keyed), padded)
+    found = [
+        as_key(arrays[name], leaf)
+        if name in arrays
+        else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        for name, leaf in leaves.items()
+    ]
+    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), found), padded)
     return state
 
 

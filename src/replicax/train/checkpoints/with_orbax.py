@@ -1,4 +1,4 @@
-"""Orbax, as checkpoints use it: uncompressed, without barriers, and silent."""
+"""Arrays written and read by Orbax: uncompressed, without barriers, and silent."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.errors import require
+from replicax.errors import CheckpointError, require
 
 
 def begin_orbax(folder: Path, arrays: Mapping[str, Any], *, packed: bool = False) -> Any:
@@ -31,11 +31,25 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     _handler(packed=True).finalize(_epath(folder))
 
 
-def read_orbax(folder: Path, like: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the arrays `like` in `folder`, of one folder each."""
+def read_orbax(folder: Path, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Return arrays of one folder each in `folder`, as `like`: each process its own shards."""
+    if not like:
+        return {}
     orbax = require("orbax.checkpoint", "checkpoints")
+    arguments = {
+        name: orbax.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+        for name, leaf in like.items()
+    }
     args = orbax.args.PyTreeRestore(item=like, restore_args=arguments, partial_restore=True)
-    return _handler().restore(_epath(folder), args=args)
+    try:
+        with quiet_orbax():
+            arrays: dict[str, jax.Array] = _handler().restore(_epath(folder), args=args)
+    except Exception as error:  # tensorstore raises many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
+    return arrays
 
 
 @contextlib.contextmanager
