@@ -24,15 +24,20 @@ from replicax.core.ground.leaves import is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.train.checkpoints.manifest import ArrayEntry
 from replicax.train.checkpoints.small import (
+    SMALL,
     STATE,
     is_small,
     place_small,
     read_small,
     small,
-    write_small,
 )
 from replicax.train.checkpoints.whole import whole
-from replicax.train.checkpoints.with_orbax import begin_orbax, quiet_orbax, read_orbax
+from replicax.train.checkpoints.with_orbax import (
+    begin_orbax,
+    quiet_orbax,
+    read_orbax,
+    write_packed,
+)
 
 _LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file systems allow 255
 
@@ -70,7 +75,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     def wait() -> None:
         waits = [future.result for future in futures]
         if values and jax.process_index() == 0:
-            waits.append(functools.partial(write_small, folder, values))
+            waits.append(functools.partial(write_packed, folder / SMALL, values))
         errors = []
         with quiet:
             for finished in waits:  # all of them, so that no write continues
