@@ -128,15 +128,19 @@ def test_saving_compiles_nothing_for_small_arrays(tmp_path: Path) -> None:
     assert compiled == []
 
 
-def test_what_is_packed_is_what_was_when_it_was_called(tmp_path: Path) -> None:
+def test_steps_may_have_the_memory_of_what_is_written_and_of_what_is_read(tmp_path: Path) -> None:
     state = state_of({f"p{n}": jnp.full((64, 8), n, jnp.float32) for n in range(300)})
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf + 1, tree), donate_argnums=0)
     wanted, like = bits(state), abstract(state)
     wait = begin_writing(state, tmp_path)
-    jax.block_until_ready(
-        jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)(state)
-    )
+    for _ in range(3):
+        state = step(state)
     wait()
-    assert bits(read(like, tmp_path)) == wanted
+    found = read(like, tmp_path)
+    assert bits(found) == wanted
+    for _ in range(3):
+        found = step(found)
+    assert bits(found) == bits(state) != wanted
 
 
 def test_a_small_array_that_is_cut_or_missing_is_found_by_its_size(tmp_path: Path) -> None:
