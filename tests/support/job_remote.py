@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.core.ground.train_state import TrainState
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import STATE, Store
+from replicax.train.checkpoints.store import Store
 from replicax.train.places import place
 
 
@@ -26,8 +26,9 @@ def made() -> TrainState:
     def put(array: np.ndarray, where: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(array.shape, where, lambda part: array[part])
 
-    params = {"split": put(np.arange(4096.0, dtype=np.float32), split)}
+    params = {"split": put(np.arange(2.0**17, dtype=np.float32), split)}
     params["whole"] = put(np.arange(7.0, dtype=np.float32), whole)
+    params |= {f"small{n}": put(np.full((4, n % 3 + 1), n, np.float16), split) for n in range(300)}
     return TrainState(put(np.int32(120), whole), params, (), {}, put(np.uint32(3), whole))
 
 
@@ -47,7 +48,7 @@ def main() -> None:
         return good[0].name
 
     name = job.broadcast("the checkpoint", found)
-    restored = read(abstract(state), store.local(folder / name) / STATE)
+    restored = read(abstract(state), store.local(folder / name))
     equal = jax.tree.map(lambda one, other: jnp.array_equal(one, other), restored, state)
     print("equal" if all(map(bool, jax.tree.leaves(equal))) else "different")
 

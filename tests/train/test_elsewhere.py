@@ -53,7 +53,7 @@ path, manifest = store.newest_good(array_entries(state), print)
 like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
 )
-print(manifest.position.step, str(read(like, path / "state").params["w"].tolist()).replace(" ", ""))
+print(manifest.position.step, str(read(like, path).params["w"].tolist()).replace(" ", ""))
 """
 
 

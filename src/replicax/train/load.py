@@ -14,7 +14,7 @@ from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import another_run, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Manifest
-from replicax.train.checkpoints.store import CHECKPOINTS, LOSSES, STATE, Store, check_arrays
+from replicax.train.checkpoints.store import CHECKPOINTS, LOSSES, Store, check_arrays
 from replicax.train.places import exists, is_remote, read_bytes
 from replicax.train.records import CONFIG, HISTORY, RECORDS, Record, read_records
 from replicax.train.sealed import unsealed
@@ -154,7 +154,7 @@ def load_checkpoint(
     with _trusted(path, checkpoint.identity, checkpoint.others):
         checkpoint.store.verify(path, manifest)
         with dp.configuration.in_own_mesh():
-            restored = read(like, checkpoint.store.local(path) / STATE)
+            restored = read(like, checkpoint.store.local(path))
             if outer_alone:
                 fresh = dp.program(state).init(restored.params, restored.extras, int(restored.seed))
                 restored = dataclasses.replace(fresh, step=restored.step)

@@ -10,7 +10,7 @@ from replicax.errors import CheckpointError
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store, check_arrays
+from replicax.train.checkpoints.store import CHECKPOINTS, Store, check_arrays
 from replicax.train.fingerprint import sha256
 from replicax.train.saving import Saving
 
@@ -59,7 +59,7 @@ class OwnStates:
                             continue
                         store.verify(path, manifest)
                         check_arrays(manifest.arrays, wanted)
-                        own = read(abstract(state), store.local(path) / STATE)
+                        own = read(abstract(state), store.local(path))
                     except CheckpointError as error:
                         refuse(f"{path} is not used: {error}")
                         continue

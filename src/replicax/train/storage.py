@@ -17,7 +17,7 @@ from replicax.train.changes import another_run, check_changes, config_changes, r
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Manifest, Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
+from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.lease import Lease, last_renewal, take_lease
 from replicax.train.own_states import WRITER, OwnStates
@@ -298,7 +298,7 @@ class Storage:
     def restore(self, like: TrainState) -> TrainState:
         assert self.found is not None
         with self.ledger.spending("restoring"):
-            state = read(like, self._store.local(self.found.path) / STATE)
+            state = read(like, self._store.local(self.found.path))
         if not self._changed:  # else it is saved again, with what was accepted
             self._saved = _what_is_saved(self.found.position, self.found.extra)
         self._saver.saved_step = self.found.position.step

@@ -21,7 +21,7 @@ from replicax.train.checkpoints import store as module
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import STATE, Store
+from replicax.train.checkpoints.store import Store
 from replicax.train.places import place
 
 
@@ -59,7 +59,7 @@ def save(saver: Saver, step: int) -> bool:
 def found(store: Store, said: list[str] | None = None) -> TrainState | None:
     """Restore the state of the newest good checkpoint."""
     good = store.newest_good(array_entries(state(0)), (said if said is not None else []).append)
-    return good and read(abstract(state(0)), store.local(good[0]) / STATE)
+    return good and read(abstract(state(0)), store.local(good[0]))
 
 
 def keys(objects: Objects, name: str) -> list[Path]:

@@ -102,7 +102,7 @@ def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
     assert manifest.position == position(3)
     assert (manifest.token, manifest.seed) == (7, 11)
     assert (manifest.config, manifest.extra) == ({"rate": 1}, {"batch": 3})
-    again = read(abstract(state(3)), path / "state")
+    again = read(abstract(state(3)), path)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, state(3)))
     assert os.listdir(store.folder) == ["step-000000003"]
 

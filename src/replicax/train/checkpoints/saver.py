@@ -22,7 +22,7 @@ from replicax.train.checkpoints.manifest import (
     file_entries,
     write_manifest,
 )
-from replicax.train.checkpoints.store import STATE, Store
+from replicax.train.checkpoints.store import Store
 from replicax.wording import first_line
 
 _Result = TypeVar("_Result")
@@ -80,7 +80,7 @@ class Saver:
         def begun() -> Callable[[], None]:
             if wrong := sorted(params_not_finite(state).difference(self.not_finite)):
                 raise CheckpointError(f"{wrong[0]} is no longer finite")
-            return begin_writing(state, folder / STATE)
+            return begin_writing(state, folder)
 
         written, fault = _tried(begun)
         arguments = (

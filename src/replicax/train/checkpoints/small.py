@@ -1,48 +1,52 @@
-"""Small arrays of a checkpoint, in one file if there are many.
+"""Small arrays of a checkpoint, in a few files if there are many.
 
-    small.bin    {"params.b": 4, "params.c": 8}, a line break, then their bytes in that order
+    small/           an Orbax checkpoint of these arrays, packed by Orbax (OCDBT)
+    state/small.bin  instead, before there was such a folder: a line of JSON that names them
 
-Orbax makes a folder for each array and syncs its files: a thousand scalars would take seconds.
+In `state` Orbax makes a folder for each array and syncs its files: a thousand take seconds.
 """
 
-import os
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-_FILE = "small.bin"
-_MOST_BYTES = 1024
+from replicax.train.checkpoints.with_orbax import read_packed
+
+STATE = "state"
+"""The arrays' folder within a checkpoint's folder."""
+SMALL = "small"
+"""The folder next to it with the small arrays, if there are many."""
+_OLD = "small.bin"
+_MOST_BYTES = 2**18
 _FEWEST = 256
-"""Usual models have fewer, and remain readable by Orbax alone."""
+"""Usual models have fewer, and remain one tree of arrays."""
 
 
-def small(leaves: Mapping[str, Any]) -> list[str]:
-    """Return the names of the arrays to keep in the file, the same in all processes."""
-    found = sorted(
-        name
-        for name, leaf in leaves.items()
-        if leaf.nbytes <= _MOST_BYTES and leaf.is_fully_replicated
-    )
+def is_small(leaf: jax.Array) -> bool:
+    """Whether an array is small, on all its devices together."""
+    return leaf.nbytes <= _MOST_BYTES
+
+
+def small(leaves: Mapping[str, jax.Array]) -> list[str]:
+    """Return the names of the arrays to pack, the same in all processes."""
+    found = sorted(name for name, leaf in leaves.items() if is_small(leaf))
     if len(found) < _FEWEST:
         return []
     return found[len(found) == len(leaves) :]  # Orbax writes no checkpoint without an array
 
 
-def write_small(folder: Path, values: Mapping[str, bytes]) -> None:
-    """Write the file; it is on disk when this returns."""
-    sizes = {name: len(value) for name, value in values.items()}
-    with (folder / _FILE).open("wb") as file:
-        file.write(msgspec.json.encode(sizes) + b"\n" + b"".join(values.values()))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_small(folder: Path) -> dict[str, bytes]:
-    """Return the contents of each array in the file; none without a file."""
+    """Return the contents of each small array of the checkpoint in `folder`."""
+    if (folder / SMALL).is_dir():
+        return read_packed(folder / SMALL)
     try:
-        header, _, data = (folder / _FILE).read_bytes().partition(b"\n")
+        header, _, data = (folder / STATE / _OLD).read_bytes().partition(b"\n")
     except FileNotFoundError:
         return {}
     found, start = {}, 0
@@ -50,3 +54,23 @@ def read_small(folder: Path) -> dict[str, bytes]:
         found[name] = data[start : start + size]
         start += size
     return found
+
+
+def place_small(values: Mapping[str, bytes], like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays with the contents `values`, as `like`; each device's part in its own memory."""
+    parts, places = [], []
+    for name, leaf in like.items():
+        array = np.frombuffer(values[name], leaf.dtype).reshape(leaf.shape)
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            parts.append(np.array(array[index]))  # on a CPU, JAX may use this memory
+            places.append(SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind))
+    put = iter(jax.device_put(parts, places))
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            leaf.shape,
+            leaf.sharding,
+            list(itertools.islice(put, len(leaf.sharding.addressable_devices))),
+            dtype=leaf.dtype,
+        )
+        for name, leaf in like.items()
+    }

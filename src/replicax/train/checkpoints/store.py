@@ -30,7 +30,7 @@ from replicax.train.checkpoints.manifest import (
     check_files,
     read_manifest,
 )
-from replicax.train.checkpoints.small import read_small
+from replicax.train.checkpoints.small import STATE, read_small
 from replicax.train.places import (
     copy_files,
     is_remote,
@@ -42,8 +42,6 @@ from replicax.train.places import (
     write_whole,
 )
 
-STATE = "state"
-"""The arrays' folder within a checkpoint's folder."""
 _MOST_NAMED = 3
 _LEFTOVERS = (".saving-", ".retired-")
 _REFUSED = f"refused-{MANIFEST}"
@@ -63,7 +61,7 @@ def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
         array, _, chunk = path.removeprefix(f"{STATE}/").rpartition("/")
         if array in chunks and chunk != ".zarray":
             chunks[array] += file.bytes
-    for array, value in read_small(folder / STATE).items():
+    for array, value in read_small(folder).items():
         if array in chunks:
             chunks[array] += len(value)
     for name, entry in manifest.arrays.items():
