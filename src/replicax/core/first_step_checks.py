@@ -161,14 +161,6 @@ class FirstStepChecks:
             check_fits(compiled, self.program.configuration.mesh, batch.size)
             self._fits = True
 
-    def check_memory_of_all(self, state: TrainState, stack: Batch) -> None:
-        """Raise `ConfigError` if the first call of several steps needs more memory."""
-        shapes = _shapes(STEP, stack)
-        if shapes not in self._agreed and self.program.steps is not None:
-            compiled = self.program.steps.compiled(state, stack)
-            check_fits(compiled, self.program.configuration.mesh, stack.mask.size)
-            self._agreed.add(shapes)
-
     def check_result(self, state: TrainState, metrics: Metrics) -> None:
         """Raise `LossError` if the first step's loss is not finite, waiting for it.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.share import Batches
+from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.placement.mesh import batch_shardings
@@ -64,11 +65,12 @@ class SeveralSteps:
             batch = self._one(batches, number)
             if self._checks.check(STEP, step, state, batch) is not batch:
                 return None
-        if self._program.steps is None:
+        if (steps := self._program.steps) is None:
             self._checks.check_memory(state, batch)
         else:
-            self._checks.check_memory_of_all(state, batches.stack)
-        return self._program.steps
+            compiled = steps.compiled(state, batches.stack)
+            check_fits(compiled, self._program.configuration.mesh, batches.stack.mask.size)
+        return steps
 
     def _each(self, batches: Batches) -> Iterator[Batch]:
         return (self._one(batches, number) for number in range(len(batches)))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.data.batch import Batch, host_rows
-from replicax.core.ground.leaves import PyTree, is_here
+from replicax.core.ground.leaves import PyTree, is_here, whole_on_host
 from replicax.errors import ConfigError, DataError
 
 
@@ -27,8 +27,8 @@ class Batches:
 
     stack: Batch
     """All of them as one tree, whose slices are batches."""
-    rows: tuple[int | None, ...]
-    """Real rows of each; see `Batch.rows`."""
+    rows: tuple[int, ...]
+    """Number of real rows of each."""
     feed_padding: int | None = None
     hosts: tuple[PyTree, PyTree] = (None, None)
     """`Batch.host` of the first and of the last."""
@@ -91,7 +91,10 @@ class Share:
         stacked = jnp.stack if placed else np.stack
         stack = jax.tree.map(lambda *leaves: stacked(leaves), *apart)
         hosts = apart[0].host, apart[-1].host
-        rows = tuple(each.rows for each in apart)
+        rows = tuple(
+            int(np.count_nonzero(whole_on_host(each.mask))) if each.rows is None else each.rows
+            for each in apart
+        )
         return Batches(self._placed(stack, 1), rows, apart[0].feed_padding, hosts)
 
     def place_rows(
