@@ -155,8 +155,10 @@ class Ledger:
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move `seconds` from bucket `source` to `target`, at most as many as `source` has."""
+        if seconds <= 0:
+            return
         self.enter(self._bucket)  # the time up to now
-        moved = max(0.0, min(seconds, self._seconds[source]))
+        moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
         self._seconds[target] += moved
 

@@ -217,7 +217,8 @@ class Hooks:
         }
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
-        self._all(point, run.place.step, run, *arguments)
+        for hook in tuple(self._at[point]):  # at most of the four points of a step there is none
+            self._call(hook, point, run.place.step, run, *arguments)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         found = self._all("figures", record.step, run, record).values()

@@ -266,7 +266,9 @@ class Stopping:
             return self.over
         self._calls += 1
         if self._job.processes == 1:
-            self._decide([self._mine(now)])
+            asked = self._interrupt.wanted or any(self._asked.values())
+            if asked or (self._is_time() and not now):
+                self._decide([self._mine(now)])
         elif not self.over and (now or self._calls >= self._vote_at or unit != self._unit):
             mine = {**self._mine(now), "next": self._next()}
             if unit != self._unit:
