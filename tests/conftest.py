@@ -105,6 +105,13 @@ def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands in processes of their own keep nothing in the user's cache."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _nothing_drawn() -> Iterator[None]:
     """Runs draw no curves, which would take longer than the runs."""
 
