@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from replicax.recipes.datasets import user_cache
 from replicax.wording import size_text
 
-MOST_KEPT_BYTES = 1 << 30
+MOST_KEPT_BYTES = 10**9
 """Size to which the programs of one kind of device are pruned, least recently read first. JAX's own
 limit, `jax_compilation_cache_max_size`, keeps no more once a process is killed while it writes."""
 # There XLA takes preferences of its compiler for features that the processor lacks, and prints an
