@@ -42,7 +42,7 @@ BUCKETS = (
 that blocks the loop, reading and verifying a checkpoint, waiting for input, steps that took longer
 because an island was lost or joined, the user's hooks, and startup (all time before compilation).
 """
-_TO_CHANGE = {
+TO_CHANGE = {
     "evaluating": "Evaluation(every_epochs=, rows=)",
     "saving": "Saving(minutes=)",
     "waiting": "prefetch=, workers of the loader",
@@ -92,7 +92,7 @@ class Goodput:
         """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
         wall = self.wall_seconds
         shares = {bucket: self.seconds[bucket] / wall if wall > 0 else 0.0 for bucket in BUCKETS}
-        named = {name: text for name, text in _TO_CHANGE.items() if shares[name] >= _MUCH}
+        named = {name: text for name, text in TO_CHANGE.items() if shares[name] >= _MUCH}
         if self.hooks:
             named["hooks"] = f"most {max(self.hooks, key=self.hooks.__getitem__)}"
         parts = [
