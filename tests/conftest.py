@@ -115,7 +115,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _nothing_drawn() -> Iterator[None]:
     """Runs draw no curves, which would take longer than the runs."""
 
-    def start(folder: Path) -> Any:
+    def start(folder: Path, *, last: bool = False) -> Any:
         (folder / CURVES).touch()
         return mock.Mock(poll=lambda: 0)
 

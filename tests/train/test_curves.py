@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from support.clock import Clock
 from support.tiers import only
-from support.waiting import until
 
 from replicax.errors import MissingDependencyError
 from replicax.train import curves, drawing
@@ -114,7 +113,7 @@ class Going:
         self.clock, self.hook = Clock(), Curves(seconds=60)
         self.records, self.said = list[Record](), list[str]()
         self.say = self.said.append
-        self.started = list[tuple[int, Path]]()
+        self.started = list[tuple[int, Path, bool]]()
         self.code: int | None = 0
 
     def add(self, seconds: float) -> None:
@@ -122,8 +121,8 @@ class Going:
         self.records.append(train(len(self.records) + 1, loss=1.0))
         self.hook.record(self, self.records[-1])
 
-    def start(self, folder: Path) -> "Going":
-        self.started.append((len(self.records), folder))
+    def start(self, folder: Path, *, last: bool = False) -> "Going":
+        self.started.append((len(self.records), folder, last))
         return self
 
     def poll(self) -> int | None:
@@ -149,8 +148,8 @@ def test_one_process_at_a_time_draws_every_so_often_until_it_fails_and_at_the_en
     for _ in range(2):
         run.add(seconds=61)
     run.hook.end(run)
-    assert [count for count, _ in run.started] == [6, 12, 18, *more, 22]
-    assert {folder for _, folder in run.started} == {run.folder}
+    during = [(count, run.folder, False) for count in (6, 12, 18, *more)]
+    assert run.started == [*during, (22, run.folder, True)]
     assert run.said == []
 
 
@@ -209,7 +208,7 @@ print("matplotlib" in sys.modules, os.path.exists("run/curves.png"))
 """
 
 
-def test_a_program_never_imports_matplotlib_and_its_picture_comes_after_its_end(
+def test_a_program_never_imports_matplotlib_and_its_exit_waits_for_the_picture(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
@@ -222,5 +221,5 @@ def test_a_program_never_imports_matplotlib_and_its_picture_comes_after_its_end(
     )
     assert (done.stdout, done.stderr) == ("False False\n", "")
     picture = tmp_path / "run" / "curves.png"
-    until(picture.exists)
+    assert picture.exists()
     assert matplotlib.image.imread(picture, format="png").shape == (495, 1260, 4)

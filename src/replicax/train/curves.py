@@ -1,5 +1,7 @@
 """Have the curves of a run drawn by another process, which takes nothing from the training."""
 
+import atexit
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -14,6 +16,7 @@ from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
 
 _NICEST = 19
+_PATIENCE_SECONDS = 20.0
 
 
 class Curves(Hook):
@@ -21,7 +24,8 @@ class Curves(Hook):
 
     One process at a time draws what `records.jsonl` has, which in an object store are the records
     up to the last checkpoint. The run does not wait for it, not even at its end: the picture of the
-    end comes some seconds later, also if the program is over by then.
+    end comes some seconds later. At a terminal the program may be over by then; elsewhere its exit
+    waits, as a launcher, a scheduler or a container ends all that it leaves behind.
     """
 
     def __init__(self, seconds: float = 60.0) -> None:
@@ -44,13 +48,16 @@ class Curves(Hook):
         if run.folder is None or not run.records:
             return
         if _can_draw():
-            start_drawing(run.folder)  # it waits for the one before it
+            start_drawing(run.folder, last=True)  # it waits for the one before it
         else:
             run.say(f"no {CURVES}: {missing('matplotlib', 'cli')}")
 
 
-def start_drawing(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a process that draws the run in `folder`, and prints what fails to stderr."""
+def start_drawing(folder: Path, *, last: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process that draws the run in `folder`, and prints what fails to stderr.
+
+    If it is the `last` one, and stderr is no terminal, the exit of this process waits for it.
+    """
     drawing = subprocess.Popen(
         [sys.executable, "-P", "-m", "replicax.train.drawing", os.fspath(folder)],
         stdin=subprocess.DEVNULL,
@@ -60,9 +67,16 @@ def start_drawing(folder: Path) -> subprocess.Popen[bytes]:
     )
     if hasattr(os, "setpriority"):  # Windows has none
         os.setpriority(os.PRIO_PROCESS, drawing.pid, _NICEST)
+    if last and not (sys.stderr is not None and sys.stderr.isatty()):
+        atexit.register(_wait, drawing)
     # Whoever ends first: a process that is waited for leaves no zombie, and no warning.
     threading.Thread(target=drawing.wait, name="replicax-curves", daemon=True).start()
     return drawing
+
+
+def _wait(drawing: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        drawing.wait(_PATIENCE_SECONDS)
 
 
 def _can_draw() -> bool:
