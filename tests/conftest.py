@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ from support import programs
 from support.command_line import Main, runner
 from support.waiting import Threads
 
-from replicax.train.curves import draw_curves
+from replicax.train.drawing import CURVES
 
 HERE = Path(__file__).parent
 DURATIONS = json.loads((HERE / "durations.json").read_text())
@@ -104,16 +105,21 @@ def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_drawn() -> Iterator[None]:
-    """Runs draw no curves, which would take longer than the runs."""
-    with mock.patch("replicax.train.curves.draw_curves", lambda records, path: path.touch()):
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands in processes of their own keep nothing in the user's cache."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}):
         yield
 
 
-@pytest.fixture(scope="module")
-def drawn() -> Iterator[None]:
-    """Runs draw their curves, as for users."""
-    with mock.patch("replicax.train.curves.draw_curves", draw_curves):
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_drawn() -> Iterator[None]:
+    """Runs draw no curves, which would take longer than the runs."""
+
+    def start(folder: Path, *, last: bool = False) -> Any:
+        (folder / CURVES).touch()
+        return mock.Mock(poll=lambda: 0)
+
+    with mock.patch("replicax.train.curves.start_drawing", start):
         yield
 
 

@@ -206,9 +206,14 @@ def require(module: str, extra: str) -> ModuleType:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise MissingDependencyError(
-            f"{package} is not installed, but required; pip install 'replicax[{extra}]'"
-        ) from error
+        raise missing(package, extra) from error
+
+
+def missing(package: str, extra: str) -> MissingDependencyError:
+    """Return the error that an optional `package` of `extra` is not installed."""
+    return MissingDependencyError(
+        f"{package} is not installed, but required; pip install 'replicax[{extra}]'"
+    )
 
 
 def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = "") -> T:

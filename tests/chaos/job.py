@@ -201,7 +201,7 @@ def configure() -> None:
             write_in_all_processes()
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if "CHAOS_CURVES" not in os.environ:
-        sys.modules["matplotlib.figure"] = None  # type: ignore[assignment] # as if not installed
+        sys.modules["matplotlib"] = None  # type: ignore[assignment] # as if not installed
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def configure() -> None:
         least_seconds = 0.0 if "CHAOS_COMPILES" in os.environ else math.inf
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    sys.modules["matplotlib.figure"] = None  # type: ignore[assignment] # as if not installed
+    sys.modules["matplotlib"] = None  # type: ignore[assignment] # as if not installed
     if os.environ.get("CHAOS_HOSTS"):
         on_hosts_of_their_own()
 

@@ -136,7 +136,7 @@ def test_the_cache_folder(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
-    assert datasets._cache_dir() == Path(expected)
+    assert datasets.user_cache() == Path(expected)
 
 
 def test_a_file_missing_from_data_dir_is_an_error(

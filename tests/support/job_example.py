@@ -51,7 +51,7 @@ def main() -> None:
 
     run_class = rx.Run
     sys.argv = [program, *flags]
-    no_curves = mock.patch("replicax.train.curves.draw_curves")  # they take longer than the run
+    no_curves = mock.patch("replicax.train.curves.start_drawing")  # takes longer than the run
     with no_curves, mock.patch.object(rx, "Run", make):
         runpy.run_path(program, run_name="__main__")
     (run,) = runs

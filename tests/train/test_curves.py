@@ -1,8 +1,9 @@
-"""Curves: a real picture of any history, drawn during a run and at its end."""
+"""Curves: a real picture of any history, drawn beside a run and after its end."""
 
 import math
+import os
+import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from support.clock import Clock
 from support.tiers import only
 
 from replicax.errors import MissingDependencyError
-from replicax.train import curves as module
-from replicax.train.curves import Curves, draw_curves, panels_of, rates_of
+from replicax.train import curves, drawing
+from replicax.train.curves import Curves
+from replicax.train.drawing import draw_curves, panels_of, rates_of
 from replicax.train.records import Record
 
 NO_FORMULA = "costs $5^$, a_b^c, 50 % {x}"
@@ -89,89 +91,66 @@ def test_rates_are_of_neighbours_where_there_are_many(monkeypatch: pytest.Monkey
     timed = [Record("train", step, 0, {}, *each) for step, each in enumerate(measured, 1)]
     assert rates_of(timed[:1]) == []
     assert rates_of(timed) == [(2, 10.0), (3, 4.0), (4, 12.5), (5, 10.0), (6, 30 / 3.4)]
-    monkeypatch.setattr(module, "RATES", 2)
+    monkeypatch.setattr(drawing, "RATES", 2)
     assert rates_of([*timed, score(8, loss=1.0)]) == [(4, 32 / 3.1), (6, 960 / 96.4)]
 
 
 def test_a_long_run_is_drawn_as_means_and_its_steps_are_written_short() -> None:
     given = [4.0, 8.0, 1.0, math.nan, math.nan, math.nan, 5.0]
-    groups = module._groups(given, 3)
+    groups = drawing._groups(given, 3)
     assert [len(each) for each in groups] == [3, 3, 1]
-    np.testing.assert_array_equal([module._mean(each) for each in groups], [13 / 3, math.nan, 5.0])
-    assert module._groups(given, 7) == [[each] for each in given]
-    steps = map(module._short(), (0, 500, 250_000, 1_500_000))
+    np.testing.assert_array_equal([drawing._mean(each) for each in groups], [13 / 3, math.nan, 5.0])
+    assert drawing._groups(given, 7) == [[each] for each in given]
+    steps = map(drawing._short(), (0, 500, 250_000, 1_500_000))
     assert list(steps) == ["0", "500", "250k", "1.5M"]
 
 
 class Going:
-    """Stands in for a run, and for `draw_curves`, which waits until it may go."""
+    """Stands in for a run, and for what starts a drawing and says whether it is done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder: Path | None = folder
         self.clock, self.hook = Clock(), Curves(seconds=60)
         self.records, self.said = list[Record](), list[str]()
         self.say = self.said.append
-        self.drawn = list[tuple[int, Path, bool]]()
-        self.begun, self.may_go = threading.Semaphore(0), threading.Event()
-        self.may_go.set()
+        self.started = list[tuple[int, Path, bool]]()
+        self.code: int | None = 0
 
     def add(self, seconds: float) -> None:
         self.clock.now += seconds
         self.records.append(train(len(self.records) + 1, loss=1.0))
         self.hook.record(self, self.records[-1])
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
-        beside = threading.current_thread() is not threading.main_thread()
-        self.begun.release()
-        assert self.may_go.wait(10)
-        self.drawn.append((len(records), path, beside))
+    def start(self, folder: Path, *, last: bool = False) -> "Going":
+        self.started.append((len(self.records), folder, last))
+        return self
+
+    def poll(self) -> int | None:
+        return self.code
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     run: Any = Going(tmp_path)
-    monkeypatch.setattr(module, "time", run.clock)
-    monkeypatch.setattr(module, "draw_curves", run.draw)
+    monkeypatch.setattr(curves, "time", run.clock)
+    monkeypatch.setattr(curves, "start_drawing", run.start)
     run.hook.start(run)
     return run
 
 
-def test_a_run_is_drawn_every_so_often_beside_it_and_its_end_waits_for_that(run: Any) -> None:
-    for count in range(1, 19):
-        run.add(seconds=10)
-        if count % 6 == 0:
-            assert run.begun.acquire(timeout=10)
-            run.hook._drawing.result(10)
-    run.may_go.clear()
-    for _ in range(5):  # does not wait
-        run.add(seconds=61)
-    assert run.begun.acquire(timeout=10)
-    assert not run.begun.acquire(timeout=0.1)  # one at a time
-    assert len(run.drawn) == 3
-    threading.Timer(0.1, run.may_go.set).start()
-    run.hook.end(run)
-    times = [(6, True), (12, True), (18, True), (19, True), (23, False)]
-    assert run.drawn == [(count, run.folder / "curves.png", beside) for count, beside in times]
-
-
-def test_a_drawing_that_fails_leaves_the_last_one_and_is_raised_in_the_run(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("code", "more"), [(0, [21, 22]), (None, []), (1, [])])
+def test_one_process_at_a_time_draws_every_so_often_until_it_fails_and_at_the_end(
+    run: Any, code: int | None, more: list[int]
 ) -> None:
-    def half(figure: Any, file: Any, **settings: Any) -> None:
-        file.write(before[:100])
-        raise OSError(28, "No space left on device")
-
-    path = run.folder / "curves.png"
-    draw_curves([train(1, loss=1.0)], path)
-    before = path.read_bytes()
-    monkeypatch.setattr(module, "draw_curves", draw_curves)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
-    run.add(seconds=61)
-    assert run.hook._drawing.exception(10).errno == 28
-    with pytest.raises(OSError, match="No space"):
+    for _ in range(20):
+        run.add(seconds=10)
+    run.code = code
+    for _ in range(2):
         run.add(seconds=61)
-    run.hook._thread.shutdown()
-    assert path.read_bytes() == before
+    run.hook.end(run)
+    during = [(count, run.folder, False) for count in (6, 12, 18, *more)]
+    assert run.started == [*during, (22, run.folder, True)]
+    assert run.said == []
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
@@ -180,13 +159,13 @@ def test_without_a_folder_or_a_record_nothing_is_drawn(run: Any, has_folder: boo
         run.folder = None
         run.add(seconds=61)
     run.hook.end(run)
-    assert run.drawn == []
+    assert run.started == []
 
 
 def test_without_matplotlib_the_extra_is_named_and_once_at_the_end_of_a_run(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "draw_curves", draw_curves)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"matplotlib.*replicax\[cli\]"):
         draw_curves([], tmp_path / "curves.png")
@@ -195,4 +174,52 @@ def test_without_matplotlib_the_extra_is_named_and_once_at_the_end_of_a_run(
     run.hook.end(run)
     (said,) = run.said
     assert said.startswith("no curves.png: matplotlib")
+    assert run.started == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drawing_that_fails_leaves_the_last_one_and_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half(figure: Any, file: Any, **settings: Any) -> None:
+        file.write(before[:100])
+        raise OSError(28, os.strerror(28))
+
+    path = tmp_path / "curves.png"
+    (tmp_path / "records.jsonl").write_text(train(1, loss=1.0).to_json() + "\n")
+    assert drawing.draw_run(tmp_path) == 0
+    before = path.read_bytes()
+    assert before.endswith(b"IEND\xaeB`\x82")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    assert drawing.draw_run(tmp_path) == 1
+    assert path.read_bytes() == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert os.strerror(28) in line
+    assert str(path) in line
+
+
+PROGRAM = """
+import os, sys, time, replicax as rx, numpy as np, optax
+dp = rx.DataParallel(lambda w, batch, key: (batch["x"] @ w) ** 2, optax.sgd(0.1))
+state = dp.init(np.ones(2, np.float32))
+source = {"x": np.ones((8, 2), np.float32)}
+rx.fit(dp, state, source, batch_size=4, epochs=2, run_dir="run", progress=False)
+print("matplotlib" in sys.modules, os.path.exists("run/curves.png"))
+"""
+
+
+def test_a_program_never_imports_matplotlib_and_its_exit_waits_for_the_picture(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+    picture = tmp_path / "run" / "curves.png"
+    assert picture.exists()
+    assert matplotlib.image.imread(picture, format="png").shape == (495, 1260, 4)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ledgers import NOTHING, Clock, spent
 
-from replicax.train.goodput import BUCKETS, FILE, Goodput, read_goodput
+from replicax.train.goodput import BUCKETS, FILE, TO_CHANGE, Goodput, read_goodput
 
 
 def test_a_month_leaves_a_file_of_megabytes(tmp_path: Path) -> None:
@@ -111,9 +111,21 @@ def test_the_closing_summary() -> None:
     of_clock = "productive 83.8% of the clock"
     for part in ("lost 3.1%", "saving 0.4%", "waiting 0.5%", "1 min 20 s between", of_clock):
         assert part in text
+    assert "(" not in text
     assert Goodput(NOTHING, 1, 0.0).lines() == ["time   0.0 s"]
     alone = Goodput(NOTHING | {"productive": 5.0}, 1, 0.0)
     assert alone.lines() == ["time   5.0 s: productive 100.0%"]
+
+
+def test_large_shares_name_what_the_user_can_change() -> None:
+    seconds = NOTHING | {"productive": 30.0, "evaluating": 40.0, "waiting": 10.0, "saving": 9.0}
+    goodput = Goodput(seconds | {"compiling": 11.0}, 1, 0.0)
+    assert goodput.productive_fraction == goodput.clock_fraction == 0.7
+    text = " ".join(" ".join(goodput.lines()).split())
+    assert f"evaluating 40.0% ({TO_CHANGE['evaluating']}) ·" in text
+    assert "compiling 11.0% ·" in text
+    assert "saving 9.0% ·" in text
+    assert text.endswith(f"waiting 10.0% ({TO_CHANGE['waiting']})")
 
 
 @given(

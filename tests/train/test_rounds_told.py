@@ -11,7 +11,7 @@ from support.rounds import BATCH, MODEL, PLAIN, SOURCE, on, over
 import replicax as rx
 from replicax.core.ground.codecs import CODECS
 from replicax.core.rounds.islands import OuterSGD
-from replicax.train.curves import draw_curves
+from replicax.train.drawing import draw_curves
 from replicax.train.rounds_told import doubtful_rounds, rounds_lines
 
 

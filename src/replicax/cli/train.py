@@ -12,6 +12,7 @@ from replicax.arguments import Count, NotNegative, Seed
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder
+from replicax.cli.program_cache import keep_programs
 from replicax.cli.sharding import print_sharding
 from replicax.cli.step_options import (
     DeviceOptions,
@@ -249,8 +250,11 @@ def _run(
     dp = compute.data_parallel(recipe, compute.mode, mesh, job, **rounds)
     if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
+    said = keep_programs(dp.mesh.devices.flat[0], prunes=speaks)
     if speaks:
         print_data(recipe)
+        if said is not None:
+            print(*labelled("cache", said), sep="\n", flush=True)
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
     model = recipe.model(jax.random.key(start.seed))
     if compute.accumulate is None:

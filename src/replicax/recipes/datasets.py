@@ -120,7 +120,7 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
             )
         return _read_fashion_mnist(data_dir, str(data_dir))
 
-    cache = _cache_dir() / "fashion-mnist"
+    cache = user_cache() / "fashion-mnist"
     for folder, owner in ((DEBIAN_DIR, "Debian's dataset-fashion-mnist"), (cache, "the cache")):
         if all(_find(folder, file) for file in FASHION_MNIST.values()):
             return _read_fashion_mnist(folder, f"{owner} in {folder}")
@@ -136,7 +136,8 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
     return _read_fashion_mnist(cache, f"downloaded from {UPSTREAM} to {cache}")
 
 
-def _cache_dir() -> Path:
+def user_cache() -> Path:
+    """Return the folder of Replicax in the user's cache, from which all can be removed."""
     if own := os.environ.get("REPLICAX_CACHE"):
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -1,43 +1,37 @@
-"""Plot the records of a run while it is running."""
+"""Have the curves of a run drawn by another process, which takes nothing from the training."""
 
+import atexit
 import contextlib
-import io
-import itertools
-import math
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from replicax.errors import MissingDependencyError, require
+from replicax.errors import missing
+from replicax.train.drawing import CURVES
 from replicax.train.hook import Hook, Running
-from replicax.train.places import write_whole
 from replicax.train.records import Record
 
-_FILE = "curves.png"
-# Okabe and Ito's colors, distinguishable with any kind of color vision.
-TRAIN, *EVAL = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-COLUMNS = 4
-MOST_MARKERS = 20
-MOST_POINTS = 1000
-LOG_SCALE_FROM = 30.0
-"""Ratio of largest to smallest loss above which a linear axis would hide the end of a run."""
-RATES = 50
-"""Maximum number of points; the rates of single records would make a zigzag."""
-Panels = dict[str, dict[str, list[tuple[int, float]]]]
-"""Metric -> series (`train`, `eval`, or the name of an evaluation set) -> steps, values."""
+_NICEST = 19
+_PATIENCE_SECONDS = 20.0
 
 
 class Curves(Hook):
-    """Draws `curves.png` in the run's folder, in a thread during training and at the end."""
+    """Has `curves.png` drawn in the run's folder, once a minute and at the end.
+
+    One process at a time draws what `records.jsonl` has, which in an object store are the records
+    up to the last checkpoint. The run does not wait for it, not even at its end: the picture of the
+    end comes some seconds later. At a terminal the program may be over by then; elsewhere its exit
+    waits, as a launcher, a scheduler or a container ends all that it leaves behind.
+    """
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds
         self._begun_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, "replicax-curves")
-        self._drawing: Future[None] | None = None
+        self._drawing: subprocess.Popen[bytes] | None = None
 
     def start(self, run: Running) -> None:
         self._begun_at = time.monotonic()
@@ -45,117 +39,45 @@ class Curves(Hook):
     def record(self, run: Running, record: Record) -> None:
         if run.folder is None or time.monotonic() - self._begun_at < self._seconds:
             return
-        if self._drawing is not None:
-            if not self._drawing.done():
-                return
-            with contextlib.suppress(MissingDependencyError):  # reported at the end
-                self._drawing.result()  # raises the thread's exception
-        self._begun_at = time.monotonic()
-        self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / _FILE)
+        # One that failed has said why; the end tries again.
+        if _can_draw() and (self._drawing is None or self._drawing.poll() == 0):
+            self._begun_at = time.monotonic()
+            self._drawing = start_drawing(run.folder)
 
     def end(self, run: Running) -> None:
-        self._thread.shutdown()
         if run.folder is None or not run.records:
             return
-        try:
-            draw_curves(run.records, run.folder / _FILE)
-        except MissingDependencyError as error:
-            run.say(f"no {_FILE}: {error}")
+        if _can_draw():
+            start_drawing(run.folder, last=True)  # it waits for the one before it
+        else:
+            run.say(f"no {CURVES}: {missing('matplotlib', 'cli')}")
 
 
-def draw_curves(records: Sequence[Record], path: Path) -> None:
-    """Draw every metric and figure over the steps, one panel each, and rows per second.
+def start_drawing(folder: Path, *, last: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process that draws the run in `folder`, and prints what fails to stderr.
 
-    The title is the folder's name. The previous file stays at `path` until the new one is complete.
+    If it is the `last` one, and stderr is no terminal, the exit of this process waits for it.
     """
-    figure_module = require("matplotlib.figure", "cli")
-    panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
-    count = len(panels)
-    rows = -(-count // COLUMNS)
-    columns = -(-count // rows)
-    figure = figure_module.Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
-    figure.suptitle(path.parent.resolve().name, parse_math=False)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (name, series) in zip(axes, panels, strict=False):
-        _draw_panel(axis, name, series)
-    if panels[0][0] == "loss":
-        losses = [y for points in panels[0][1].values() for _, y in points if math.isfinite(y)]
-        if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
-            axes[0].set_yscale("log")
-    axes[count - 1].set_ylim(bottom=0)
-    axes[count - 1].yaxis.set_major_formatter(_short())
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_whole(path, picture.getvalue())
+    drawing = subprocess.Popen(
+        [sys.executable, "-P", "-m", "replicax.train.drawing", os.fspath(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        start_new_session=True,  # Ctrl-C is for the run
+    )
+    if hasattr(os, "setpriority"):  # Windows has none
+        os.setpriority(os.PRIO_PROCESS, drawing.pid, _NICEST)
+    if last and not (sys.stderr is not None and sys.stderr.isatty()):
+        atexit.register(_wait, drawing)
+    # Whoever ends first: a process that is waited for leaves no zombie, and no warning.
+    threading.Thread(target=drawing.wait, name="replicax-curves", daemon=True).start()
+    return drawing
 
 
-def panels_of(records: Sequence[Record]) -> Panels:
-    """Return the series of each panel: the loss first, then other metrics and figures.
-
-    The evaluation metric `dev/loss` becomes the series `dev` next to the training loss.
-    """
-    found: Panels = {}
-    trained = {name for r in records if r.kind == "train" for name in r.metrics}
-    for record in records:
-        figures = record.figures or {} if record.kind == "train" else {}
-        for name, value in {**record.metrics, **figures}.items():
-            panel, series = name, record.kind
-            group, slash, metric = name.rpartition("/")
-            if series == "eval" and slash and name not in trained:
-                panel, series = metric, group
-            if record.kind in ("train", "eval"):
-                found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
+def _wait(drawing: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        drawing.wait(_PATIENCE_SECONDS)
 
 
-def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Return steps and rows per second of the timed train records, averaged over groups."""
-    timed = [record for record in records if record.kind == "train" and record.seconds > 0]
-    return [
-        (each[-1].step, sum(r.rows for r in each) / math.fsum(r.seconds for r in each))
-        for each in _groups(timed, RATES)
-    ]
-
-
-def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]) -> None:
-    colours = itertools.cycle(EVAL)
-    for label, points in series.items():
-        colour = TRAIN if label == "train" else next(colours)
-        if not points:
-            continue
-        # A single point has no line, and many markers would hide the line.
-        few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
-        groups = _groups(points, MOST_POINTS)
-        axis.plot(
-            [each[-1][0] for each in groups],
-            [_mean([value for _, value in each]) for each in groups],
-            color=colour,
-            label=label,
-            marker="o" if few else None,
-            linewidth=1.2,
-            markersize=4,
-        )
-    axis.set_ylabel(name, parse_math=False)
-    if list(series) != ["train"]:
-        axis.legend(frameon=False)
-    axis.set_xlabel("step")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.xaxis.set_major_formatter(_short())
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
-
-
-def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
-    size = max(-(-len(items) // most), 1)
-    return [items[at : at + size] for at in range(0, len(items), size)]
-
-
-def _mean(values: list[float]) -> float:
-    return fmean([value for value in values if math.isfinite(value)] or [math.nan])
-
-
-def _short() -> Any:
-    """Return a formatter for `0`, `250k` or `1.5M`; longer labels collide in a small panel."""
-    return require("matplotlib.ticker", "cli").EngFormatter(sep="")
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None

@@ -166,7 +166,7 @@ class Run(Resuming):
             self.total = epochs * len(self._first)
         self._display = open_progress(progress and self._members.speaks, self.total)
         ours = [self._display, *([] if run_dir is None else [Curves()])]
-        self.hooks = Hooks([self._file, *hooks, *ours], self.alarm)
+        self.hooks = Hooks([self._file, *hooks, *ours], self.alarm, [self._file, *ours])
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None
         if plan is not None:

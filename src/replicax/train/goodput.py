@@ -35,12 +35,20 @@ from replicax.wording import duration
 
 FILE = "goodput.jsonl"
 BUCKETS = (
-    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "islands", "hooks"),
-    "starting",
+    *("productive", "evaluating", "compiling", "lost", "saving", "restoring", "waiting"),
+    *("islands", "hooks", "starting"),
 )
-"""Categories of time: steps and evaluations that count, compilation, discarded work, saving that
-blocks the loop, reading and verifying a checkpoint, waiting for input, steps that took longer
-because an island was lost or joined, hooks, and startup (all time before compilation)."""
+"""Categories of time: steps that count, evaluations that do, compilation, discarded work, saving
+that blocks the loop, reading and verifying a checkpoint, waiting for input, steps that took longer
+because an island was lost or joined, the user's hooks, and startup (all time before compilation).
+"""
+TO_CHANGE = {
+    "evaluating": "Evaluation(every_epochs=, rows=)",
+    "saving": "Saving(minutes=)",
+    "waiting": "prefetch=, workers of the loader",
+}
+"""Settings that change a bucket, named from a share of `_MUCH`."""
+_MUCH = 0.1
 _STAYS = ("saving", "restoring", "lost")
 """Buckets that keep their seconds when work is discarded."""
 _SECONDS_BETWEEN_BEATS = 5.0
@@ -59,7 +67,7 @@ class Goodput:
     down_seconds: float
     """Time between starts, as far as known; not part of the wall time."""
     hooks: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Name -> seconds of each hook, in this start."""
+    """Name -> seconds of each hook that was passed to the run, in this start."""
 
     @property
     def wall_seconds(self) -> float:
@@ -68,22 +76,29 @@ class Goodput:
     @property
     def productive_fraction(self) -> float:
         wall = self.wall_seconds
-        return self.seconds["productive"] / wall if wall > 0 else 0.0
+        return self._good_seconds / wall if wall > 0 else 0.0
 
     @property
     def clock_fraction(self) -> float:
         """Productive share of the whole time since the first start, `down_seconds` included."""
         clock = self.wall_seconds + self.down_seconds
-        return self.seconds["productive"] / clock if clock > 0 else 0.0
+        return self._good_seconds / clock if clock > 0 else 0.0
+
+    @property
+    def _good_seconds(self) -> float:
+        return self.seconds["productive"] + self.seconds["evaluating"]
 
     def lines(self) -> list[str]:
         """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
         wall = self.wall_seconds
-        most = f" (most {max(self.hooks, key=self.hooks.__getitem__)})" if self.hooks else ""
+        shares = {bucket: self.seconds[bucket] / wall if wall > 0 else 0.0 for bucket in BUCKETS}
+        named = {name: text for name, text in TO_CHANGE.items() if shares[name] >= _MUCH}
+        if self.hooks:
+            named["hooks"] = f"most {max(self.hooks, key=self.hooks.__getitem__)}"
         parts = [
-            f"{bucket} {self.seconds[bucket] / wall:.1%}{most if bucket == 'hooks' else ''}"
-            for bucket in BUCKETS
-            if self.seconds[bucket] >= 5e-4 * wall > 0
+            f"{bucket} {share:.1%}{f' ({named[bucket]})' if bucket in named else ''}"
+            for bucket, share in shares.items()
+            if share >= 5e-4
         ]
         if self.down_seconds > 0:
             parts.append(f"and {duration(self.down_seconds)} between the starts")
@@ -155,8 +170,10 @@ class Ledger:
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move `seconds` from bucket `source` to `target`, at most as many as `source` has."""
+        if seconds <= 0:
+            return
         self.enter(self._bucket)  # the time up to now
-        moved = max(0.0, min(seconds, self._seconds[source]))
+        moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
         self._seconds[target] += moved
 

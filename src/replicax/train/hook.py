@@ -214,9 +214,11 @@ _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)
 class Hooks:
     """The hooks of a run, called in order and timed; a hook that fails is disabled."""
 
-    def __init__(self, hooks: Sequence[Hook], alarm: Callable[[str], None]) -> None:
+    def __init__(
+        self, hooks: Sequence[Hook], alarm: Callable[[str], None], uncounted: Sequence[Hook] = ()
+    ) -> None:
         self.seconds: dict[str, float] = {}
-        """Hook name -> seconds that the loop spent in it."""
+        """Hook name -> seconds that the loop spent in it, without the `uncounted` of every run."""
         self.failed: list[str] = []
         for hook in hooks:
             if hook.name in self.seconds:
@@ -225,11 +227,14 @@ class Hooks:
                     "one of them another `name`"
                 )
             self.seconds[hook.name] = 0.0
+        for hook in uncounted:
+            del self.seconds[hook.name]
         self._hooks, self._alarm = list(hooks), alarm
         self._at = {point: [each for each in hooks if _overrides(each, point)] for point in _POINTS}
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
-        self._all(point, run.place.step, run, *arguments)
+        for hook in tuple(self._at[point]):  # at most of the four points of a step there is none
+            self._call(hook, point, run.place.step, run, *arguments)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         found = self._all("figures", record.step, run, record).values()
@@ -281,7 +286,8 @@ class Hooks:
             self._leave_out(hook, point, step, error)
             return None
         finally:
-            self.seconds[hook.name] += time.perf_counter() - started
+            if hook.name in self.seconds:
+                self.seconds[hook.name] += time.perf_counter() - started
 
     def _leave_out(self, hook: Hook, point: str, step: int, error: Exception) -> None:
         self.failed.append(hook.name)

@@ -170,10 +170,10 @@ class Loop(Requests):
 
     def _evaluate(self) -> Record | None:
         assert self._evaluator is not None
-        started = time.perf_counter()
-        record = None
+        started, record = time.perf_counter(), None
         try:
-            record = self._evaluator(self.state, self.place, self._stops)
+            with self._ledger.spending("evaluating"):
+                record = self._evaluator(self.state, self.place, self._stops)
         except GaveUpError:
             self._stopping.vote(now=True)
         if record is None or self._stopping.wanted:

@@ -266,9 +266,11 @@ class Stopping:
             return self.over
         self._calls += 1
         if self._job.processes == 1:
-            self._decide([self._mine(now)])
+            clock = not now and self._is_time()
+            if clock or self._interrupt.wanted or any(self._asked.values()):
+                self._decide([self._mine(clock)])
         elif not self.over and (now or self._calls >= self._vote_at or unit != self._unit):
-            mine = {**self._mine(now), "next": self._next()}
+            mine = {**self._mine(not now and self._is_time()), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
             if self._islands is None:
@@ -280,8 +282,7 @@ class Stopping:
         self._unit = unit
         return self.over
 
-    def _mine(self, now: bool) -> dict[str, Any]:
-        clock = not now and self._is_time()
+    def _mine(self, clock: bool) -> dict[str, Any]:
         mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
         self._asked |= {"save": False, "evaluate": False}
         return mine

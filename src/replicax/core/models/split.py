@@ -50,14 +50,16 @@ def split_model(model: Any) -> SplitModel:
 
 def _split(model: Any) -> SplitModel:
     # A model cannot come from a library that was never imported, so import none.
-    if "flax" in sys.modules:
-        import flax.linen
+    if "flax.nnx" in sys.modules:
         import flax.nnx
 
         if isinstance(model, flax.nnx.Module):
             from replicax.core.models.nnx import split_nnx
 
             return split_nnx(model)
+    if "flax.linen" in sys.modules:
+        import flax.linen
+
         if isinstance(model, flax.linen.Module):
             from replicax.core.models.linen import split_linen
 

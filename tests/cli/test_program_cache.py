@@ -1,0 +1,122 @@
+"""Programs that a start compiles are read by the next one, with the same bits."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from support.recipe_runs import MLP
+
+from replicax.cli import program_cache
+from replicax.cli.program_cache import keep_programs, prune
+
+HITS, MISSES = "Persistent compilation cache hit", "PERSISTENT COMPILATION CACHE MISS"
+
+
+@pytest.fixture
+def configured() -> Iterator[Any]:
+    """The configuration as a user leaves it, restored after the test."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield jax.config
+    for name, value in before.items():
+        jax.config.update(name, value)
+    program_cache.compilation_cache.reset_cache()
+
+
+def train(folder: Path, cache: Path, *flags: str) -> str:
+    """Run a start in a process of its own; return its output and JAX's log."""
+    ours = ("JAX_", "NPROC")
+    of_user = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
+    command = [sys.executable, "-m", "replicax", "train", *MLP, *flags]
+    done = subprocess.run(
+        [*command, "--mode", "exact", "--micro-shards", "4"],
+        env={
+            **of_user,
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(cache),
+            "JAX_DEBUG_LOG_MODULES": "jax._src.compiler",
+            "JAX_ENABLE_COMPILATION_CACHE": str(cache.name != "none").lower(),
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def bits(text: str) -> str:
+    found = re.search(r"^bits .* (\w+)$", text, re.MULTILINE)
+    assert found
+    return found[1]
+
+
+@pytest.mark.skipif(
+    program_cache._REFUSED in program_cache._processor(), reason="a CPU without the cache"
+)
+def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = train(tmp_path, cache, "--steps", "4", "--run", "a")
+    assert re.search(r"^cache  .*programs", first, re.MULTILINE)
+    again = train(tmp_path, cache, "--steps", "4", "--run", "b")
+    assert again.count(MISSES) == 0
+    assert not re.search("^cache ", again, re.MULTILINE)
+    assert again.count(HITS) > 5
+    without = train(tmp_path, tmp_path / "none", "--steps", "4", "--run", "c")
+    assert without.count(HITS) == without.count(MISSES) == 0
+    assert bits(first) == bits(again) == bits(without)
+
+
+def test_a_users_own_cache_is_left_alone(
+    configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", "/own")
+    assert keep_programs(jax.devices()[0], prunes=True) is None
+    assert configured.jax_compilation_cache_dir == "/own"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("features", "kept"), [("GenuineIntel avx512f", False), ("other", True)])
+def test_a_cpu_has_a_folder_for_its_features_unless_it_loads_programs_badly(
+    configured: Any,
+    features: str,
+    kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(program_cache, "_processor", lambda: features)
+    said = keep_programs(jax.devices()[0], prunes=True)
+    folders = [str(each) for each in tmp_path.glob("replicax/programs/cpu-*")]
+    assert [configured.jax_compilation_cache_dir] == (folders if kept else [None])
+    assert (said is not None) == kept
+    assert keep_programs(jax.devices()[0], prunes=True) is None
+
+
+def test_a_folder_that_cannot_be_made_is_said(
+    configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(program_cache, "_processor", lambda: "other")
+    assert os.strerror(errno.ENOTDIR) in (keep_programs(jax.devices()[0], prunes=True) or "")
+    assert configured.jax_compilation_cache_dir is None
+
+
+def test_the_programs_read_first_are_removed(tmp_path: Path) -> None:
+    for number in range(4):
+        path = tmp_path / f"{number}-cache"
+        path.write_bytes(bytes(10))
+        os.utime(path, (number, number))
+    prune(tmp_path, 25)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2-cache", "3-cache"]
