@@ -24,6 +24,8 @@ from replicax.wording import first_line
 FAILS = "the compiler fails on this step"
 _EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+_QUICK = {"cpu": {"xla_backend_optimization_level": 0}}
+"""Compiler options by platform that change only machine code, which nothing here runs."""
 _TOTAL = re.compile(
     r"(?:Used|HLO temporaries \() ?([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM \() ?"
     r"([\d.]+)([KMGT]?)"
@@ -116,7 +118,8 @@ def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compil
     )
     shapes = [exported.in_avals[place] for place in read]
     lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
-    return lowered.compile(dict(program.options))
+    quick = _QUICK.get(mesh.devices.flat[0].platform, {})
+    return lowered.compile({**quick, **program.options})
 
 
 def check_installed(platform: str) -> None:

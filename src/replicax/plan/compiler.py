@@ -18,6 +18,7 @@ from replicax.analysis.hardware import FACTS
 from replicax.errors import CompilerError, MissingDependencyError, ReplicaxError
 from replicax.plan.compilation import Compilation, Description, TooLarge, answer, compiler_name
 from replicax.plan.exported import ExportedStep
+from replicax.plan.kept import KeepingCompiler
 from replicax.plan.target import ATTACHED, Target
 
 
@@ -26,6 +27,8 @@ class Compiler(Protocol):
 
     name: str
     """Package name and version."""
+    note: str
+    """Remark on its answers, for the plan; may be empty."""
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """Compile a program for these devices, or return that it is too large for them.
@@ -37,6 +40,8 @@ class Compiler(Protocol):
 
 class AttachedCompiler:
     """The compiler of devices attached to this process, run in this process."""
+
+    note = ""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._devices = devices
@@ -56,6 +61,7 @@ class CompilerProcess:
         CompilerError: it cannot compile for these devices.
     """
 
+    note = ""
     _timeout_seconds = 900.0
     """Longer than any step has taken; beyond this the compiler is considered stuck."""
 
@@ -149,6 +155,8 @@ class CompilerPool:
         ReplicaxError: see `CompilerProcess`.
     """
 
+    note = ""
+
     def __init__(self, description: Description) -> None:
         self._description, self._lock, self._closed = description, Lock(), False
         self._free = SimpleQueue[CompilerProcess]()
@@ -206,7 +214,8 @@ def compiler_for(
         compiler: Compiler | None = None
         notes: tuple[str, ...] = ()
         try:
-            compiler = stack.enter_context(contextlib.closing(CompilerPool(described)))
+            pool = stack.enter_context(contextlib.closing(CompilerPool(described)))
+            compiler = KeepingCompiler(pool, described)
         except MissingDependencyError as missing:
             notes = (f"by formula: {missing}",)
         yield compiler, notes
