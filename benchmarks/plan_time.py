@@ -1,4 +1,4 @@
-"""Time of `replicax plan` to its answer and to its end, with an empty cache of plans and a full one.
+"""Time of `replicax plan` to its answer and to its end, with an empty and a full cache of plans.
 
 Each plan is a process of its own. Goal: the answer within 30 s, everything within 120 s, on two
 quiet cores. Writes `results/plan_time.json`. Targets without a compiler are planned by formula: put

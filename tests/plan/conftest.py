@@ -12,7 +12,8 @@ import pytest
 
 from replicax.analysis.hardware import Chip, Interconnect
 from replicax.plan import sizes
-from replicax.plan.compiler import AttachedCompiler, Compiler
+from replicax.plan.compilation import Compiler
+from replicax.plan.compiler import AttachedCompiler
 from replicax.plan.target import Target
 
 planner: Any = importlib.import_module("replicax.plan.planner")  # rx.plan is the function

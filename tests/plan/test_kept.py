@@ -99,7 +99,7 @@ def test_those_not_used_for_longest_are_removed(monkeypatch: pytest.MonkeyPatch)
         compiler.compile(program)
         (new,) = [each for each in entries() if each.stat().st_mtime > 10_000]
         os.utime(new, (1000 + age, 1000 + age))
-    monkeypatch.setattr(kept, "MOST_BYTES", 3 * entries()[0].stat().st_size + 10)
+    monkeypatch.setattr(kept, "_MOST_BYTES", 3 * entries()[0].stat().st_size + 10)
     compiler.compile(programs[0])  # now the last used
     compiler.compile(programs[3])
     under = Counting()

@@ -10,7 +10,7 @@ from plan.plans import ABOUT, FORMULA, GB, KINDS, SPEED, make_plan, need, scaled
 from replicax.plan.forecast import StepTime
 from replicax.plan.memory_formula import OnPaper
 from replicax.plan.plan_table import plan_lines, plan_table, shown_counts
-from replicax.plan.planned import LEFT, Alternative, BatchAdvice, KernelShare, Plan
+from replicax.plan.planned import LATER_PARTS, Alternative, BatchAdvice, KernelShare, Plan
 from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
 
@@ -92,13 +92,15 @@ def test_a_batch_that_fits() -> None:
 def test_the_parts_of_a_plan_are_its_table_and_the_answer_needs_no_other() -> None:
     for make in KINDS.values():
         plan = make()
-        parts = {part: plan_lines(plan, part) for part in ("", *LEFT)}
+        parts = {part: plan_lines(plan, part) for part in ("", *LATER_PARTS)}
         assert [*itertools.chain(*parts.values())][:-1] == plan_table(plan)
         if plan.fits:  # then nothing that is found later changes it
             before = replace(
                 plan, speeds=plan.speeds[:1], largest=None, too_large=None, alternatives=()
             )
-            assert plan_lines(replace(before, first="", notes=(), left=LEFT), "") == parts[""]
+            assert (
+                plan_lines(replace(before, first="", notes=(), left=LATER_PARTS), "") == parts[""]
+            )
 
 
 def test_rows_that_a_line_puts_beyond_the_capacity_are_by_formula() -> None:

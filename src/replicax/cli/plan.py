@@ -27,7 +27,7 @@ from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
 from replicax.plan.plan_table import plan_lines
-from replicax.plan.planned import LEFT, Plan
+from replicax.plan.planned import LATER_PARTS, Plan
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
@@ -81,7 +81,7 @@ def plan(arguments: list[str]) -> int:
         return dataclasses.replace(found, about={**about, **found.about})
 
     def show_plan(found: Plan) -> None:
-        for part in ("", *LEFT):
+        for part in ("", *LATER_PARTS):
             if part not in (*found.left, *printed):
                 printed.append(part)
                 options.say(*plan_lines(named(found), part))

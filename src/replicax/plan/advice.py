@@ -34,8 +34,8 @@ SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
 COMPILING_SECONDS = 60.0
 """Rough limit on compiling changes of which the formula cannot tell whether they fit."""
-LEAST_COMPILED = 2
-"""Changes that are compiled however long that takes."""
+SPLIT_ERROR = 1.0
+"""`FORMULA_ERROR` of changes that split layers or stages."""
 _MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
@@ -80,7 +80,7 @@ class _Unclear:
         self.steps, self.as_is = steps, steps.step(dp, asked.rows)
         self.room = steps.target.chip.usable_bytes
         took = self.as_is.compilation.seconds if self.as_is.compilation else COMPILING_SECONDS
-        self._left = max(LEAST_COMPILED, int(COMPILING_SECONDS / max(took, 1e-3)))
+        self._left = max(1, int(COMPILING_SECONDS / max(took, 1e-3)))
 
     @cached_property
     def slower(self) -> float:
@@ -97,16 +97,21 @@ class _Unclear:
         scaled = step.need.bytes * as_is.need.bytes / as_is.formula.total
         # The compiler computed again what did not fit, or stopped: then the ratio says nothing.
         likely = scaled if as_is.need.fits else float(step.need.bytes)
+        split = dp.mesh.size // replica_count(dp.mesh)
+        alike = split == as_is.dp.mesh.size // replica_count(as_is.dp.mesh)
+        wrong = 1 + (FORMULA_ERROR if alike else SPLIT_ERROR)
         # Of split layers a device may store all activations, as the formula says, or its part.
-        least = min(scaled, step.need.bytes) / dp.mesh.shape.get(MODEL, 1) / (1 + FORMULA_ERROR)
-        most = max(scaled, step.need.bytes) * (1 + FORMULA_ERROR)
+        least = min(scaled, step.need.bytes) / dp.mesh.shape.get(MODEL, 1) / wrong
+        most = max(scaled, step.need.bytes) * wrong
         note = ""
         if room is None or least <= room < most:
             if self._left > 0:
                 self._left -= 1
                 return self.steps.step(dp, rows, change), ""
             note = "may fit or not"
-        need = dataclasses.replace(step.need, bytes=int(likely), fits=likely <= room)
+        need = dataclasses.replace(
+            step.need, bytes=int(likely), fits=room is None or likely <= room
+        )
         return dataclasses.replace(step, need=need), note
 
 

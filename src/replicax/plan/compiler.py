@@ -10,32 +10,23 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from replicax.analysis.hardware import FACTS
 from replicax.errors import CompilerError, MissingDependencyError, ReplicaxError
-from replicax.plan.compilation import Compilation, Description, TooLarge, answer, compiler_name
+from replicax.plan.compilation import (
+    Compilation,
+    Compiler,
+    Description,
+    TooLarge,
+    answer,
+    compiler_name,
+)
 from replicax.plan.exported import ExportedStep
 from replicax.plan.kept import KeepingCompiler
 from replicax.plan.target import ATTACHED, Target
-
-
-class Compiler(Protocol):
-    """A compiler of programs for some devices."""
-
-    name: str
-    """Package name and version."""
-    note: str
-    """Remark on its answers, for the plan; may be empty."""
-
-    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """Compile a program for these devices, or return that it is too large for them.
-
-        Raises:
-            CompilerError: the compiler fails.
-        """
 
 
 class AttachedCompiler:

@@ -3,26 +3,22 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
-import jaxlib
 
 from replicax.analysis.compiled import Memory
-from replicax.plan.compilation import Compilation, Description, TooLarge
+from replicax.plan.compilation import Compilation, Compiler, Description, TooLarge
 from replicax.plan.exported import ExportedStep
 from replicax.recipes.cache_folder import cache_folder
 from replicax.wording import counted, first_line, size_text
 
-if TYPE_CHECKING:
-    from replicax.plan.compiler import Compiler
-
-MOST_BYTES = 2**28
+_MOST_BYTES = 2**28
 """Limit on all entries; beyond it those not used for longest are removed."""
 _FORMAT = 1
 """Changes with the meaning of an entry."""
@@ -37,11 +33,10 @@ class KeepingCompiler:
     is written whole or not at all, so concurrent plans do not disturb each other.
     """
 
-    def __init__(self, compiler: "Compiler", description: Description) -> None:
+    def __init__(self, compiler: Compiler, description: Description) -> None:
         self.name, self._compiler = compiler.name, compiler
         self._folder = cache_folder() / "plans"
-        self._devices = repr((_FORMAT, description, compiler.name, jax.__version__))
-        self._devices += jaxlib.__version__
+        self._devices = repr((_FORMAT, description, compiler.name, _versions()))
         self._asked = self._found = 0
         self._refused = ""
 
@@ -54,7 +49,7 @@ class KeepingCompiler:
             return ""
         return (
             f"{self._found} of {counted(self._asked, 'compiled step')} from an earlier plan, kept "
-            f"in {self._folder} (up to {size_text(MOST_BYTES)})"
+            f"in {self._folder} (up to {size_text(_MOST_BYTES)})"
         )
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
@@ -76,6 +71,10 @@ class KeepingCompiler:
     def _key(self, program: ExportedStep) -> str:
         about = self._devices, program.donated, dict(program.sizes), dict(program.options)
         return hashlib.sha256(repr(about).encode() + b"\0" + program.module).hexdigest()
+
+
+def _versions() -> tuple[str, str]:
+    return jax.__version__, importlib.metadata.version("jaxlib")
 
 
 def _read(path: Path) -> Compilation | TooLarge | None:
@@ -108,7 +107,7 @@ def _write(path: Path, answer: Compilation | TooLarge) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the entries not used for longest, down to `MOST_BYTES`."""
+    """Remove the entries not used for longest, down to `_MOST_BYTES`."""
     entries = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process was here
@@ -116,5 +115,5 @@ def _prune(folder: Path) -> None:
     total = 0
     for _, size, path in sorted(entries, reverse=True):
         total += size
-        if total > MOST_BYTES:
+        if total > _MOST_BYTES:
             path.unlink(missing_ok=True)

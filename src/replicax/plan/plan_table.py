@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from replicax.plan.planned import LEFT, Need, Plan, Scaling, Speed
+from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
 from replicax.plan.slow_links_table import slow_links_lines
 from replicax.table import MARGIN, WIDTH, Line, columns, labelled
 from replicax.wording import (
@@ -26,11 +26,11 @@ _COLUMN = 9
 
 def plan_table(plan: Plan) -> list[str]:
     """Return the whole plan as lines of at most 80 columns."""
-    return [text for part in ("", *LEFT) for text in plan_lines(plan, part)][:-1]
+    return [text for part in ("", *LATER_PARTS) for text in plan_lines(plan, part)][:-1]
 
 
 def plan_lines(plan: Plan, part: str) -> list[str]:
-    """Return one part, which ends with an empty line: a name in `LEFT`, or "" for the answer.
+    """Return one part, which ends with an empty line: a name in `LATER_PARTS`, or "" for the answer.
 
     The speed and what follows from it are those of the requested batch if it fits, and otherwise
     come with the largest batch.

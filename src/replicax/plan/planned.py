@@ -15,7 +15,7 @@ from replicax.plan.slow_links import SlowLinks
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
 
-LEFT = ("batch", "change")
+LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""
 
 
@@ -179,7 +179,7 @@ class Plan:
     slow_links: SlowLinks | None = None
     """Methods of training over a network between islands, if one is given."""
     left: tuple[str, ...] = ()
-    """Those of `LEFT` that are not known yet, while a plan is being made."""
+    """Names in `LATER_PARTS` that are not known yet, while a plan is being made."""
 
     @property
     def replicas(self) -> int:

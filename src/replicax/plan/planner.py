@@ -24,7 +24,7 @@ from replicax.plan.island_exchange import IslandExchange, island_exchange
 from replicax.plan.memory_formula import Transformer, tree_bytes
 from replicax.plan.planned import Need, Plan, Scaling, Speed
 from replicax.plan.site_network import SiteNetwork, parse_network
-from replicax.plan.sizes import Found, Sizes
+from replicax.plan.sizes import FoundSizes, Sizes
 from replicax.plan.slow_links import SlowLinks, slow_links
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
@@ -63,7 +63,11 @@ class _Planner:
         return step
 
     def planned(
-        self, step: TargetStep, found: Found, about: Mapping[str, Any], sites: SiteNetwork | None
+        self,
+        step: TargetStep,
+        found: FoundSizes,
+        about: Mapping[str, Any],
+        sites: SiteNetwork | None,
     ) -> Plan:
         """Return the plan with what is found so far."""
         dp, steps, islands = self.dp, self.steps, about["islands"]

@@ -1,4 +1,4 @@
-"""What else fits beside the requested batch: the largest one, micro-batches, changes."""
+"""Sizes beside the requested batch: the largest one, micro-batches, and changes."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from replicax.core.placement.mesh import replica_count
 from replicax.core.placement.sharding_rules import Rules
 from replicax.plan.advice import alternatives
 from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
-from replicax.plan.planned import LEFT, Alternative, MicroBatches, Need
+from replicax.plan.planned import LATER_PARTS, Alternative, MicroBatches, Need
 from replicax.plan.steps import StepCache, holder
 
 Changes = Mapping[str, DataParallel] | None
 
-LARGEST = "largest batch"
+_LARGEST = "largest batch"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundSizes:
     """Sizes and alternatives found so far, and which are left."""
 
     left: tuple[str, ...]
@@ -39,9 +39,9 @@ class Sizes:
 
     def found(
         self, asked: Need, data_rows: int | None, changes: Changes, rules: Rules
-    ) -> Iterator[Found]:
+    ) -> Iterator[FoundSizes]:
         """Yield nothing, then the largest batch with micro-batches, then alternatives too."""
-        found = Found(LEFT)
+        found = FoundSizes(LATER_PARTS)
         yield found
         steps, dp = self.steps, self.dp
         beside = ThreadPoolExecutor(2)  # the alternatives, and rows that will be asked for
@@ -49,11 +49,11 @@ class Sizes:
             changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
 
             def soon(rows: int) -> None:
-                beside.submit(steps.step, dp, rows, LARGEST)
+                beside.submit(steps.step, dp, rows, _LARGEST)
 
             largest, too_large = self._largest(asked, data_rows, soon)
             micro = self._micro_batches(asked, largest)
-            found = Found(LEFT[1:], largest, too_large, micro)
+            found = FoundSizes(LATER_PARTS[1:], largest, too_large, micro)
             yield found
             others, refused = changed.result()
         finally:  # on an interrupt, do not wait: the compilers are closed next
@@ -76,7 +76,7 @@ class Sizes:
         if data_rows is not None:
             most = max(asked.rows, min(most, data_rows // replica_count(dp.mesh)))
         fits, too_large = largest_rows(
-            lambda rows: self.steps.step(dp, rows, LARGEST).need,
+            lambda rows: self.steps.step(dp, rows, _LARGEST).need,
             capacity,
             asked.rows,
             self._bytes_per_row(asked, capacity, unit),

@@ -30,8 +30,8 @@ from replicax.core.placement.mesh import (
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.objective import only_read
 from replicax.errors import CompilerError
-from replicax.plan.compilation import Compilation, TooLarge
-from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for
+from replicax.plan.compilation import Compilation, Compiler, TooLarge
+from replicax.plan.compiler import DESCRIBED, compiler_for
 from replicax.plan.exported import (
     BEFORE_CUDNN,
     ExportedStep,
