@@ -32,10 +32,9 @@ from replicax.wording import first_line, size_text, time_text
 REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
-COMPILING_SECONDS = 60.0
-"""Rough limit on compiling changes of which the formula cannot tell whether they fit."""
-SPLIT_ERROR = 1.0
-"""`FORMULA_ERROR` of changes that split layers or stages."""
+COMPILING_SECONDS = 30.0
+"""Rough limit on compiling changes, in the time of the unchanged step; one is always compiled."""
+_WRONG = 1 + FORMULA_ERROR
 _MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
@@ -52,11 +51,14 @@ def alternatives(
     `more` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
     tried. `rules` split layers and stages if `dp` has no rules.
     """
-    results, notes, unclear = [], [], _Unclear(steps, dp, asked)
+    results: list[Alternative] = []
+    notes, left, unclear = [], [], _Unclear(steps, dp, asked)
     for change, other in _changes(dp, steps, asked.rows, more, rules):
         try:
             other = other if isinstance(other, DataParallel) else _held(dp, **other)
-            results.append(_compared(unclear, dp, other, asked, change))
+            compared = _compared(unclear, dp, other, asked, change)
+            results += [compared] if compared else []
+            left += [] if compared else [change]
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
@@ -66,7 +68,9 @@ def alternatives(
     if not asked.fits and not any(each.need.fits for each in results):
         change, most = _together(dp, steps.target, more)
         if most is not dp:
-            results.append(_compared(unclear, dp, most, asked, change))
+            results += filter(None, [_compared(unclear, dp, most, asked, change)])
+    if left:
+        notes.append(f"not compiled, for time: {'; '.join(left)}. Plan one to know what it takes")
     return tuple(results), tuple(notes)
 
 
@@ -89,39 +93,43 @@ class _Unclear:
         took, counted = _seconds(self.steps, self.as_is), _seconds(self.steps, alone)
         return took / counted if took and counted else 1.0
 
-    def step(self, dp: DataParallel, rows: int, change: str) -> tuple[TargetStep, str]:
-        """Return a step, compiled if it must be, and a note on what the formula cannot tell."""
+    def step(self, dp: DataParallel, rows: int, change: str) -> tuple[TargetStep | None, str]:
+        """Return a step, compiled if it must be, and a note on what the formula cannot tell.
+
+        Only a compiler can tell what a device stores of split layers and stages, and with which
+        kernels: beyond the limit, their step is None.
+        """
         if self.steps.compiler is None:
             return self.steps.step(dp, rows, change), ""
         step, as_is, room = self.steps.by_formula(dp, rows), self.as_is, self.room
         scaled = step.need.bytes * as_is.need.bytes / as_is.formula.total
-        # The compiler computed again what did not fit, or stopped: then the ratio says nothing.
-        likely = scaled if as_is.need.fits else float(step.need.bytes)
+        least, most = sorted((scaled, float(step.need.bytes)))
         split = dp.mesh.size // replica_count(dp.mesh)
         alike = split == as_is.dp.mesh.size // replica_count(as_is.dp.mesh)
-        wrong = 1 + (FORMULA_ERROR if alike else SPLIT_ERROR)
-        # Of split layers a device may store all activations, as the formula says, or its part.
-        least = min(scaled, step.need.bytes) / dp.mesh.shape.get(MODEL, 1) / wrong
-        most = max(scaled, step.need.bytes) * wrong
         note = ""
-        if room is None or least <= room < most:
+        if room is None or not alike or least / _WRONG <= room < most * _WRONG:
             if self._left > 0:
                 self._left -= 1
                 return self.steps.step(dp, rows, change), ""
+            if room is None or not alike:
+                return None, ""
             note = "may fit or not"
-        need = dataclasses.replace(
-            step.need, bytes=int(likely), fits=room is None or likely <= room
-        )
+        # What a compiler saves is that of a loss; of what does not fit, it computes again.
+        same = as_is.need.fits and dp.loss is as_is.dp.loss
+        likely = int(scaled) if same else step.need.bytes
+        need = dataclasses.replace(step.need, bytes=likely, fits=likely <= room)
         return dataclasses.replace(step, need=need), note
 
 
 def _compared(
     unclear: _Unclear, dp: DataParallel, other: DataParallel, asked: Need, change: str
-) -> Alternative:
-    """Compare `other` with `dp`, for the same global batch."""
+) -> Alternative | None:
+    """Compare `other` with `dp`, for the same global batch; None if neither way can tell."""
     steps, as_is = unclear.steps, unclear.as_is
     rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
     step, note = unclear.step(other, rows, change)
+    if step is None:
+        return None
     seconds = _seconds(steps, step)
     if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
         as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)

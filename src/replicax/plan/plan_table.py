@@ -30,7 +30,7 @@ def plan_table(plan: Plan) -> list[str]:
 
 
 def plan_lines(plan: Plan, part: str) -> list[str]:
-    """Return one part, which ends with an empty line: a name in `LATER_PARTS`, or "" for the answer.
+    """Return one part and an empty line: a name in `LATER_PARTS`, or "" for the answer.
 
     The speed and what follows from it are those of the requested batch if it fits, and otherwise
     come with the largest batch.
