@@ -10,7 +10,7 @@ from replicax.plan.steps import StepCache, rows_of_a_replica
 from replicax.plan.target import Target
 
 FORMULA_ERROR = 0.3
-"""The most by which the formula for a change was wrong, scaled to the compiled step: see
+"""Share by which a formula scaled to compiled steps may be wrong; the most measured is in
 `docs/plan.md`."""
 RESOLUTION = 32
 """The search resolves one part in this many, rounded down to a power of two of units."""
