@@ -14,7 +14,8 @@ import pytest
 from support.recipe_runs import MLP
 
 from replicax.cli import program_cache
-from replicax.cli.program_cache import keep_programs, prune
+from replicax.cli.program_cache import keep_programs
+from replicax.recipes.cache_folder import prune
 
 HITS, MISSES = "Persistent compilation cache hit", "PERSISTENT COMPILATION CACHE MISS"
 
@@ -61,7 +62,7 @@ def bits(text: str) -> str:
 
 
 @pytest.mark.skipif(
-    program_cache._REFUSED in program_cache._processor(), reason="a CPU without the cache"
+    program_cache._REFUSED in program_cache.processor(), reason="a CPU without the cache"
 )
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -95,7 +96,7 @@ def test_a_cpu_has_a_folder_for_its_features_unless_it_loads_programs_badly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(program_cache, "_processor", lambda: features)
+    monkeypatch.setattr(program_cache, "processor", lambda: features)
     said = keep_programs(jax.devices()[0], prunes=True)
     folders = [str(each) for each in tmp_path.glob("replicax/programs/cpu-*")]
     assert [configured.jax_compilation_cache_dir] == (folders if kept else [None])
@@ -108,7 +109,7 @@ def test_a_folder_that_cannot_be_made_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(program_cache, "_processor", lambda: "other")
+    monkeypatch.setattr(program_cache, "processor", lambda: "other")
     assert os.strerror(errno.ENOTDIR) in (keep_programs(jax.devices()[0], prunes=True) or "")
     assert configured.jax_compilation_cache_dir is None
 
@@ -118,5 +119,5 @@ def test_the_programs_read_first_are_removed(tmp_path: Path) -> None:
         path = tmp_path / f"{number}-cache"
         path.write_bytes(bytes(10))
         os.utime(path, (number, number))
-    prune(tmp_path, 25)
+    prune(tmp_path.iterdir(), 25)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2-cache", "3-cache"]

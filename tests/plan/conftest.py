@@ -4,16 +4,24 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
 from replicax.analysis.hardware import Chip, Interconnect
-from replicax.plan.compiler import AttachedCompiler, Compiler
+from replicax.plan import sizes
+from replicax.plan.compilation import Compiler
+from replicax.plan.compiler import AttachedCompiler
 from replicax.plan.target import Target
 
 planner: Any = importlib.import_module("replicax.plan.planner")  # rx.plan is the function
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAX_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -42,4 +50,4 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile in this process, and compare with nothing."""
-    monkeypatch.setattr(planner, "alternatives", lambda *_: ((), ()))
+    monkeypatch.setattr(sizes, "alternatives", lambda *_: ((), ()))

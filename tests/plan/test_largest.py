@@ -27,7 +27,13 @@ class Found:
 
 
 def search(
-    memory: Memory, *, start: int = 8, guess: float = MB, unit: int = 1, told: Memory | None = None
+    memory: Memory,
+    *,
+    start: int = 8,
+    guess: float = MB,
+    unit: int = 1,
+    told: Memory | None = None,
+    exact: bool = False,
 ) -> Found:
     """Search on a device of 16 GB.
 
@@ -37,6 +43,7 @@ def search(
         guess: bytes a row.
         unit: rows are multiples of it.
         told: the compiler's answer for rows that do not fit, if it differs from their need.
+        exact: whether the compiler tells the memory of what does not fit, as one for GPUs does.
     """
     asked: list[int] = []
 
@@ -46,7 +53,7 @@ def search(
         fits = size <= CAPACITY
         if not fits and told is not None:
             size = max(CAPACITY + 1, min(size, math.ceil(told(rows))))
-        return Need(rows, size, fits, True)
+        return Need(rows, size, fits, True, size if exact else None)
 
     largest, too_large = largest_rows(ask, CAPACITY, start, guess, unit)
     assert largest is None or largest.fits
@@ -72,7 +79,10 @@ def assert_sound(found: Found, memory: Memory, unit: int) -> None:
     assert all(rows % unit == 0 and 0 < rows <= MOST_ROWS for rows in found.asked)
     fitting = [rows for rows in found.asked if memory(rows) <= CAPACITY]
     assert found.fits == max(fitting, default=None)
-    assert found.too_large == min(set(found.asked) - set(fitting), default=None)
+    refused = min(set(found.asked) - set(fitting), default=None)
+    # Not asked for: far beyond the capacity, on the line through two answers.
+    by_formula = refused is None and found.too_large is not None and len(fitting) > 1
+    assert found.too_large == refused or by_formula
     assert (found.fits is None) == (memory(unit) > CAPACITY)
 
 
@@ -156,6 +166,31 @@ def test_a_compiler_that_computes_again_near_the_capacity_is_not_asked_for_milli
     assert max(found.asked) < 1000
 
 
+def test_where_a_compiler_computes_again_exact_answers_cross_the_capacity() -> None:
+    def memory(rows: int) -> float:
+        return 2 * GB + 500 * MB * rows if rows < 26 else 15 * GB + 30 * MB * (rows - 26)
+
+    found = search(memory, start=64, guess=500 * MB, exact=True)
+    assert (found.fits, found.too_large) == (59, 60)
+    assert len(found.asked) <= 5
+
+
+def test_rows_far_beyond_the_capacity_are_not_asked_for() -> None:
+    found = search(lambda rows: 7 * GB * rows, start=1, guess=7 * GB)
+    assert found == Found(2, 3, [1, 2])  # 21 of 16 GB
+    assert search(lambda rows: 6 * GB * rows, start=1, guess=6 * GB).asked == [1, 2, 3]
+
+
+def test_rows_that_will_be_asked_for_are_told_before() -> None:
+    told: list[int] = []
+
+    def ask(rows: int) -> Need:
+        return Need(rows, 2 * GB + 10 * MB * rows, rows <= 1400, True)
+
+    largest_rows(ask, CAPACITY, 8, 10.0 * MB, soon=told.append)
+    assert told == [1408]
+
+
 @pytest.mark.parametrize("power", [0.5, 2.0])
 def test_a_curve(power: float) -> None:
     def memory(rows: int) -> float:
@@ -217,6 +252,7 @@ def test_any_straight_line(fixed: float, slope: float, wrong: float, start: int,
     start=STARTS,
     unit=UNITS,
     told=st.sampled_from([None, 0.0, 0.8]),
+    exact=st.booleans(),
 )
 def test_any_memory_that_grows(
     fixed: float,
@@ -227,10 +263,13 @@ def test_any_memory_that_grows(
     start: int,
     unit: int,
     told: float | None,
+    exact: bool,
 ) -> None:
     def memory(rows: int) -> float:
         return math.ceil(fixed + slope * (rows // stair * stair) ** power)
 
     said = None if told is None else lambda rows: told * memory(rows)
-    found = search(memory, start=start, guess=wrong * slope, unit=unit, told=said)
+    found = search(
+        memory, start=start, guess=wrong * slope, unit=unit, told=said, exact=exact and not told
+    )
     assert_sound(found, memory, unit)

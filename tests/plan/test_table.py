@@ -1,5 +1,6 @@
 """The table of a plan: its contents, within 80 columns."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -8,8 +9,8 @@ from plan.plans import ABOUT, FORMULA, GB, KINDS, SPEED, make_plan, need, scaled
 
 from replicax.plan.forecast import StepTime
 from replicax.plan.memory_formula import OnPaper
-from replicax.plan.plan_table import plan_table, shown_counts
-from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, Plan
+from replicax.plan.plan_table import plan_lines, plan_table, shown_counts
+from replicax.plan.planned import LATER_PARTS, Alternative, BatchAdvice, KernelShare, Plan
 from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
 
@@ -40,13 +41,19 @@ def assert_says(plan: Plan, /, **wanted: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> None:
-    lines = plan_table(KINDS[kind]())
+    plan = KINDS[kind]()
+    lines = plan_table(plan)
     assert max(map(len, lines)) <= 80
     assert not any(text != text.rstrip() for text in lines)
     assert len(lines) <= 40 or kind == "huge"
     assert not re.search(r"\b(None|nan|inf|False|True)\b|\ue000", "\n".join(lines))
     words = [text[:7].strip() for text in lines if text[:7].strip()]
-    order = ["plan", "target", "fits", "batch", "speed", "limit", "first", "memory", "change"]
+    # The speed is that of the requested batch if it fits, else that of the largest.
+    known = plan.fits or plan.target.chip.usable_bytes is None
+    sizes = (
+        ["speed", "limit", "memory", "batch"] if known else ["memory", "batch", "speed", "limit"]
+    )
+    order = ["plan", "target", "fits", *sizes, "change", "first"]
     places = [words.index(word) for word in order if word in words]
     assert places == sorted(places)
     assert {"plan", "target", "fits", "speed", "first", "memory"} <= set(words)
@@ -61,7 +68,7 @@ def test_a_batch_that_fits() -> None:
         fits="yes: 8 rows…2,048…11…16.9 GB",
         batch="up to 12 rows…3,072…16 GB…13…",
         speed="at best… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%"
-        " 12 rows… 50 ms 40,960 41.9M 45% 51%",
+        " at best… step rows/s tokens/s MFU HFU 12 rows… 50 ms 40,960 41.9M 45% 51%",
         # 40 of 50 ms are computed, 3/4 of them by arithmetic; 10 are waited.
         limit=f"arithmetic 60%, memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
         first="precision=bfloat16: …2.0…",
@@ -80,6 +87,25 @@ def test_a_batch_that_fits() -> None:
     )
     assert FORMULA.total == 10_600_066_008
     assert_says(make_plan(too_large=None), batch="up to 12 rows…3,072…16 GB…more may…")
+
+
+def test_the_parts_of_a_plan_are_its_table_and_the_answer_needs_no_other() -> None:
+    for make in KINDS.values():
+        plan = make()
+        parts = {part: plan_lines(plan, part) for part in ("", *LATER_PARTS)}
+        assert [*itertools.chain(*parts.values())][:-1] == plan_table(plan)
+        if plan.fits:  # then nothing that is found later changes it
+            before = replace(
+                plan, speeds=plan.speeds[:1], largest=None, too_large=None, alternatives=()
+            )
+            assert (
+                plan_lines(replace(before, first="", notes=(), left=LATER_PARTS), "") == parts[""]
+            )
+
+
+def test_rows_that_a_line_puts_beyond_the_capacity_are_by_formula() -> None:
+    above = need(13, 22.0, compiled=False, temporaries=None)
+    assert_says(make_plan(too_large=above), batch="up to 12 rows…3,072…16 GB; 13…, by formula")
 
 
 def test_a_batch_that_does_not_fit() -> None:

@@ -16,6 +16,7 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import DataError
 from replicax.recipes import datasets
+from replicax.recipes.cache_folder import cache_folder
 from replicax.recipes.datasets import DEBIAN_DIR, IdxFile, fashion_mnist
 
 TINY_SHAPES = {
@@ -136,7 +137,7 @@ def test_the_cache_folder(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
-    assert datasets.user_cache() == Path(expected)
+    assert cache_folder() == Path(expected)
 
 
 def test_a_file_missing_from_data_dir_is_an_error(

@@ -1,9 +1,12 @@
 """Measure the speed of this host's devices, which share its cores."""
 
+import contextlib
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -75,3 +78,13 @@ def _best_seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
         jax.block_until_ready(function(*arguments))
         seconds.append(time.perf_counter() - started)
     return min(seconds[1:])
+
+
+def processor() -> str:
+    """Return the model and the features of this machine's CPU, as far as they are known."""
+    text = platform.machine()
+    with contextlib.suppress(OSError):  # only Linux has it
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        known = ("vendor_id", "model name", "flags", "Features", "CPU part")
+        text += "".join(sorted({line for line in lines if line.startswith(known)}))
+    return text

@@ -26,7 +26,8 @@ from replicax.core.ground.job import Alone
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
-from replicax.plan.plan_table import plan_table
+from replicax.plan.plan_table import plan_lines
+from replicax.plan.planned import LATER_PARTS, Plan
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
@@ -73,11 +74,24 @@ def plan(arguments: list[str]) -> int:
     def of_batch(row: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((recipe.batch_size, *row.shape[1:]), row.dtype)
 
+    about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
+    printed: list[str] = []
+
+    def named(found: Plan) -> Plan:
+        return dataclasses.replace(found, about={**about, **found.about})
+
+    def show_plan(found: Plan) -> None:
+        for part in ("", *LATER_PARTS):
+            if part not in (*found.left, *printed):
+                printed.append(part)
+                options.say(*plan_lines(named(found), part))
+
     with options.working() as show:
         mesh = options.mesh(options.least_devices)  # nothing is placed on it
         assert mesh is not None
         show("reading the data")
         source = recipe.train_source()
+        options.say(*data_lines(recipe))
         found = rx.plan(
             options.data_parallel(recipe, options.mode, mesh),
             abstract_model(recipe.model, jax.random.key(0)),
@@ -94,12 +108,11 @@ def plan(arguments: list[str]) -> int:
             network=options.network,
             by_formula=options.by_formula,
             show=show,
+            show_plan=show_plan,
         )
-    about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
-    found = dataclasses.replace(found, about={**about, **found.about})
+    found = named(found)
     options.write_json(found.to_json())
     if not options.shows_json:
-        options.say(*data_lines(recipe), *plan_table(found))
         folder.mkdir(parents=True)
         (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
         options.say(f"see    {folder}/ (plan.json)")

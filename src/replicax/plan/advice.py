@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.plan.exported import WITHOUT_CUDNN
 from replicax.plan.forecast import steps_to_a_loss
-from replicax.plan.largest import MOST_ROWS
+from replicax.plan.largest import FORMULA_ERROR, MOST_ROWS
 from replicax.plan.planned import Alternative, BatchAdvice, Need, Plan
 from replicax.plan.speed import speed, work
 from replicax.plan.step_traffic import read_traffic
@@ -31,6 +32,9 @@ from replicax.wording import first_line, size_text, time_text
 REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
+COMPILING_SECONDS = 30.0
+"""Rough limit on compiling changes, in the time of the unchanged step; one is always compiled."""
+_WRONG = 1 + FORMULA_ERROR
 _MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
@@ -47,11 +51,14 @@ def alternatives(
     `more` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
     tried. `rules` split layers and stages if `dp` has no rules.
     """
-    results, notes = [], []
+    results: list[Alternative] = []
+    notes, left, unclear = [], [], _Unclear(steps, dp, asked)
     for change, other in _changes(dp, steps, asked.rows, more, rules):
         try:
             other = other if isinstance(other, DataParallel) else _held(dp, **other)
-            results.append(_compared(steps, dp, other, asked, change))
+            compared = _compared(unclear, dp, other, asked, change)
+            results += [compared] if compared else []
+            left += [] if compared else [change]
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
@@ -61,28 +68,83 @@ def alternatives(
     if not asked.fits and not any(each.need.fits for each in results):
         change, most = _together(dp, steps.target, more)
         if most is not dp:
-            results.append(_compared(steps, dp, most, asked, change))
+            results += filter(None, [_compared(unclear, dp, most, asked, change)])
+    if left:
+        notes.append(f"not compiled, for time: {'; '.join(left)}. Plan one to know what it takes")
     return tuple(results), tuple(notes)
 
 
+class _Unclear:
+    """The steps among changes of one step for which the formula cannot tell whether they fit.
+
+    Those are compiled, as many as take about `COMPILING_SECONDS`.
+    """
+
+    def __init__(self, steps: StepCache, dp: DataParallel, asked: Need) -> None:
+        self.steps, self.as_is = steps, steps.step(dp, asked.rows)
+        self.room = steps.target.chip.usable_bytes
+        took = self.as_is.compilation.seconds if self.as_is.compilation else COMPILING_SECONDS
+        self._left = max(1, int(COMPILING_SECONDS / max(took, 1e-3)))
+
+    @cached_property
+    def slower(self) -> float:
+        """The time of the unchanged step, relative to that by formula."""
+        alone = dataclasses.replace(self.as_is, program=None, compilation=None)
+        took, counted = _seconds(self.steps, self.as_is), _seconds(self.steps, alone)
+        return took / counted if took and counted else 1.0
+
+    def step(self, dp: DataParallel, rows: int, change: str) -> tuple[TargetStep | None, str]:
+        """Return a step, compiled if it must be, and a note on what the formula cannot tell.
+
+        Only a compiler can tell what a device stores of split layers and stages, and with which
+        kernels: beyond the limit, their step is None.
+        """
+        if self.steps.compiler is None:
+            return self.steps.step(dp, rows, change), ""
+        step, as_is, room = self.steps.by_formula(dp, rows), self.as_is, self.room
+        scaled = step.need.bytes * as_is.need.bytes / as_is.formula.total
+        least, most = sorted((scaled, float(step.need.bytes)))
+        split = dp.mesh.size // replica_count(dp.mesh)
+        alike = split == as_is.dp.mesh.size // replica_count(as_is.dp.mesh)
+        note = ""
+        if room is None or not alike or least / _WRONG <= room < most * _WRONG:
+            if self._left > 0:
+                self._left -= 1
+                return self.steps.step(dp, rows, change), ""
+            if room is None or not alike:
+                return None, ""
+            note = "may fit or not"
+        # What a compiler saves is that of a loss; of what does not fit, it computes again.
+        same = as_is.need.fits and dp.loss is as_is.dp.loss
+        likely = int(scaled) if same else step.need.bytes
+        need = dataclasses.replace(step.need, bytes=likely, fits=likely <= room)
+        return dataclasses.replace(step, need=need), note
+
+
 def _compared(
-    steps: StepCache, dp: DataParallel, other: DataParallel, asked: Need, change: str
-) -> Alternative:
-    """Compare `other` with `dp`, for the same global batch."""
+    unclear: _Unclear, dp: DataParallel, other: DataParallel, asked: Need, change: str
+) -> Alternative | None:
+    """Compare `other` with `dp`, for the same global batch; None if neither way can tell."""
+    steps, as_is = unclear.steps, unclear.as_is
     rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
-    step, as_is = steps.step(other, rows, change), steps.step(dp, asked.rows)
-    note = ""
+    step, note = unclear.step(other, rows, change)
+    if step is None:
+        return None
+    seconds = _seconds(steps, step)
     if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
         as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
-        seconds = _seconds(steps, as_is)
-        took = "" if seconds is None else f" and {time_text(seconds)}"
+        bare = _seconds(steps, as_is)
+        took = "" if bare is None else f" and {time_text(bare)}"
         note = f"no cuDNN kernels; baseline without: {size_text(as_is.need.bytes)}{took}"
+    elif seconds is not None and not step.need.compiled and as_is.compilation is not None:
+        # The formula counts products alone: what the compiled step takes beyond them, both do.
+        seconds *= unclear.slower
     return Alternative(
         change,
         step.need,
         as_is.need.bytes - step.need.bytes,
         note,
-        _seconds(steps, step),
+        seconds,
         read_traffic(step.schedule, other.mesh.size, 0).wire_bytes if step.schedule else None,
     )
 
@@ -242,8 +304,9 @@ def _faster(plan: Plan) -> Iterator[tuple[float, str]]:
     for each in plan.alternatives:
         if each.need.fits and each.step_seconds is not None:
             times = now.step.seconds / each.step_seconds
+            how = ", by formula" if plan.asked.compiled and not each.need.compiled else ""
             frees = f", {size_text(each.freed_bytes)} less per device" * (each.freed_bytes > 0)
-            yield times, f"{each.change}: up to {times:.1f} times as fast{frees}"
+            yield times, f"{each.change}: up to {times:.1f} times as fast{frees}{how}"
 
 
 def _to_fit(plan: Plan) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from replicax.wording import first_line
 FAILS = "the compiler fails on this step"
 _EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+_QUICK: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 0}}
+"""Compiler options by platform that change only machine code, which nothing here runs."""
 _TOTAL = re.compile(
     r"(?:Used|HLO temporaries \() ?([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM \() ?"
     r"([\d.]+)([KMGT]?)"
@@ -60,6 +62,24 @@ class TooLarge:
     """Bytes on one device, if the compiler reports them. It may stop at the first total that is too
     large, so the step can need more."""
     available_bytes: int | None
+
+
+class Compiler(Protocol):
+    """A compiler of programs for some devices."""
+
+    name: str
+    """Package name and version."""
+
+    @property
+    def note(self) -> str:
+        """Remark on its answers, for the plan; may be empty."""
+
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
+        """Compile a program for these devices, or return that it is too large for them.
+
+        Raises:
+            CompilerError: the compiler fails.
+        """
 
 
 def too_large(message: str) -> TooLarge | None:
@@ -116,7 +136,8 @@ def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compil
     )
     shapes = [exported.in_avals[place] for place in read]
     lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
-    return lowered.compile(dict(program.options))
+    quick = _QUICK.get(mesh.devices.flat[0].platform, {})
+    return lowered.compile({**quick, **program.options})
 
 
 def check_installed(platform: str) -> None:

@@ -10,33 +10,29 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from replicax.analysis.hardware import FACTS
 from replicax.errors import CompilerError, MissingDependencyError, ReplicaxError
-from replicax.plan.compilation import Compilation, Description, TooLarge, answer, compiler_name
+from replicax.plan.compilation import (
+    Compilation,
+    Compiler,
+    Description,
+    TooLarge,
+    answer,
+    compiler_name,
+)
 from replicax.plan.exported import ExportedStep
+from replicax.plan.kept import KeepingCompiler
 from replicax.plan.target import ATTACHED, Target
-
-
-class Compiler(Protocol):
-    """A compiler of programs for some devices."""
-
-    name: str
-    """Package name and version."""
-
-    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """Compile a program for these devices, or return that it is too large for them.
-
-        Raises:
-            CompilerError: the compiler fails.
-        """
 
 
 class AttachedCompiler:
     """The compiler of devices attached to this process, run in this process."""
+
+    note = ""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._devices = devices
@@ -56,6 +52,7 @@ class CompilerProcess:
         CompilerError: it cannot compile for these devices.
     """
 
+    note = ""
     _timeout_seconds = 900.0
     """Longer than any step has taken; beyond this the compiler is considered stuck."""
 
@@ -149,6 +146,8 @@ class CompilerPool:
         ReplicaxError: see `CompilerProcess`.
     """
 
+    note = ""
+
     def __init__(self, description: Description) -> None:
         self._description, self._lock, self._closed = description, Lock(), False
         self._free = SimpleQueue[CompilerProcess]()
@@ -206,7 +205,8 @@ def compiler_for(
         compiler: Compiler | None = None
         notes: tuple[str, ...] = ()
         try:
-            compiler = stack.enter_context(contextlib.closing(CompilerPool(described)))
+            pool = stack.enter_context(contextlib.closing(CompilerPool(described)))
+            compiler = KeepingCompiler(pool, described)
         except MissingDependencyError as missing:
             notes = (f"by formula: {missing}",)
         yield compiler, notes

@@ -9,6 +9,9 @@ from replicax.plan.planned import MicroBatches, Need
 from replicax.plan.steps import StepCache, rows_of_a_replica
 from replicax.plan.target import Target
 
+FORMULA_ERROR = 0.3
+"""Share by which a formula scaled to compiled steps may be wrong; the most measured is in
+`docs/plan.md`."""
 RESOLUTION = 32
 """The search resolves one part in this many, rounded down to a power of two of units."""
 MOST_QUESTIONS = 12
@@ -29,12 +32,14 @@ def largest_rows(
     bytes_per_row: float,
     unit: int = 1,
     most: int = MOST_ROWS,
+    soon: Callable[[int], Any] = lambda rows: None,
 ) -> tuple[Need | None, Need | None]:
     """Return the largest rows per device that fit, and the fewest tried that do not.
 
     Memory is nearly linear in rows, so the next question is where a straight line meets the
-    capacity, bounded by rows that fit and rows that do not once both are known. The first result is
-    None if not even `unit` rows fit.
+    capacity, bounded by rows that fit and rows that do not once both are known. Rows that a line
+    through compiled sizes puts `FORMULA_ERROR` beyond the capacity are not asked for: their `Need`
+    is not `compiled`. The first result is None if not even `unit` rows fit.
 
     Args:
         ask: returns the memory of a step with the given rows.
@@ -43,11 +48,13 @@ def largest_rows(
         bytes_per_row: an estimate of the slope, used until two answers determine it.
         unit: rows are multiples of it.
         most: maximum rows to try.
+        soon: called with rows that will be asked for next if the present ones fit.
     """
     most = max(unit, most // unit * unit)
     slope, refused = max(1.0, bytes_per_row), 0
     fits: Need | None = None
     too_large: Need | None = None
+    accepted = 0
 
     def rounded(rows: float) -> int:
         if rows >= most:
@@ -57,6 +64,10 @@ def largest_rows(
 
     rows = max(unit, start // unit * unit)
     for _ in range(MOST_QUESTIONS):
+        if fits and too_large is None and rows - fits.rows > resolution(fits.rows, unit):
+            following = rows + resolution(rows, unit)
+            if capacity_bytes < _on_line(fits, following, slope) < _beyond(capacity_bytes):
+                soon(following)
         need = ask(rows)
         above = fits is not None and need.rows > fits.rows
         grown = (need.bytes - fits.bytes) / (need.rows - fits.rows) if fits and above else None
@@ -64,11 +75,11 @@ def largest_rows(
             if grown is not None:
                 # Near the capacity a compiler may rematerialize, so memory may not grow with rows.
                 slope = max(grown if grown > 0 else slope / MOST_GROWTH, 1.0)
-            fits, refused = need, 0
+            fits, refused, accepted = need, 0, accepted + 1
         else:
             if grown is not None:  # it may need more than the compiler reports
                 slope = max(slope, grown)
-            too_large, refused = need, refused + 1
+            before, too_large, refused, accepted = too_large, need, refused + 1, 0
         low = fits.rows if fits else 0
         known, step = fits or need, resolution(max(low, unit), unit)
         guess = known.rows + (capacity_bytes - known.bytes) / slope
@@ -76,15 +87,40 @@ def largest_rows(
             if low + unit > most:
                 break
             rows = rounded(max(guess, low + step))
+            if need.compiled and grown is not None and rows == low + step:
+                beyond = _on_line(need, rows, slope)
+                if beyond > _beyond(capacity_bytes):
+                    return fits, Need(rows, int(beyond), False, False)
             continue
         high = too_large.rows
         if high - low <= step:
             break
         middle = min((low + high) / 2, MOST_GROWTH * max(low, unit))
-        if refused > 1:  # a rejected step may need more than reported
-            guess = min(guess, middle if fits else high / SHRINKAGE)
+        other = fits or before
+        crossed = _crossing(too_large, other, capacity_bytes) if other else None
+        if crossed is not None:  # also where a compiler rematerializes and memory grows slowly
+            guess = max(crossed, middle) if accepted > 1 else crossed
+            guess = max(guess, high / SHRINKAGE) if not fits else guess
+        if refused > 1 and (fits or crossed is None):
+            guess = min(guess, middle if fits else high / SHRINKAGE)  # more than reported, perhaps
         rows = max(rounded(guess if guess < high else middle), low + step)
     return fits, too_large
+
+
+def _on_line(known: Need, rows: int, slope: float) -> float:
+    return known.bytes + slope * (rows - known.rows)
+
+
+def _beyond(capacity_bytes: int) -> float:
+    return capacity_bytes * (1 + FORMULA_ERROR)
+
+
+def _crossing(above: Need, other: Need, capacity_bytes: int) -> float | None:
+    """Return where the line through two exact needs meets the capacity, if it grows."""
+    if above.is_least or other.is_least or above.rows == other.rows:
+        return None
+    slope = (above.bytes - other.bytes) / (above.rows - other.rows)
+    return above.rows - (above.bytes - capacity_bytes) / slope if slope > 0 else None
 
 
 def resolution(rows: int, unit: int) -> int:

@@ -1,11 +1,8 @@
-"""Render a plan as one screen: fit, batch size, speed, limits, and suggested changes.
+"""Render a plan as one screen: fit, speed and limits first, then the largest batch and changes."""
 
-The answers come first, followed by the details behind them.
-"""
+from collections.abc import Callable, Iterator, Sequence
 
-from collections.abc import Callable, Iterator
-
-from replicax.plan.planned import Need, Plan, Scaling, Speed
+from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
 from replicax.plan.slow_links_table import slow_links_lines
 from replicax.table import MARGIN, WIDTH, Line, columns, labelled
 from replicax.wording import (
@@ -29,16 +26,34 @@ _COLUMN = 9
 
 def plan_table(plan: Plan) -> list[str]:
     """Return the whole plan as lines of at most 80 columns."""
-    parts = (
-        [*_header(plan)],
-        [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *labelled("first", plan.first)],
-        [*_memory(plan), *_changes(plan)],
+    return [text for part in ("", *LATER_PARTS) for text in plan_lines(plan, part)][:-1]
+
+
+def plan_lines(plan: Plan, part: str) -> list[str]:
+    """Return one part and an empty line: a name in `LATER_PARTS`, or "" for the answer.
+
+    The speed and what follows from it are those of the requested batch if it fits, and otherwise
+    come with the largest batch.
+    """
+    beyond = [
         [*_traffic(plan), *_islands(plan)],
         slow_links_lines(plan.slow_links) if plan.slow_links else [],
-        [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
-        [text for note in plan.notes for text in labelled("note", note)],
-    )
-    return [text for part in parts if part for text in (*part, "")][:-1]
+        [*_scaling(plan), *_cost(plan)],
+    ]
+    alone = plan.fits or plan.target.chip.usable_bytes is None
+    if part == "":
+        answer = [*_fits(plan), *(_speed(plan, plan.speeds[:1]) if alone else ())]
+        answer += [*(_limit(plan) if alone else ()), *_memory(plan)]
+        sections = [[*_header(plan)], answer, *(beyond if alone else ())]
+    elif part == "batch":
+        more = plan.speeds[1:] if alone else plan.speeds
+        batch = [*_batch(plan), *(_speed(plan, more) if more or not alone else ())]
+        sections = [[*batch, *(() if alone else _limit(plan))], *(() if alone else beyond)]
+    else:
+        notes = [text for note in plan.notes for text in labelled("note", note)]
+        changes = [*_changes(plan), *labelled("first", plan.first), *_learning_rates(plan)]
+        sections = [changes, notes]
+    return [text for section in sections if section for text in (*section, "")]
 
 
 def _header(plan: Plan) -> Iterator[str]:
@@ -95,7 +110,10 @@ def _batch(plan: Plan) -> Iterator[str]:
         even = _rows(plan, least)
         yield from labelled("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
-    beyond = f"; {above.rows:,} do not fit" if above else "; more may fit"
+    beyond = "; more may fit"
+    if above:
+        how = ", by formula" if largest.compiled and not above.compiled else ""
+        beyond = f"; {above.rows:,} do not fit{how}"
     data_rows = plan.about.get("data_rows")
     if above is None and data_rows and (largest.rows + 1) * plan.replicas > data_rows:
         beyond = f": the whole dataset, {data_rows:,} rows"
@@ -107,14 +125,13 @@ def _batch(plan: Plan) -> Iterator[str]:
         yield from labelled("", f"accumulate={count}: {_each(plan, need)} take {size}")
 
 
-def _speed(plan: Plan) -> Iterator[str]:
-    if not plan.speeds:
+def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[str]:
+    if not speeds:
         why = "unknown; see the notes"
         if plan.target.chip.usable_bytes is not None and plan.largest is None and not plan.fits:
             why = "none: no batch fits"
         yield from labelled("speed", why)
         return
-    speeds = plan.speeds
     shown: dict[str, list[str]] = {
         "by formula" if speeds[0].compute_share is None else "at best": [
             _rows(plan, each.rows) for each in speeds

@@ -15,6 +15,9 @@ from replicax.plan.slow_links import SlowLinks
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
 
+LATER_PARTS = ("batch", "change")
+"""Parts of a plan that come after the answer for the requested batch, in this order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Need:
@@ -175,6 +178,8 @@ class Plan:
     """The exchange of the islands, if any; all else is of one island with the whole batch."""
     slow_links: SlowLinks | None = None
     """Methods of training over a network between islands, if one is given."""
+    left: tuple[str, ...] = ()
+    """Names in `LATER_PARTS` that are not known yet, while a plan is being made."""
 
     @property
     def replicas(self) -> int:

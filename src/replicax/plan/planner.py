@@ -3,8 +3,7 @@
 import dataclasses
 import datetime
 import math
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +18,13 @@ from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shar
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
-from replicax.plan.advice import alternatives, batch_advice, first_change
-from replicax.plan.compiler import Compiler, compiler_for
+from replicax.plan.advice import batch_advice, first_change
+from replicax.plan.compiler import compiler_for
 from replicax.plan.island_exchange import IslandExchange, island_exchange
-from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
 from replicax.plan.memory_formula import Transformer, tree_bytes
-from replicax.plan.planned import Alternative, MicroBatches, Need, Plan, Scaling, Speed
+from replicax.plan.planned import Need, Plan, Scaling, Speed
 from replicax.plan.site_network import SiteNetwork, parse_network
+from replicax.plan.sizes import FoundSizes, Sizes
 from replicax.plan.slow_links import SlowLinks, slow_links
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
@@ -38,8 +37,6 @@ from replicax.plan.steps import (
     rows_of_a_replica,
 )
 from replicax.plan.target import Target, parse_target
-
-Changes = Mapping[str, DataParallel] | None
 
 
 @dataclasses.dataclass
@@ -65,65 +62,47 @@ class _Planner:
                 self.notes.append(f"compiled with {name}={value}, as on such devices")
         return step
 
-    def sizes(
-        self, asked: Need, data_rows: int | None, changes: Changes, rules: Rules
-    ) -> tuple[Need | None, Need | None, MicroBatches | None, tuple[Alternative, ...]]:
-        """Return the largest batch, one too large, micro-batches that fit, and alternatives."""
-        steps, dp = self.steps, self.dp
-        beside = ThreadPoolExecutor(1)  # compilers are slow and use a core each
-        try:
-            changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
-            largest, too_large = self.largest(asked, data_rows)
-            micro = self.micro_batches(asked, largest)
-            others, refused = changed.result()
-        finally:  # on an interrupt, do not wait: the compilers are closed next
-            beside.shutdown(wait=False)
-        if largest is None and too_large is not None and too_large.rows < asked.rows:
-            # Not even the smallest batch fits: look for changes with which it does.
-            others, refused = alternatives(steps, dp, too_large, changes, rules)
-        self.notes += refused
-        return largest, too_large, micro, others
-
-    def largest(self, asked: Need, data_rows: int | None) -> tuple[Need | None, Need | None]:
-        dp, capacity = self.dp, self.steps.target.chip.usable_bytes
-        unit = dp.split.micro_batches
-        if capacity is None:
-            self.notes.append("the memory of this target is unknown, so what fits is unknown too")
-            return None, None
-        most = MOST_ROWS
-        if data_rows is not None:
-            most = max(asked.rows, min(most, data_rows // replica_count(dp.mesh)))
-        fits, too_large = largest_rows(
-            lambda rows: self.steps.step(dp, rows, "largest batch").need,
-            capacity,
-            asked.rows,
-            self._bytes_per_row(asked.rows, capacity, unit),
-            unit,
-            most,
+    def planned(
+        self,
+        step: TargetStep,
+        found: FoundSizes,
+        about: Mapping[str, Any],
+        sites: SiteNetwork | None,
+    ) -> Plan:
+        """Return the plan with what is found so far."""
+        dp, steps, islands = self.dp, self.steps, about["islands"]
+        noise, wished = about["noise_scale"], about["wished_rows"]
+        shown = _shown(step.need, found.largest)
+        speeds, grown = self.speeds(shown, about["tokens_per_row"], noise)
+        traffic = self.traffic(shown[0]) if shown else None
+        sizes = filter(None, (step.need, found.largest))
+        batches = [replica_count(dp.mesh) * need.rows for need in sizes]
+        exchange = None if islands is None else self.islands(islands, sites, step, speeds)
+        slow = None if sites is None else self.slow_links(islands, sites, step, speeds)
+        compiled = steps.compiler.note if steps.compiler is not None and not found.left else ""
+        planned = Plan(
+            about={**_about(dp, steps, self.params), **about},
+            target=steps.target,
+            mesh=dict(dp.mesh.shape),
+            asked=step.need,
+            formula=step.formula,
+            largest=found.largest,
+            too_large=found.too_large,
+            sizes=steps.needs(dp),
+            micro_batches=found.micro_batches,
+            alternatives=found.alternatives,
+            traffic=traffic,
+            speeds=speeds,
+            scaling=grown,
+            device_hours=_device_hours(wished, speeds, steps.target),
+            batches=batch_advice(about["batch_size"], batches, noise),
+            first="",
+            notes=tuple(filter(None, dict.fromkeys([*self.notes, compiled]))),
+            islands=exchange,
+            slow_links=slow,
+            left=found.left,
         )
-        if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
-            self.notes.append(
-                f"more than {fits.rows:,} rows per {holder(dp.mesh)} may fit: memory does not "
-                "grow linearly, and the search reached its limit of compilations"
-            )
-        return fits, too_large
-
-    def _bytes_per_row(self, rows: int, capacity: int, unit: int) -> float:
-        """Estimate by formula, from `rows` up to rows that fill the memory."""
-        least = self.steps.formula(self.dp, rows).total
-        most = 2 * rows
-        for _ in range(2):
-            grown = self.steps.formula(self.dp, most).total - least
-            slope = max(1.0, grown / (most - rows))
-            full = min(int(rows + max(0, capacity - least) / slope), MOST_ROWS)
-            most = max(full // unit * unit, 2 * rows)
-        return slope
-
-    def micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
-        if asked.fits or largest is None:
-            return None
-        fewest = math.ceil(asked.rows / largest.rows) * self.dp.accumulate
-        return micro_batches(self.steps, self.dp, asked.rows, fewest)
+        return dataclasses.replace(planned, first="" if found.left else first_change(dp, planned))
 
     def speeds(
         self, shown: list[Need], tokens_per_row: int | None, noise_scale: float | None
@@ -244,6 +223,7 @@ def plan(
     network: str | Mapping[str, str] | None = None,
     by_formula: bool = False,
     show: ShowProgress | None = None,
+    show_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Plan whether a step fits a target, the largest batch that does, and how fast it can be.
 
@@ -280,6 +260,8 @@ def plan(
             `{"paris-oslo": "100 Mbit/s, 30 ms"}`.
         by_formula: do not use the compiler.
         show: called with a line of progress before each step.
+        show_plan: called with the plan so far, as soon as the requested batch is known, and again
+            with each further part; `Plan.left` names those that are left.
 
     Raises:
         ConfigError: an unknown target, or a size that its chip does not come in; a compiler of
@@ -296,48 +278,27 @@ def plan(
     if target.chip.platform == "cpu":
         target = dataclasses.replace(target, chip=measured(target.chip, target.devices))
     params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
+    about = {
+        "batch_size": batch_size,
+        "tokens_per_row": tokens_per_row,
+        "data_rows": data_rows,
+        "noise_scale": noise_scale,
+        "wished_rows": wished_rows,
+        "islands": islands,
+    }
     with compiler_for(target, by_formula) as (compiler, notes):
         steps = StepCache(model, batch, target, compiler, show or (lambda text: None))
         planner = _Planner(dp, steps, params, list(notes))
         step = planner.asked(batch_size)
-        largest, too_large, micro, others = planner.sizes(step.need, data_rows, changes, rules)
-        shown = _shown(step.need, largest)
-        speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
-        traffic = planner.traffic(shown[0]) if shown else None
-        exchange = None if islands is None else planner.islands(islands, sites, step, speeds)
-        slow = None if sites is None else planner.slow_links(islands, sites, step, speeds)
-    replicas, room = replica_count(dp.mesh), target.chip.usable_bytes
-    batches = [replicas * need.rows for need in (step.need, largest) if need is not None]
-    planned = Plan(
-        about={
-            **_about(dp, target, params, compiler),
-            "batch_size": batch_size,
-            "tokens_per_row": tokens_per_row,
-            "data_rows": data_rows,
-            "noise_scale": noise_scale,
-            "wished_rows": wished_rows,
-        },
-        target=target,
-        mesh=dict(dp.mesh.shape),
-        asked=step.need,
-        formula=step.formula,
-        largest=largest,
-        too_large=too_large,
-        sizes=steps.needs(dp),
-        micro_batches=micro,
-        alternatives=others,
-        traffic=traffic,
-        speeds=speeds,
-        scaling=grown,
-        device_hours=_device_hours(wished_rows, speeds, target),
-        batches=batch_advice(batch_size, batches, noise_scale),
-        first="",
-        notes=tuple(dict.fromkeys(planner.notes)),
-        on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
-        islands=exchange,
-        slow_links=slow,
-    )
-    return dataclasses.replace(planned, first=first_change(dp, planned))
+        sizes = Sizes(dp, steps, planner.notes)
+        for found in sizes.found(step.need, data_rows, changes, rules):
+            planned = planner.planned(step, found, about, sites)
+            if transformer and target.chip.usable_bytes:
+                paper = transformer.on_paper(tree_bytes(params), target.chip.usable_bytes)
+                planned = dataclasses.replace(planned, on_paper=paper)
+            if show_plan is not None:
+                show_plan(planned)
+    return planned
 
 
 def _check(wished_rows: float | None, noise_scale: float | None) -> None:
@@ -358,14 +319,12 @@ def _shown(asked: Need, largest: Need | None) -> list[Need]:
     return shown
 
 
-def _about(
-    dp: DataParallel, target: Target, params: list[Any], compiler: Compiler | None
-) -> dict[str, Any]:
+def _about(dp: DataParallel, steps: StepCache, params: list[Any]) -> dict[str, Any]:
     return {
-        "target": target.text,
+        "target": steps.target.text,
         **dp.configuration.names(),
         "parameters": sum(leaf.size for leaf in params),
-        "compiler": None if compiler is None else compiler.name,
+        "compiler": None if steps.compiler is None else steps.compiler.name,
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

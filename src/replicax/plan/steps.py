@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from functools import cache, cached_property
+from threading import Lock
 from typing import Any
 
 import jax
@@ -28,8 +30,8 @@ from replicax.core.placement.mesh import (
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.objective import only_read
 from replicax.errors import CompilerError
-from replicax.plan.compilation import Compilation, TooLarge
-from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for
+from replicax.plan.compilation import Compilation, Compiler, TooLarge
+from replicax.plan.compiler import DESCRIBED, compiler_for
 from replicax.plan.exported import (
     BEFORE_CUDNN,
     ExportedStep,
@@ -92,7 +94,10 @@ class StepCache:
     ) -> None:
         self.target, self.compiler = target, compiler
         self._model, self._batch, self._show = model, batch, show
-        self._steps: dict[tuple[DataParallel, int, bool], TargetStep] = {}
+        self._lock = Lock()
+        self._steps: dict[tuple[DataParallel, int, bool], Future[TargetStep]] = {}
+        self.recomputed_share = cache(self._recomputed_share)
+        self._flops: dict[tuple[Hashable, ...], int] = {}
         self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
@@ -110,26 +115,42 @@ class StepCache:
     ) -> TargetStep:
         """Return the step with `rows` per replica, with or without cuDNN kernels.
 
-        `purpose` begins the line passed to `show`.
+        Threads that ask for one step share its compilation. `purpose` begins the line passed to
+        `show`.
 
         Raises:
             CompilerError: see `Compiler.compile`.
             ConfigError: see `export_step`.
         """
         key = dp, rows, without_cudnn
-        if key not in self._steps:
+        with self._lock:
+            made = self._steps.get(key)
+            if made is not None and made.done() and made.exception() is not None:
+                made = None
+            first = made is None
+            if made is None:
+                made = self._steps[key] = Future()
+        if first:
             self._show(f"{purpose}{', ' if purpose else ''}{rows:,} rows per {holder(dp.mesh)}")
             capability = self._capability
             if capability is not None and without_cudnn:
                 capability = min(capability, BEFORE_CUDNN)
-            self._steps[key] = self._make(dp, rows, capability)
-        return self._steps[key]
+            try:
+                made.set_result(self._make(dp, rows, capability))
+            except BaseException as error:
+                made.set_exception(error)
+        return made.result()
+
+    def by_formula(self, dp: DataParallel, rows: int) -> TargetStep:
+        """Return the step with `rows` per replica, by formula even with a compiler."""
+        formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
+        fits = room is None or formula.total <= room
+        return TargetStep(dp, Need(rows, formula.total, fits, False), formula)
 
     def _make(self, dp: DataParallel, rows: int, capability: float | None) -> TargetStep:
-        formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
         if self.compiler is None:
-            fits = room is None or formula.total <= room
-            return TargetStep(dp, Need(rows, formula.total, fits, False), formula)
+            return self.by_formula(dp, rows)
+        formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
         batch, platform = self._rows(dp, rows), self.target.chip.platform
         program = export_step(dp, self._sized(batch), batch, platform, capability)
         compiled = self.compiler.compile(program)
@@ -145,17 +166,23 @@ class StepCache:
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Return the memory of all steps of `dp` made so far, by rows."""
         needs = [
-            step.need
-            for (owner, _, without), step in self._steps.items()
-            if owner is dp and not without
+            made.result().need
+            for (owner, _, without), made in [*self._steps.items()]
+            if owner is dp and not without and made.done() and made.exception() is None
         ]
         return tuple(sorted(needs, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
         """Return the FLOPs of products and convolutions on one device, with `rows` per replica."""
-        return count_flops(self._jaxpr(dp, rows), self.target.chip.platform) / dp.mesh.size
+        chosen = dp.configuration
+        # However a batch is split, its products are the same.
+        same = chosen.loss, chosen.step, chosen.optimizer, chosen.precision
+        key = *same, rows * replica_count(dp.mesh)
+        if key not in self._flops:
+            self._flops[key] = count_flops(self._jaxpr(dp, rows), self.target.chip.platform)
+        return self._flops[key] / dp.mesh.size
 
-    def recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
+    def _recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
         """Return the share of `flops` that is recomputation; None if it cannot be determined."""
         if not computes_again(self._jaxpr(dp, rows)):
             return 0.0

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import logging
-import os
 import threading
 import zlib
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from replicax.errors import DataError, MissingDependencyError, require
+from replicax.recipes.cache_folder import cache_folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
             )
         return _read_fashion_mnist(data_dir, str(data_dir))
 
-    cache = user_cache() / "fashion-mnist"
+    cache = cache_folder() / "fashion-mnist"
     for folder, owner in ((DEBIAN_DIR, "Debian's dataset-fashion-mnist"), (cache, "the cache")):
         if all(_find(folder, file) for file in FASHION_MNIST.values()):
             return _read_fashion_mnist(folder, f"{owner} in {folder}")
@@ -134,14 +134,6 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
             f"({_in_one_line(error)})"
         )
     return _read_fashion_mnist(cache, f"downloaded from {UPSTREAM} to {cache}")
-
-
-def user_cache() -> Path:
-    """Return the folder of Replicax in the user's cache, from which all can be removed."""
-    if own := os.environ.get("REPLICAX_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(shared) / "replicax"
 
 
 def _find(folder: Path, file: IdxFile) -> Path | None:
