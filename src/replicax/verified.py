@@ -25,6 +25,7 @@ def verify(
     target: str | Target | None = None,
     seed: Seed = 0,
     show: checks.Show | None = None,
+    found: checks.Found | None = None,
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.
 
@@ -53,6 +54,7 @@ def verify(
             default the attached devices. It does not affect the other checks.
         seed: of the model's random numbers, as for `dp.init`.
         show: called with one line of progress at a time.
+        found: called with each row as soon as it is known.
 
     Returns:
         A row for each check; `ok` is true if none failed.
@@ -71,6 +73,7 @@ def verify(
         elsewhere=None if target is None else compiling_for(target, show),
         seed=seed,
         show=show,
+        found=found,
     )
 
 

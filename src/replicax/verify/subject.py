@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, Mode
@@ -33,13 +34,6 @@ from replicax.verify.emulation import emulated, magnitudes
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
-UNOPTIMIZED: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": "1",
-}
-"""Compile the same CPU program in a fourth of the time: without LLVM optimizations and the emitters
-that make code for vectors."""
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 _SCALE_MARGIN = 16
 """A power of two larger than the largest weight."""
@@ -80,9 +74,10 @@ class Subject:
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False, trainable=None, ema=None)
-        on_cpu = dp.mesh.devices.flat[0].platform == "cpu"
         usual = dp.configuration.compiler_options is None
-        self.quick = UNOPTIMIZED if on_cpu and usual else None
+        self.quick = quick_options(dp.mesh.devices.flat[0].platform) if usual else None
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._compiling: dict[tuple[Case, int], Future[Any]] = {}
         program = dp.program(model)
         self._updater = program.updater
         self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
@@ -129,6 +124,8 @@ class Subject:
         Raises:
             SkippedStepError: the step changed nothing.
         """
+        if not case.mode.bitwise and (compiling := self._compiling.get((case, batch.size))):
+            compiling.exception()  # raised again below
         before = self.state if state is None else state
         placed = self.placed(case, before)
         after, metrics = self.parallel(case).step(placed, self.batch_on(case, batch))
@@ -155,24 +152,31 @@ class Subject:
         """Return the compiled step that `run` uses; raises the errors of `run`."""
         placed = self.placed(case, self.state), self.batch_on(case, batch)
         self.parallel(case).prepare(*placed)
-        # In a mode with fixed bits, the step compiled as one program is only read, never run.
-        options = self.quick if case.mode.bitwise else None
-        return self.parallel(case).lower(*placed).compile(options)
+        return self._begun(case, *placed).result()
 
-    def compile_ahead(self, cases: Iterable[Case]) -> None:
-        """Compile the steps of `cases` on all cores, traced one by one, for later use by `run`.
+    def compile_ahead(self, case: Case, batch: Batch) -> None:
+        """Trace the step of a case, and begin to compile it; `run` and `compiled` wait for it.
 
         Errors are ignored here and raised again by `run`.
         """
-        lowered = []
-        for case in cases:
-            if not case.mode.bitwise:  # bitwise modes are compiled in parts
-                with contextlib.suppress(Exception):
-                    placed = self.placed(case, self.state), self.batch_on(case, self.full)
-                    lowered.append(self.parallel(case).lower(*placed))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for compiling in [pool.submit(each.compile) for each in lowered]:
-                compiling.exception()
+        with contextlib.suppress(Exception):
+            placed = self.placed(case, self.state), self.batch_on(case, batch)
+            if case.mode.bitwise:  # what runs is parts, which are compiled in the background
+                self.parallel(case).program(placed[0]).step.compiled(*placed)
+            else:
+                self._begun(case, *placed)
+
+    def _begun(
+        self, case: Case, state: TrainState, batch: Batch
+    ) -> Future[jax.stages.Compiled]:
+        """Return the step of a case as one program, which is being compiled."""
+        key = case, batch.size
+        if key not in self._compiling:
+            # In a mode with fixed bits, this program is only read, never run.
+            options = self.quick if case.mode.bitwise else None
+            lowered = self.parallel(case).lower(state, batch)
+            self._compiling[key] = self._pool.submit(lowered.compile, options)
+        return self._compiling[key]
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """Return `state` placed for the step of `case`, with its initial reduction state."""
