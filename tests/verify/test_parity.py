@@ -27,7 +27,7 @@ def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
 
 
 def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
-    cases_of = ProgramCases(of, facts or examine_subject(of), lambda text: None)
+    cases_of = ProgramCases(of, facts or examine_subject(of))
     return {check.case: check.verdict for case in cases for check in cases_of.parity(case)}
 
 
@@ -60,7 +60,7 @@ class LeftOut:
 
 def test_a_reduction_that_is_left_out_is_named() -> None:
     of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
-    (check, *_) = ProgramCases(of, examine_subject(of), lambda text: None).parity(of.own)
+    (check, *_) = ProgramCases(of, examine_subject(of)).parity(of.own)
     assert check.verdict == "fail"
     assert_mentions(check.cause, "own rows", "never reduced")
 
@@ -78,7 +78,7 @@ def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_optimizer_that_is_skipped_is_seen() -> None:
     of = subject(zoo.Entry())
-    cases_of = ProgramCases(of, examine_subject(of), lambda text: None)
+    cases_of = ProgramCases(of, examine_subject(of))
     updated = of.updated
     of.updated = lambda *arguments: {  # type: ignore[method-assign]
         path: 1.1 * value for path, value in updated(*arguments).items()

@@ -195,7 +195,7 @@ class ProgramCases:
 
     def traces(self, trial: ProgramTrial) -> Check:
         """Check that tracing twice gives the same program."""
-        first, second = (_text(trial.trace(self._subject.full)) for _ in range(2))
+        first, second = (program_text(trial.trace(self._subject.full)) for _ in range(2))
         if first == second:
             text = "tracing the loss again gives the same program"
             return Check("determinism", "two traces", PASS, text)
@@ -222,7 +222,8 @@ def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Chec
         yield Check("parameters", "gradient", NOTE, text, "", figures)
 
 
-def _text(traced: Any) -> tuple[str, list[bytes]]:
+def program_text(traced: Any) -> tuple[str, list[bytes]]:
+    """Return a traced program without addresses, and its constants; equal for equal programs."""
     constants = [np.asarray(each).tobytes() for each in traced.consts if hasattr(each, "dtype")]
     return _ADDRESS.sub("", str(traced.jaxpr)), constants
 

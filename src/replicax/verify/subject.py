@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from replicax.analysis.flops import count_flops
 from replicax.core.data.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
@@ -23,6 +24,7 @@ from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, Mode
 from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
+from replicax.core.program import Program
 from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import SMALLEST, overflows, settled
 from replicax.core.step.objective import Objective
@@ -34,6 +36,10 @@ from replicax.verify.emulation import emulated, magnitudes
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
+_LONG = 10**10
+"""FLOPs of a step above which it pays to optimize the program, as it runs dozens of times."""
+_OPTIMIZED = {"xla_backend_optimization_level": "1"}
+_FORWARD_AND_BACK = 3
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 _SCALE_MARGIN = 16
 """A power of two larger than the largest weight."""
@@ -79,6 +85,8 @@ class Subject:
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._compiling: dict[tuple[Case, int], Future[Any]] = {}
         program = dp.program(model)
+        if self.quick and self._work(program) > _LONG:
+            self.quick = {**self.quick, **_OPTIMIZED}
         self._updater = program.updater
         self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
         leaves, structure = jax.tree.flatten(program.shapes.params)
@@ -247,6 +255,15 @@ class Subject:
     def objective(self) -> Objective:
         """Return the loss on the model."""
         return self.parallel(self.single).program(self._model).objective
+
+    def _work(self, program: Program) -> int:
+        """Return the FLOPs of one step on one device."""
+        shapes, few = program.shapes, min(self.rows, 2)
+        sums = functools.partial(
+            program.objective.loss_sums, context=CallContext(jax.random.key(0))
+        )
+        jaxpr = jax.make_jaxpr(sums)(shapes.params, shapes.extras, self.some(np.arange(few)))
+        return _FORWARD_AND_BACK * count_flops(jaxpr.jaxpr, "cpu") * self.rows // few
 
     @functools.cached_property
     def eps(self) -> float:
