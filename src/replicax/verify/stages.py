@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from replicax.checks import Check
+from replicax.checks import Check, checks_summary
 
 Show = Callable[[str], None]
 Stage = tuple[str, Callable[[], Iterable[Check]]]
@@ -10,7 +10,11 @@ Stage = tuple[str, Callable[[], Iterable[Check]]]
 
 
 def run_stages(stages: Sequence[Stage], show: Show) -> Iterator[Check]:
-    """Yield the rows of all stages; show each as it begins, with the number of those left."""
-    for number, (name, checks) in enumerate(stages):
-        show(f"{name} · {number + 1} of {len(stages)}")
-        yield from checks()
+    """Yield the rows of all stages; show each as it begins, its number and the verdicts so far."""
+    found: list[Check] = []
+    for number, (name, checks) in enumerate(stages, start=1):
+        verdicts = checks_summary(found).partition(": ")[2]
+        show(" · ".join(filter(None, [name, f"{number} of {len(stages)}", verdicts])))
+        for check in checks():
+            found.append(check)
+            yield check

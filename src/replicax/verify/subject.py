@@ -174,9 +174,7 @@ class Subject:
             else:
                 self._begun(case, *placed)
 
-    def _begun(
-        self, case: Case, state: TrainState, batch: Batch
-    ) -> Future[jax.stages.Compiled]:
+    def _begun(self, case: Case, state: TrainState, batch: Batch) -> Future[jax.stages.Compiled]:
         """Return the step of a case as one program, which is being compiled."""
         key = case, batch.size
         if key not in self._compiling:

@@ -70,9 +70,10 @@ class GrowingTable:
         self._print, self._write = RowPrinter(write), write
 
     def add(self, check: Check) -> None:
-        """Print the rows before this one, which may be merged with the next."""
+        """Print the rows so far, without the last if it may be merged with the next."""
         self._checks.append(check)
-        self._print(merged_checks(self._checks)[:-1])
+        rows = merged_checks(self._checks)
+        self._print(rows if check.verdict in (FAIL, NOTE) else rows[:-1])
 
     def finish(self) -> None:
         """Print the last row and the sum of all."""

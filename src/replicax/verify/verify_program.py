@@ -160,7 +160,7 @@ def _stages(
     *,
     chosen: bool,
 ) -> list[Stage]:
-    """Return the stages of all cases, and those that begin to compile the programs of later ones."""
+    """Return the stages of all cases, and those that begin to compile programs of later ones."""
     cases, own, stages = _cases(subject, modes), subject.own, list[Stage]()
     # Unless it is the training mode or requested, one device and all of them suffice.
     few = sorted({counts[0], counts[-1]})
@@ -180,7 +180,9 @@ def _stages(
     for number, case in enumerate(cases):
         later = cases[begun(number - 1) if number else 0 : begun(number)]
         if later:
-            stages.append((f"tracing {named([str(each) for each in later])}", partial(compile_ahead, later)))
+            stages.append(
+                (f"tracing {named([str(each) for each in later])}", partial(compile_ahead, later))
+            )
         stages += cases_of.stages(case)
     for mode in modes:
         if mode.bitwise:
