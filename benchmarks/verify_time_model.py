@@ -1,6 +1,7 @@
 """A recipe for `verify_time.py`: an NNX model of 5,018 parameters with BatchNorm and Dropout."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ class Network(nnx.Module):
     """Two blocks of a linear layer, BatchNorm and relu; Dropout; a linear layer."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
+        pairs = itertools.pairwise(WIDTHS)
         self.linears = nnx.List([nnx.Linear(*pair, rngs=rngs) for pair in pairs])
         self.norms = nnx.List([nnx.BatchNorm(width, rngs=rngs) for width in WIDTHS[1:]])
         self.dropout = nnx.Dropout(0.2, rngs=rngs)

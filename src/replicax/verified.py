@@ -25,7 +25,7 @@ def verify(
     target: str | Target | None = None,
     seed: Seed = 0,
     show: checks.Show | None = None,
-    found: checks.Found | None = None,
+    found: checks.OnCheck | None = None,
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.
 

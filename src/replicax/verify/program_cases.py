@@ -21,7 +21,7 @@ from replicax.verify.form import host
 from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
 from replicax.verify.residual import check_residual
-from replicax.verify.stages import Stage
+from replicax.verify.stages import VerifyStage
 from replicax.verify.step_checks import (
     determinism,
     parameters,
@@ -94,10 +94,10 @@ class ProgramCases:
             single = dataclasses.replace(single, micro_batches=case.micro_batches)
         return OneDevice(subject, single, real_rows=not by_batch)
 
-    def stages(self, case: Case) -> list[Stage]:
+    def stages(self, case: Case) -> list[VerifyStage]:
         """Return the stages of a case, one for each batch."""
 
-        def stage(kind: str) -> Stage:
+        def stage(kind: str) -> VerifyStage:
             return f"parity: {case}, {kind}", lambda: [self.parity(case, kind)]
 
         return [stage(kind) for kind in self._batches]
@@ -153,7 +153,7 @@ class ProgramCases:
                 self._own_copies = self.trial(self._subject.own).run([self._subject.full])
         return self._own_copies is not None
 
-    def topics(self, cases: Sequence[Case], runs: Callable[[Case], bool]) -> list[Stage]:
+    def topics(self, cases: Sequence[Case], runs: Callable[[Case], bool]) -> list[VerifyStage]:
         """Return the stages on parameters, on the replicas of each case, and on the own case.
 
         `runs` is asked when the stage of a case begins.
@@ -161,7 +161,7 @@ class ProgramCases:
         subject, own = self._subject, self._subject.own
         single = [own, *(each for each in cases if each.micro_batches == 1)]
 
-        def replicas(case: Case) -> Stage:
+        def replicas(case: Case) -> VerifyStage:
             return f"replicas: {case}", lambda: [self.replicas(case)] if runs(case) else []
 
         return [

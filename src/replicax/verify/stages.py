@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from replicax.checks import Check, checks_summary
 
 Show = Callable[[str], None]
-Stage = tuple[str, Callable[[], Iterable[Check]]]
+VerifyStage = tuple[str, Callable[[], Iterable[Check]]]
 """What a stage checks, in a few words, and its rows."""
 
 
-def run_stages(stages: Sequence[Stage], show: Show) -> Iterator[Check]:
+def run_stages(stages: Sequence[VerifyStage], show: Show) -> Iterator[Check]:
     """Yield the rows of all stages; show each as it begins, its number and the verdicts so far."""
     found: list[Check] = []
     for number, (name, checks) in enumerate(stages, start=1):

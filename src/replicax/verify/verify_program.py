@@ -30,7 +30,7 @@ from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.round_checks import check_rounds
-from replicax.verify.stages import Show, Stage, run_stages
+from replicax.verify.stages import Show, VerifyStage, run_stages
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
@@ -43,7 +43,7 @@ ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
 _AHEAD = 3
 """Cases whose programs are being compiled, from the one that is compared."""
-Found = Callable[[Check], None]
+OnCheck = Callable[[Check], None]
 
 
 def verify_program(
@@ -57,7 +57,7 @@ def verify_program(
     elsewhere: Elsewhere | None = None,
     seed: int = 0,
     show: Show | None = None,
-    found: Found | None = None,
+    found: OnCheck | None = None,
 ) -> Verification:
     """Implement `replicax.verified.verify`; `elsewhere` is the target's compiler."""
     if jax.process_count() > 1:
@@ -159,9 +159,9 @@ def _stages(
     counts: list[int],
     *,
     chosen: bool,
-) -> list[Stage]:
+) -> list[VerifyStage]:
     """Return the stages of all cases, and those that begin to compile programs of later ones."""
-    cases, own, stages = _cases(subject, modes), subject.own, list[Stage]()
+    cases, own, stages = _cases(subject, modes), subject.own, list[VerifyStage]()
     # Unless it is the training mode or requested, one device and all of them suffice.
     few = sorted({counts[0], counts[-1]})
     counts_of = {mode: counts if mode == own.mode or chosen else few for mode in modes}
