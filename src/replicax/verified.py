@@ -8,6 +8,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
+from replicax.verify import stages
 from replicax.verify import verify_program as checks
 from replicax.verify.sums import Elsewhere, Text
 from replicax.verify.verification import Verification
@@ -24,8 +25,8 @@ def verify(
     batch_size: Int32Count | None = None,
     target: str | Target | None = None,
     seed: Seed = 0,
-    show: checks.Show | None = None,
-    found: checks.OnCheck | None = None,
+    show: stages.Show | None = None,
+    found: stages.OnCheck | None = None,
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.
 
@@ -77,7 +78,7 @@ def verify(
     )
 
 
-def compiling_for(target: str | Target, show: checks.Show) -> Elsewhere:
+def compiling_for(target: str | Target, show: stages.Show) -> Elsewhere:
     """Return a compiler for a target, for use by `check_sums`."""
     aim = parse_target(target) if isinstance(target, str) else target
 

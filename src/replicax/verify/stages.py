@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from replicax.checks import Check, checks_summary
 
 Show = Callable[[str], None]
+OnCheck = Callable[[Check], None]
+"""What is called with each row as soon as it is known."""
 VerifyStage = tuple[str, Callable[[], Iterable[Check]]]
 """What a stage checks, in a few words, and its rows."""
 

@@ -30,7 +30,7 @@ from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.round_checks import check_rounds
-from replicax.verify.stages import Show, VerifyStage, run_stages
+from replicax.verify.stages import OnCheck, Show, VerifyStage, run_stages
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
@@ -43,7 +43,6 @@ ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
 _AHEAD = 3
 """Cases whose programs are being compiled, from the one that is compared."""
-OnCheck = Callable[[Check], None]
 
 
 def verify_program(
