@@ -137,7 +137,8 @@ def _by_hand(options: HandWrittenOptions, live: Live) -> Verification:
     if not options.shows_json:
         live.stop()
         about = verification.about
-        print(f"{options.step} · {about['devices']} devices · {about['mode']}")
+        where = f" · {about['devices']} devices · {about['mode']}" if about else ""
+        print(f"{options.step}{where}")
         verification.print()
     return verification
 

@@ -162,7 +162,10 @@ class ProgramCases:
         single = [own, *(each for each in cases if each.micro_batches == 1)]
 
         def replicas(case: Case) -> VerifyStage:
-            return f"replicas: {case}", lambda: [self.replicas(case)] if runs(case) else []
+            return (
+                f"replicas: {case}",
+                lambda: [self.replicas(case)] if case == own or runs(case) else [],
+            )
 
         return [
             ("parameters", self.parameters),

@@ -50,7 +50,8 @@ class OneDevice:
         real = np.flatnonzero(np.asarray(batch.mask))
         if not self.real_rows or len(real) in (0, batch.size):
             return batch
-        return dataclasses.replace(jax.tree.map(lambda leaf: leaf[real], batch), rows=len(real))
+        some: Batch = jax.tree.map(lambda leaf: leaf[real], batch)
+        return dataclasses.replace(some, rows=len(real))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ from replicax.checks import Check, checks_summary
 
 Show = Callable[[str], None]
 OnCheck = Callable[[Check], None]
-"""What is called with each row as soon as it is known."""
+"""A function that is called with each row as soon as it is known."""
 VerifyStage = tuple[str, Callable[[], Iterable[Check]]]
-"""What a stage checks, in a few words, and its rows."""
+"""A few words on what a stage checks, and its rows."""
 
 
 def run_stages(stages: Sequence[VerifyStage], show: Show) -> Iterator[Check]:

@@ -189,14 +189,16 @@ def _stages(
             bits = partial(_bits, subject, facts, mode, wanted, islands=islands)
             stages.append((f"parity: bits of {mode} on {on_devices(wanted)}", bits))
     programs: dict[Case, CompiledCase] = {}
-    further = [
+    further: list[VerifyStage] = [
         ("traffic and work", partial(_traffic, subject, facts, cases, programs)),
         *cases_of.topics(cases, programs.__contains__),
     ]
     return stages + [(name, _if_it_runs(cases_of, checks)) for name, checks in further]
 
 
-def _if_it_runs(cases_of: ProgramCases, checks: Callable[[], Iterable[Check]]) -> Any:
+def _if_it_runs(
+    cases_of: ProgramCases, checks: Callable[[], Iterable[Check]]
+) -> Callable[[], Iterable[Check]]:
     return lambda: checks() if cases_of.runs else ()
 
 
