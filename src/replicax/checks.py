@@ -71,6 +71,27 @@ def print_table(
     print(_drawn(checks, total, console, style), flush=True)
 
 
+class RowPrinter:
+    """Prints a table that grows, in color on a terminal.
+
+    The rows of a subject are printed below its heading, as in the whole table.
+    """
+
+    def __init__(self, write: Callable[[str], None], *, style: Style = DEFAULT) -> None:
+        require("rich", "cli")
+        from rich.console import Console
+
+        self._console = Console(highlight=False, width=min(style.width, Console().width))
+        self._write, self._style, self._printed = write, style, 0
+
+    def __call__(self, checks: Sequence[Check]) -> None:
+        """Print the rows of `checks` that were not in earlier calls, whose rows come first."""
+        lines = _lines(checks, self._console, self._style)
+        for line in lines[self._printed :]:
+            self._write(line)
+        self._printed = len(lines)
+
+
 def table_text(checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT) -> str:
     """Return a table of each check's subject, case, finding and verdict, with its cause below.
 
@@ -97,6 +118,11 @@ def checks_summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
 
 
 def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Style) -> str:
+    lines = _lines(checks, console, style)
+    return "\n".join([*lines, "", checks_summary(checks, style=style) if total is None else total])
+
+
+def _lines(checks: Sequence[Check], console: Any, style: Style) -> list[str]:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -130,8 +156,7 @@ def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Styl
             add(Text(f"{style.remedy}: {cause}", color), indent=4)
         for each in style.below(check):
             add(Text(each, "dim", no_wrap=True), indent=4)
-    lines = rendered(drawn, console, width=style.width)
-    return "\n".join([*lines, "", checks_summary(checks, style=style) if total is None else total])
+    return rendered(drawn, console, width=style.width)
 
 
 def _word(check: Check, style: Style) -> str:

@@ -8,6 +8,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
+from replicax.verify import stages
 from replicax.verify import verify_program as checks
 from replicax.verify.sums import Elsewhere, Text
 from replicax.verify.verification import Verification
@@ -24,7 +25,8 @@ def verify(
     batch_size: Int32Count | None = None,
     target: str | Target | None = None,
     seed: Seed = 0,
-    show: checks.Show | None = None,
+    show: stages.Show | None = None,
+    found: stages.OnCheck | None = None,
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.
 
@@ -53,6 +55,7 @@ def verify(
             default the attached devices. It does not affect the other checks.
         seed: of the model's random numbers, as for `dp.init`.
         show: called with one line of progress at a time.
+        found: called with each row as soon as it is known.
 
     Returns:
         A row for each check; `ok` is true if none failed.
@@ -71,10 +74,11 @@ def verify(
         elsewhere=None if target is None else compiling_for(target, show),
         seed=seed,
         show=show,
+        found=found,
     )
 
 
-def compiling_for(target: str | Target, show: checks.Show) -> Elsewhere:
+def compiling_for(target: str | Target, show: stages.Show) -> Elsewhere:
     """Return a compiler for a target, for use by `check_sums`."""
     aim = parse_target(target) if isinstance(target, str) else target
 

@@ -62,7 +62,7 @@ def bits(text: str) -> str:
 
 
 @pytest.mark.skipif(
-    program_cache._REFUSED in program_cache.processor(), reason="a CPU without the cache"
+    program_cache._REFUSED in program_cache.host_processor(), reason="a CPU without the cache"
 )
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -96,7 +96,7 @@ def test_a_cpu_has_a_folder_for_its_features_unless_it_loads_programs_badly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(program_cache, "processor", lambda: features)
+    monkeypatch.setattr(program_cache, "host_processor", lambda: features)
     said = keep_programs(jax.devices()[0], prunes=True)
     folders = [str(each) for each in tmp_path.glob("replicax/programs/cpu-*")]
     assert [configured.jax_compilation_cache_dir] == (folders if kept else [None])
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_made_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(program_cache, "processor", lambda: "other")
+    monkeypatch.setattr(program_cache, "host_processor", lambda: "other")
     assert os.strerror(errno.ENOTDIR) in (keep_programs(jax.devices()[0], prunes=True) or "")
     assert configured.jax_compilation_cache_dir is None
 

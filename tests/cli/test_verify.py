@@ -58,7 +58,8 @@ def test_a_correct_recipe(main: Main) -> None:
         "--json",
         "v.json",
     )
-    assert (code, err) == (0, "")
+    assert code == 0, err
+    assert all(re.search(r" · \d+ s$", line) for line in err.splitlines()), err
     assert max(map(len, out.splitlines())) <= 80
     assert "linear_regression · 2 devices · jit" in out
     assert re.search(r"jit \(full, .*padded, .*unequal weights; .* in 4 micro-batches\)", out)

@@ -13,7 +13,7 @@ SAME = Bits([{"w": "00", "b": "01"}, {"w": "02", "b": "03"}], {"step.0": "aa", "
 
 def row(bits: dict[int, Bits], is_own: bool = True) -> Check:
     exact = MODES["exact"]
-    return check_exactness(exact, list(bits), bits.__getitem__, is_own, lambda text: None)
+    return check_exactness(exact, list(bits), bits.__getitem__, is_own)
 
 
 def test_the_same_bits_pass() -> None:

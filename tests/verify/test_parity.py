@@ -14,7 +14,8 @@ import replicax as rx
 from replicax.core.modes import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
-from replicax.verify.program_cases import ProgramCases
+from replicax.verify.program_cases import FULL, ProgramCases
+from replicax.verify.stages import run_stages
 from replicax.verify.step_checks import counted_compilations
 from replicax.verify.subject import Case, Subject
 
@@ -27,8 +28,12 @@ def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
 
 
 def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
-    cases_of = ProgramCases(of, facts or examine_subject(of), lambda text: None)
-    return {check.case: check.verdict for case in cases for check in cases_of.parity(case)}
+    cases_of = ProgramCases(of, facts or examine_subject(of))
+    return {
+        check.case: check.verdict
+        for case in cases
+        for check in run_stages(cases_of.stages(case), print)
+    }
 
 
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +65,7 @@ class LeftOut:
 
 def test_a_reduction_that_is_left_out_is_named() -> None:
     of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
-    (check, *_) = ProgramCases(of, examine_subject(of), lambda text: None).parity(of.own)
+    check = ProgramCases(of, examine_subject(of)).parity(of.own, FULL)
     assert check.verdict == "fail"
     assert_mentions(check.cause, "own rows", "never reduced")
 
@@ -78,12 +83,12 @@ def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_optimizer_that_is_skipped_is_seen() -> None:
     of = subject(zoo.Entry())
-    cases_of = ProgramCases(of, examine_subject(of), lambda text: None)
+    cases_of = ProgramCases(of, examine_subject(of))
     updated = of.updated
     of.updated = lambda *arguments: {  # type: ignore[method-assign]
         path: 1.1 * value for path, value in updated(*arguments).items()
     }
-    (check, *_) = cases_of.parity(of.own)
+    check = cases_of.parity(of.own, FULL)
     assert check.verdict == "fail"
     assert check.found.startswith("params")
 
@@ -121,7 +126,8 @@ def test_refusals_of_the_own_mode_fail() -> None:
 def test_steps_that_were_compiled_ahead_are_not_compiled_again() -> None:
     of = subject(zoo.Entry())
     cases = [of.own, of.case(MODES["jit"], 4)]
-    of.compile_ahead(cases)
+    for case in cases:
+        of.compile_ahead(case, of.full)
     for case in cases:
         with counted_compilations() as compiled:
             of.run(case, of.full)

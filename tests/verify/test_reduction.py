@@ -22,6 +22,7 @@ from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.residual import check_residual
+from replicax.verify.stages import run_stages
 from replicax.verify.subject import Subject
 from replicax.verify.traffic import check_traffic, read_programs
 
@@ -40,9 +41,8 @@ def make(
 
 
 def checks(subject: Subject) -> list[Check]:
-    return list(
-        ProgramCases(subject, examine_subject(subject), lambda text: None).parity(subject.own)
-    )
+    cases = ProgramCases(subject, examine_subject(subject))
+    return list(run_stages(cases.stages(subject.own), print))
 
 
 def verdicts(subject: Subject) -> list[str]:
@@ -55,7 +55,7 @@ def test_bfloat16_passes_near_its_bound_and_sends_half(mode: str) -> None:
     parity = checks(subject)
     assert [check.verdict for check in parity] == ["pass"] * 3
     assert all(0.2 < check.figures["of_bound"] <= 1 for check in parity)
-    programs = read_programs(subject, [subject.own], lambda text: None)
+    programs = read_programs(subject, [subject.own])
     (traffic,) = check_traffic(subject, examine_subject(subject), programs)
     half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 8)
     assert traffic.figures["least_bytes"] == half
@@ -72,15 +72,13 @@ def test_coded_passes_near_its_bound_and_sends_its_bytes(
     assert [check.verdict for check in parity] == ["pass"] * 3
     assert all(0.2 < check.figures["of_bound"] <= 1 for check in parity)
     facts = examine_subject(subject)
-    (traffic,) = check_traffic(
-        subject, facts, read_programs(subject, [subject.own], lambda text: None)
-    )
+    (traffic,) = check_traffic(subject, facts, read_programs(subject, [subject.own]))
     assert traffic.verdict == "pass" or layout == "zero1"  # whose guard sends a few bytes
     blocks = {"int8": 64 + 2, "int4": 32 + 2}[send] * 4  # one for each leaf: three, for 4 replicas
     gathered = 4 * (6 * 8 + 8 + 8 * 4) * 3 / 4 if layout == "zero1" else 0
     assert traffic.figures["least_bytes"] == 2 * 3 / 4 * (blocks + 8) + gathered
     assert traffic.figures["bytes"] <= 1.05 * traffic.figures["least_bytes"]
-    (kept,) = check_residual(ProgramCases(subject, facts, print).trial(subject.own), subject.full)
+    (kept,) = check_residual(ProgramCases(subject, facts).trial(subject.own), subject.full)
     assert (kept.subject, kept.verdict, kept.figures["differing"]) == ("residual", "pass", 0)
     assert kept.figures["share"] == pytest.approx(share, rel=0.5)
 
@@ -107,7 +105,7 @@ class Careless(Coded):
 def test_a_broken_coded_one_fails(broken: type[Coded], parity: str, residual: str) -> None:
     subject = make("shard_map", broken("int4"))
     assert verdicts(subject) == [parity] * 3
-    trial = ProgramCases(subject, examine_subject(subject), print).trial(subject.own)
+    trial = ProgramCases(subject, examine_subject(subject)).trial(subject.own)
     assert [check.verdict for check in check_residual(trial, subject.full)] == [residual]
 
 
@@ -171,8 +169,7 @@ def test_one_with_a_state_passes_and_the_other_modes_go_without() -> None:
     float32 = REDUCTIONS["float32"]
     for case in (subject.single, subject.case(MODES["jit"])):
         assert subject.parallel(case).reduction == float32
-    cases = ProgramCases(subject, examine_subject(subject), lambda text: None)
+    cases = ProgramCases(subject, examine_subject(subject))
     others = [subject.case(MODES[name]) for name in ("jit", "pmap", "exact")]
-    assert [check.verdict for case in others for check in cases.parity(case)] == ["pass"] * 6 + [
-        "skip"
-    ] * 3
+    found = [check for case in others for check in run_stages(cases.stages(case), print)]
+    assert [check.verdict for check in found] == ["pass"] * 6 + ["skip"] * 3

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from replicax.checks import PASS, Check, Style, checks_summary, table_text
-from replicax.verify.verification import Verification, merged_checks
+from replicax.verify.stages import run_stages
+from replicax.verify.verification import GrowingTable, Verification, merged_checks
 
 PASSED = [
     Check("parity", f"jit, {part}{batch}", "pass", f"as one device, {at}", "", {"largest": at})
@@ -66,3 +67,23 @@ def test_checks_without_cases_have_their_subjects_in_a_column() -> None:
     assert lines[0].startswith("clocks  3 s apart")
     assert lines[0].endswith("problem")
     assert [line.strip() for line in lines[1:]] == ["fix: set them", "size", "", "1 problem"]
+
+
+def test_a_growing_table_is_the_whole_table() -> None:
+    checks = [*PASSED, FAILED, SKIPPED, SKIPPED]
+    lines: list[str] = []
+    table, before = GrowingTable(lines.append), []
+    for check in checks:
+        table.add(check)
+        before.append(len(lines))
+    table.finish()
+    assert lines == str(Verification(checks)).splitlines()
+    assert before[: len(PASSED)] == [0] * len(PASSED)  # still one line
+    assert before[len(PASSED)] == before[-1] > 0  # a failure is printed at once
+
+
+def test_stages_are_counted() -> None:
+    shown: list[str] = []
+    stages = [("one", lambda: PASSED[:2]), ("two", list), ("three", lambda: [FAILED])]
+    assert list(run_stages(stages, shown.append)) == [*PASSED[:2], FAILED]
+    assert shown == ["one · 1 of 3", "two · 2 of 3 · 2 pass", "three · 3 of 3 · 2 pass"]

@@ -19,7 +19,7 @@ def cases_of(entry: zoo.Entry, **arguments: Any) -> tuple[Subject, ProgramCases]
     arguments = {"mode": "single", **arguments}
     dp = rx.DataParallel(entry.loss, entry.optimizer(), **arguments)
     subject = Subject(dp, entry.model(), zoo.data(), 1, 0)
-    return subject, ProgramCases(subject, examine_subject(subject), lambda text: None)
+    return subject, ProgramCases(subject, examine_subject(subject))
 
 
 @pytest.mark.parametrize(

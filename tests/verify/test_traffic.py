@@ -54,7 +54,7 @@ def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) ->
 
 def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
     cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
-    programs = read_programs(subject, cases, lambda text: None)
+    programs = read_programs(subject, cases)
     checks = list(check_traffic(subject, examine_subject(subject), programs))
     assert [check.verdict for check in checks] == ["pass", "pass"]
     assert checks[0].figures["bytes"] == checks[0].figures["least_bytes"]
@@ -111,7 +111,7 @@ def test_work_is_that_of_all_devices(
     layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
     of = Subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
-    programs = read_programs(of, [of.own, of.single], lambda text: None)
+    programs = read_programs(of, [of.own, of.single])
     (check, _) = check_work(of, programs, programs[of.single].step)
     assert check.verdict == verdict
     assert 4 * check.figures["flops_per_device"] == times * check.figures["flops_of_one"]
@@ -122,9 +122,7 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
     mesh = rx.make_mesh(devices=jax.devices()[:4])
     dp = rx.DataParallel(zoo.good, zoo.frozen_optimizer(), mesh=mesh, mode="shard_map")
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    (check,) = check_traffic(
-        of, examine_subject(of), read_programs(of, [of.own], lambda text: None)
-    )
+    (check,) = check_traffic(of, examine_subject(of), read_programs(of, [of.own]))
     assert check.verdict == "pass"
     assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 8)
 
@@ -148,7 +146,7 @@ def test_a_layout_sends_what_it_has_to(
     dp = data_parallel("tower", setup, micro_batches)
     case = MODELS["tower"]
     of = Subject(dp, case.model(), {name: leaf[:48] for name, leaf in case.source.items()}, 1, 0)
-    programs = read_programs(of, [of.own, of.single], lambda text: None)
+    programs = read_programs(of, [of.own, of.single])
     (sent,) = check_traffic(of, examine_subject(of), {of.own: programs[of.own]})
     (work, _) = check_work(of, programs, programs[of.single].step)
     assert (sent.verdict, work.verdict) == ("pass", "pass")

@@ -80,7 +80,7 @@ def _best_seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
     return min(seconds[1:])
 
 
-def processor() -> str:
+def host_processor() -> str:
     """Return the model and the features of this machine's CPU, as far as they are known."""
     text = platform.machine()
     with contextlib.suppress(OSError):  # only Linux has it

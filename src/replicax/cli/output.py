@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
 
 RUNS = Path("runs")
+_SECONDS_BETWEEN_LINES = 2.0
 
 
 def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
@@ -44,15 +45,22 @@ class JsonOptions:
         return self.json == "-"
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows a live line; other output is kept out of the JSON."""
+    def working(self, *, piped: bool = False) -> Iterator["Live"]:
+        """Yield a function that shows a live line; other output is kept out of the JSON.
+
+        `piped`: whether it prints lines if stderr is not a terminal.
+        """
         folder = Path(self.json or "-").parent
         if self.json is not None and Path(self.json).is_dir():
             raise ConfigError(f"--json {self.json} is a folder; give a file")
         if not folder.is_dir():
             raise ConfigError(f"--json {self.json}: there is no folder {folder}; create it first")
-        with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
-            yield show
+        with standard_error() if self.shows_json else contextlib.nullcontext():
+            live = Live(piped=piped)
+            try:
+                yield live
+            finally:
+                live.stop()
 
     def say(self, *lines: str) -> None:
         """Print lines, unless stdout is only for JSON."""
@@ -82,23 +90,35 @@ def standard_error() -> Iterator[None]:
         os.close(kept)
 
 
-@contextlib.contextmanager
-def _live() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a live line with the elapsed time if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
+class Live:
+    """A live line with the elapsed time on stderr; without a terminal, a line now and then."""
 
-    started = time.monotonic()
-    console = Console(stderr=True, highlight=False)
-    status = console.status("", spinner="dots", refresh_per_second=2)
+    def __init__(self, *, piped: bool) -> None:
+        self._piped, self._began, self._last = piped, time.monotonic(), time.monotonic()
+        self._status: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
 
-    def show(text: str) -> None:
-        status.start()  # not earlier: while it is active, output goes through it
-        status.update(f"{text} · {time.monotonic() - started:.0f} s")
+            console = Console(stderr=True, highlight=False)
+            self._status = console.status("", spinner="dots", refresh_per_second=2)
 
-    try:
-        yield show
-    finally:
-        status.stop()
+    def __call__(self, text: str) -> None:
+        """Show what is being done."""
+        now = time.monotonic()
+        line = f"{text} · {now - self._began:.0f} s"
+        if self._status is not None:
+            self._status.start()  # not earlier: while it is active, output goes through it
+            self._status.update(line)
+        elif self._piped and now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            print(line, file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line on stdout, which stays."""
+        self.stop()
+        print(line, flush=True)
+
+    def stop(self) -> None:
+        """Remove the live line until something is shown."""
+        if self._status is not None:
+            self._status.stop()

@@ -5,7 +5,7 @@ import hashlib
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from replicax.analysis.host import processor
+from replicax.analysis.host import host_processor
 from replicax.recipes.cache_folder import cache_folder, prune
 from replicax.wording import size_text
 
@@ -30,7 +30,7 @@ def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
     config = jax.config
     enabled = config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     chosen = config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
-    host = processor() if device.platform == "cpu" else ""
+    host = host_processor() if device.platform == "cpu" else ""
     if chosen or not enabled or _REFUSED in host:
         return None
     kind = hashlib.sha256(host.encode()).hexdigest()[:8] if host else ""

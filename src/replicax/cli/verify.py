@@ -3,18 +3,19 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import replicax as rx
 from replicax.arguments import Count, Seed
 from replicax.checks import FAIL, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
-from replicax.cli.output import JsonOptions
+from replicax.cli.output import JsonOptions, Live
 from replicax.cli.step_options import (
     DeviceOptions,
     ModeOptions,
@@ -26,15 +27,19 @@ from replicax.cli.step_options import (
     make_host_devices,
 )
 from replicax.core.ground.job import Alone
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
-from replicax.verify.verification import Verification
+from replicax.verify.program_cases import program_text
+from replicax.verify.verification import GrowingTable, Verification
 from replicax.verify.verify_program import rows_needed
 from replicax.wording import first_line
 
 HOST_DEVICES = 8
+_MOST_CONSTANTS = 1 << 20
+"""Most numbers that the program of an initial model may hold."""
 _USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
@@ -103,10 +108,10 @@ def verify(arguments: list[str]) -> int:
         if {"-h", "--help"} & set(arguments):  # after --step, it would be parsed as its value
             arguments = ["--help"]
         options = parse("verify --step", HandWrittenOptions, arguments)
-        name, check = options.step, partial(_by_hand, options)
+        check = partial(_by_hand, options)
     else:
         parsed = parse_with_recipe("verify", VerifyOptions, arguments)
-        options, name, check = parsed.options, parsed.name, partial(_of_recipe, parsed)
+        options, check = parsed.options, partial(_of_recipe, parsed)
         options.fix_threads(*MODES)  # all modes are compared
     check_alone(
         "verify",
@@ -114,37 +119,42 @@ def verify(arguments: list[str]) -> int:
     )
     if options.devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
         make_host_devices(HOST_DEVICES if options.devices is None else options.devices)
-    with options.working() as show:
-        verification = check(show)
+    with options.working(piped=True) as live:
+        verification = check(live)
     options.write_json(verification.to_json())
-    if not options.shows_json:
-        about = verification.about
-        print(f"{name} · {about['devices']} devices · {about['mode']}" if "mode" in about else name)
-        verification.print()
-        if options.json is not None:
-            print(f"see    {options.json}")
+    if options.json is not None:
+        options.say(f"see    {options.json}")
     return int(not verification.ok)
 
 
-def _by_hand(options: HandWrittenOptions, show: Callable[[str], None]) -> Verification:
+def _by_hand(options: HandWrittenOptions, live: Live) -> Verification:
     from replicax.verify.step_files import verify_files
 
-    show(f"{options.step} against {options.reference}")
+    live(f"{options.step} against {options.reference}")
     given = dataclasses.asdict(options)
     del given["json"], given["devices"]
-    return verify_files(**given, show=show)
+    verification = verify_files(**given, show=live)
+    if not options.shows_json:
+        live.stop()
+        about = verification.about
+        where = f" · {about['devices']} devices · {about['mode']}" if about else ""
+        print(f"{options.step}{where}")
+        verification.print()
+    return verification
 
 
-def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
+def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
     options, recipe = parsed.options, parsed.recipe
     options.say(*data_lines(recipe))
     mesh = options.mesh(as_mode(options.mode).most_devices or options.devices)
     rounds = options.rounds(mesh, Alone())
     dp = options.data_parallel(recipe, options.mode, mesh, **rounds)
-    show("reading the data")
+    live("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
-    key = jax.random.key(options.seed)
-    model = recipe.model(key)
+    live("the model")
+    model, by_key = _model(dp, recipe, jax.random.key(options.seed))
+    options.say(f"{parsed.name} · {dp.mesh.devices.size} devices · {dp.mode}")
+    table = GrowingTable((lambda line: None) if options.shows_json else live.say)
     verification = rx.verify(
         dp,
         model,
@@ -153,31 +163,60 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         batch_size=recipe.batch_size,
         target=options.target,
         seed=options.seed,
-        show=show,
+        show=live,
+        found=table.add,
     )
-    again = recipe.model(key)
-    alone = _of_recipe_alone(dp, recipe, (model, again), batch)
+    alone = [*_of_recipe_alone(dp, recipe, model, batch, by_key)]
+    for check in alone:
+        table.add(check)
+    table.finish()
     checks = [*verification.checks, *alone]
     about = {**parsed.about(), **verification.about}
     return dataclasses.replace(verification, checks=checks, about=about)
 
 
 def _of_recipe_alone(
-    dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any
+    dp: rx.DataParallel, recipe: Any, model: Any, batch: Any, by_key: bool
 ) -> Iterator[Check]:
     """Yield checks specific to a recipe: its model is reproducible, and it can be evaluated."""
-    first, second = (sha256(dp.configuration.split_model(model, dp.mesh)[1:]) for model in models)
-    if first != second:
+    if not by_key:
         text = "the recipe's model has different weights when created again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)
-    source = None if _evaluates(dp, models[0], batch) else recipe.eval_source()
+    source = None if _evaluates(dp, model, batch) else recipe.eval_source()
     if source is not None:
         try:
-            dp.evaluate(dp.init(models[0]), [batch], loss=getattr(source, "loss", None))
+            dp.evaluate(dp.init(model), [batch], loss=getattr(source, "loss", None))
         except ConfigError as error:
             yield Check("parity", "evaluation", SKIP, f"refused: {error}")
         except Exception as error:  # the user's loss
             yield Check("parity", "evaluation", FAIL, first_line(error), NOT_EVALUATED)
+
+
+def _model(dp: rx.DataParallel, recipe: Any, key: jax.Array) -> tuple[Any, bool]:
+    """Return a recipe's model, and whether it depends only on the key.
+
+    All arrays are computed in one program, which compiles in a tenth of the time of an operation at
+    a time; unless the recipe needs their values, or brings most of them along.
+    """
+    split, definitions = dp.configuration.split_model, []
+
+    def traced() -> Any:
+        def arrays(key: jax.Array) -> Any:
+            definition, *found = split(recipe.model(key), dp.mesh)
+            definitions.append(definition)
+            return found
+
+        options = quick_options(dp.mesh.devices.flat[0].platform)
+        return jax.jit(arrays, compiler_options=options).trace(key)
+
+    with contextlib.suppress(Exception):  # it needs values, or fails: then it does below
+        first, second = traced(), traced()
+        same = program_text(first.jaxpr) == program_text(second.jaxpr)
+        if sum(np.size(each) for each in first.jaxpr.consts) <= _MOST_CONSTANTS:
+            return definitions[0].merge(*first.lower().compile()(key)), same
+    first, second = recipe.model(key), recipe.model(key)
+    digests = {sha256(split(model, dp.mesh)[1:]) for model in (first, second)}
+    return first, len(digests) == 1
 
 
 def _evaluates(dp: rx.DataParallel, model: Any, batch: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from replicax.analysis.compiled import Memory
-from replicax.analysis.host import processor
+from replicax.analysis.host import host_processor
 from replicax.plan.compilation import Compilation, Compiler, Description, TooLarge
 from replicax.plan.exported import ExportedStep
 from replicax.recipes.cache_folder import cache_folder, prune
@@ -37,7 +37,7 @@ class KeepingCompiler:
     def __init__(self, compiler: Compiler, description: Description) -> None:
         self.name, self._compiler = compiler.name, compiler
         self._folder = cache_folder() / "plans"
-        host = processor() if description.platform == "cpu" else ""  # its features are used
+        host = host_processor() if description.platform == "cpu" else ""  # its features are used
         self._devices = repr((_FORMAT, description, host, compiler.name, _versions()))
         self._asked = self._found = 0
         self._refused = ""

@@ -77,7 +77,6 @@ def check_exactness(
     counts: list[int],
     bits: Callable[[int], Bits],
     is_own: bool,
-    show: Callable[[str], None],
 ) -> Check:
     """Return the row on a mode with fixed bits: compare two steps on each of `counts` devices.
 
@@ -87,7 +86,6 @@ def check_exactness(
     found: dict[int, Bits] = {}
     try:
         for count in counts:
-            show(f"parity: bits of {mode} on {count} of {counts[-1]} devices")
             found[count] = bits(count)
     except ReplicaxError as error:
         return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
@@ -149,6 +147,12 @@ def replica_counts(dp: DataParallel) -> list[int]:
     return [1 << power for power in range(replicas.bit_length())]
 
 
+def compile_bits_ahead(subject: Subject, facts: Facts, mode: Mode, counts: list[int]) -> None:
+    """Begin to compile what `bits_on` runs on each of `counts` devices."""
+    for count in counts:
+        subject.compile_ahead(Case(mode, 1, count), _batch(subject, facts))
+
+
 def bits_on(subject: Subject, facts: Facts, mode: Mode, devices: int) -> Bits:
     """Return the bits of `subject` on this many devices."""
     return _bits_of_case(subject, facts, Case(mode, 1, devices), None)
@@ -162,7 +166,11 @@ def bits_of_islands(subject: Subject, facts: Facts, mode: Mode, islands: int) ->
 
 def _bits_of_case(subject: Subject, facts: Facts, case: Case, job: Job | None) -> Bits:
     dp = subject.parallel(case) if job is None else subject.with_job(case, job)
-    batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)
+    batch = subject.batch_on(case, _batch(subject, facts))
     state = subject.placed(case, subject.state)
     dp.prepare(state, batch)
     return bits_of(dp.program(state), state, batch)
+
+
+def _batch(subject: Subject, facts: Facts) -> Batch:
+    return subject.padded if facts.takes_padding else subject.full

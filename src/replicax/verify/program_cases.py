@@ -1,6 +1,8 @@
 """Checks of a program in each of its cases, like those of `verify_step` for a step."""
 
+import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,12 +14,14 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.core.step.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.verify.batch_rows import shuffled
+from replicax.verify.copies import Copies
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts, dead_and_stopped
 from replicax.verify.form import host
 from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
 from replicax.verify.residual import check_residual
+from replicax.verify.stages import VerifyStage
 from replicax.verify.step_checks import (
     determinism,
     parameters,
@@ -39,35 +43,39 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 class ProgramCases:
     """A program in each of its cases, compared with one device."""
 
-    def __init__(self, subject: Subject, facts: Facts, show: Callable[[str], None]) -> None:
-        self._subject, self._facts, self._show = subject, facts, show
+    def __init__(self, subject: Subject, facts: Facts) -> None:
+        self._subject, self._facts = subject, facts
         self._known: dict[Any, Any] = {}
+        self._own_copies: Copies | None = None
         batches = {FULL: subject.full, PADDED: subject.padded}
         # A scalar loss has no row weights.
         self._batches = batches if LOSS in facts.scalars else batches | {WEIGHTED: subject.weighted}
 
+    def compile_ahead(self, case: Case) -> None:
+        """Begin to compile what the rows on a case run, of the step and of its reference."""
+        if self._not_compared(case):
+            return
+        self._subject.compile_ahead(case, self._subject.full)
+        reference = self._reference(case)
+        for batch in self._batches.values():
+            self._subject.compile_ahead(reference.case, reference.given(batch))
+
     def trial(self, case: Case) -> ProgramTrial:
         """Return a case together with its reference."""
         subject, facts = self._subject, self._facts
-        by_batch = facts.random or facts.writes  # results depend on how rows are batched
-        draws_apart = case.mode.per_replica and not case.mode.bitwise
-        single, against = subject.single, "one device"
-        if facts.random and draws_apart and subject.replicas > 1:
-            single = Case(subject.emulated, case.micro_batches)
-            against = f"{subject.replicas} replicas on one device"
-        elif by_batch:
-            single = dataclasses.replace(single, micro_batches=case.micro_batches)
+        reference = self._reference(case)
+        emulates = reference.case.mode != subject.single.mode
         return ProgramTrial(
             AsGiven(
                 lambda state, batch: subject.run(case, batch, state),
                 replicas=subject.replicas if case.devices > 1 else 1,
             ),
-            OneDevice(subject, single, real_rows=not by_batch),
+            reference,
             host(subject.placed(case, subject.state)),
             None,
             subject.eps,
             {},
-            against=against,
+            against=f"{subject.replicas} replicas on one device" if emulates else "one device",
             draws=facts.random,
             micro_batches=case.micro_batches,
             known=self._known,
@@ -76,18 +84,31 @@ class ProgramCases:
             case=case,
         )
 
-    def parity(self, case: Case) -> Iterator[Check]:
-        """Yield a row for each batch."""
-        for kind in self._batches:
-            self._show(f"parity: {case}, {kind}")
-            yield self._parity(case, kind)
+    def _reference(self, case: Case) -> OneDevice:
+        subject, facts, single = self._subject, self._facts, self._subject.single
+        by_batch = facts.random or facts.writes  # results depend on how rows are batched
+        draws_apart = case.mode.per_replica and not case.mode.bitwise
+        if facts.random and draws_apart and subject.replicas > 1:
+            single = Case(subject.emulated, case.micro_batches)
+        elif by_batch:
+            single = dataclasses.replace(single, micro_batches=case.micro_batches)
+        return OneDevice(subject, single, real_rows=not by_batch)
 
-    def _parity(self, case: Case, kind: str) -> Check:
+    def stages(self, case: Case) -> list[VerifyStage]:
+        """Return the stages of a case, one for each batch."""
+
+        def stage(kind: str) -> VerifyStage:
+            return f"parity: {case}, {kind}", lambda: [self.parity(case, kind)]
+
+        return [stage(kind) for kind in self._batches]
+
+    def parity(self, case: Case, kind: str) -> Check:
+        """Return the row on a case with one of the batches."""
         name, own = f"{case}, {kind}", case == self._subject.own
         if reason := self._not_compared(case):
             return Check("parity", name, SKIP, reason)
         try:
-            check, _ = parity(
+            check, copies = parity(
                 self.trial(case),
                 name,
                 [self._batches[kind]],
@@ -101,6 +122,8 @@ class ProgramCases:
             return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
         except Exception as error:
             return Check("parity", name, FAIL, first_line(error))
+        if own and kind == FULL:
+            self._own_copies = copies
         if check.verdict == FAIL and self._facts.rows.kind == DEPENDENT and not own:
             return dataclasses.replace(check, verdict=SKIP)
         return check
@@ -122,22 +145,42 @@ class ProgramCases:
             return rows.cause
         return CONSTANT_KEY if self._facts.constant_key else ""
 
-    def topics(self, cases: Sequence[Case]) -> Iterator[Check]:
-        """Yield rows on parameters, on the replicas of each case, and on the program's own case."""
+    @functools.cached_property
+    def runs(self) -> bool:
+        """Whether the program's own case runs; parity reports why not."""
+        if self._own_copies is None:
+            with contextlib.suppress(Exception):
+                self._own_copies = self.trial(self._subject.own).run([self._subject.full])
+        return self._own_copies is not None
+
+    def topics(self, cases: Sequence[Case], runs: Callable[[Case], bool]) -> list[VerifyStage]:
+        """Return the stages on parameters, on the replicas of each case, and on the own case.
+
+        `runs` is asked when the stage of a case begins.
+        """
         subject, own = self._subject, self._subject.own
-        trial = self.trial(own)
-        self._show("parameters")
-        yield from self.parameters()
-        for case in dict.fromkeys([own, *(each for each in cases if each.micro_batches == 1)]):
-            if case.devices > 1:
-                self._show(f"replicas: {case}")
-                yield self.replicas(case)
-        yield from check_residual(trial, subject.full)
-        self._show(f"determinism: {own}")
-        yield determinism(trial, subject.full, trial.run([subject.full]))
+        single = [own, *(each for each in cases if each.micro_batches == 1)]
+
+        def replicas(case: Case) -> VerifyStage:
+            return (
+                f"replicas: {case}",
+                lambda: [self.replicas(case)] if case == own or runs(case) else [],
+            )
+
+        return [
+            ("parameters", self.parameters),
+            *(replicas(case) for case in dict.fromkeys(single) if case.devices > 1),
+            ("residual", lambda: check_residual(self.trial(own), subject.full)),
+            (f"determinism: {own}", self.determinism),
+            (f"recompilation: {own}", lambda: [self.recompilation(self.trial(own))]),
+        ]
+
+    def determinism(self) -> Iterator[Check]:
+        """Yield the rows on a second run, and on a second trace."""
+        trial = self.trial(self._subject.own)
+        assert self._own_copies is not None
+        yield determinism(trial, self._subject.full, self._own_copies)
         yield self.traces(trial)
-        self._show(f"recompilation: {own}")
-        yield self.recompilation(trial)
 
     def parameters(self) -> Iterator[Check]:
         """Yield rows on leaves without a gradient and leaves that the optimizer does not change."""
@@ -155,7 +198,7 @@ class ProgramCases:
 
     def traces(self, trial: ProgramTrial) -> Check:
         """Check that tracing twice gives the same program."""
-        first, second = (_text(trial.trace(self._subject.full)) for _ in range(2))
+        first, second = (program_text(trial.trace(self._subject.full)) for _ in range(2))
         if first == second:
             text = "tracing the loss again gives the same program"
             return Check("determinism", "two traces", PASS, text)
@@ -182,7 +225,8 @@ def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Chec
         yield Check("parameters", "gradient", NOTE, text, "", figures)
 
 
-def _text(traced: Any) -> tuple[str, list[bytes]]:
+def program_text(traced: Any) -> tuple[str, list[bytes]]:
+    """Return a traced program without addresses, and its constants; equal for equal programs."""
     constants = [np.asarray(each).tobytes() for each in traced.consts if hasattr(each, "dtype")]
     return _ADDRESS.sub("", str(traced.jaxpr)), constants
 

@@ -41,14 +41,17 @@ class OneDevice:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return state and metrics after one step; the state's reduction is unchanged."""
-        real = np.flatnonzero(np.asarray(batch.mask))
-        if self.real_rows and len(real) not in (0, batch.size):
-            batch = dataclasses.replace(
-                jax.tree.map(lambda leaf: leaf[real], batch), rows=len(real)
-            )
         alone = dataclasses.replace(state, reduction=())
-        after, metrics = self.subject.run(self.case, batch, alone)
+        after, metrics = self.subject.run(self.case, self.given(batch), alone)
         return dataclasses.replace(after, reduction=state.reduction), metrics
+
+    def given(self, batch: Batch) -> Batch:
+        """Return the rows that it gets of a batch."""
+        real = np.flatnonzero(np.asarray(batch.mask))
+        if not self.real_rows or len(real) in (0, batch.size):
+            return batch
+        some: Batch = jax.tree.map(lambda leaf: leaf[real], batch)
+        return dataclasses.replace(some, rows=len(real))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Alone
 from replicax.core.ground.leaves import PyTree, numbers
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import TrainState
 from replicax.core.ground.vectors import as_blocks
 from replicax.core.placement.mesh import make_mesh
@@ -22,7 +23,6 @@ from replicax.core.rounds.islands import Islands
 from replicax.core.rounds.round_step import RoundStep
 from replicax.errors import ReplicaxError
 from replicax.verify.simulated_islands import SharingIsland, on_sharing_islands
-from replicax.verify.subject import UNOPTIMIZED
 from replicax.wording import size_text
 
 MOST_ISLANDS_COMPARED = 4
@@ -48,7 +48,7 @@ class RoundsSubject:
         self.rows = jax.tree.map(lambda leaf: leaf[: each * self.count], rows)
         self.of_one = jax.tree.map(lambda leaf: leaf[:each], rows)
         self.alike = jax.tree.map(lambda leaf: np.concatenate([leaf] * self.count), self.of_one)
-        quick = UNOPTIMIZED if devices[0].platform == "cpu" else None
+        quick = quick_options(devices[0].platform)
         self._base = {
             "mode": "shard_map",
             "layout": "replicated",

@@ -17,6 +17,7 @@ from replicax.errors import ConfigError
 from replicax.verify.batch_rows import find_weights, rows_of_batch, shuffled, with_weights
 from replicax.verify.difference import coarsest_eps, is_float, step_changes
 from replicax.verify.form import Form, StepFile, candidates, host
+from replicax.verify.stages import OnCheck, Show
 from replicax.verify.step_checks import (
     determinism,
     one_device,
@@ -36,7 +37,6 @@ from replicax.verify.trial import (
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
-_Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""
 
@@ -54,7 +54,8 @@ def verify_step(
     micro_batches: Count = 1,
     weights: str | None = None,
     steps: Count = 2,
-    show: _Show | None = None,
+    show: Show | None = None,
+    found: OnCheck | None = None,
 ) -> Verification:
     """Compare a `pmap`, `jit` or `shard_map` step with its single-device form.
 
@@ -92,6 +93,7 @@ def verify_step(
             similar names are detected.
         steps: consecutive steps whose state is compared.
         show: called with a line of text on each stage.
+        found: called with each row as soon as it is known.
 
     Returns:
         the checks, each with a verdict.
@@ -119,7 +121,11 @@ def verify_step(
         show("the step on the full batch")
         trial = _trial(forms, reference, host(state), ones, key, replicas)
         trial = dataclasses.replace(trial, micro_batches=micro_batches)
-        checks = list(_checks(trial, ones, path, steps, show))
+        checks = []
+        for check in _checks(trial, ones, path, steps, show):
+            checks.append(check)
+            if found is not None:
+                found(check)
     about = {
         "step": _name(step),
         "reference": _name(reference),
@@ -202,7 +208,7 @@ def _moving(reference: StepFile, state: PyTree, batch: PyTree, key: Any) -> PyTr
 
 
 def _checks(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
 ) -> Iterator[Check]:
     if trial.replicas == 1:
         yield one_device()
@@ -227,7 +233,7 @@ def _checks(
 
 
 def _further(
-    trial: Trial, batch: PyTree, path: str | None, steps: int, show: _Show
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
 ) -> Iterator[Check]:
     """Yield the parity checks beyond one step on a full batch."""
     if steps > 1:

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,15 +14,18 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from replicax.analysis.flops import count_flops
 from replicax.core.data.batch import Batch, host_rows, pad, row_count
 from replicax.core.data.share import Share
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, Mode
 from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
+from replicax.core.program import Program
 from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import SMALLEST, overflows, settled
 from replicax.core.step.objective import Objective
@@ -34,8 +37,10 @@ from replicax.verify.emulation import emulated, magnitudes
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
-UNOPTIMIZED: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-"""Compiles the same CPU program in half the time, without LLVM optimizations."""
+_LONG = 10**10
+"""FLOPs of a step above which it pays to optimize the program, as it runs dozens of times."""
+_OPTIMIZED = {"xla_backend_optimization_level": "1"}
+_FORWARD_AND_BACK = 3
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 _SCALE_MARGIN = 16
 """A power of two larger than the largest weight."""
@@ -76,10 +81,13 @@ class Subject:
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False, trainable=None, ema=None)
-        on_cpu = dp.mesh.devices.flat[0].platform == "cpu"
         usual = dp.configuration.compiler_options is None
-        self.quick = UNOPTIMIZED if on_cpu and usual else None
+        self.quick = quick_options(dp.mesh.devices.flat[0].platform) if usual else None
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._compiling: dict[tuple[Case, int], Future[Any]] = {}
         program = dp.program(model)
+        if self.quick and self._work(program) > _LONG:
+            self.quick = {**self.quick, **_OPTIMIZED}
         self._updater = program.updater
         self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
         leaves, structure = jax.tree.flatten(program.shapes.params)
@@ -125,6 +133,8 @@ class Subject:
         Raises:
             SkippedStepError: the step changed nothing.
         """
+        if not case.mode.bitwise and (compiling := self._compiling.get((case, batch.size))):
+            compiling.exception()  # raised again below
         before = self.state if state is None else state
         placed = self.placed(case, before)
         after, metrics = self.parallel(case).step(placed, self.batch_on(case, batch))
@@ -151,24 +161,29 @@ class Subject:
         """Return the compiled step that `run` uses; raises the errors of `run`."""
         placed = self.placed(case, self.state), self.batch_on(case, batch)
         self.parallel(case).prepare(*placed)
-        # In a mode with fixed bits, the step compiled as one program is only read, never run.
-        options = self.quick if case.mode.bitwise else None
-        return self.parallel(case).lower(*placed).compile(options)
+        return self._begun(case, *placed).result()
 
-    def compile_ahead(self, cases: Iterable[Case]) -> None:
-        """Compile the steps of `cases` on all cores, traced one by one, for later use by `run`.
+    def compile_ahead(self, case: Case, batch: Batch) -> None:
+        """Trace the step of a case, and begin to compile it; `run` and `compiled` wait for it.
 
         Errors are ignored here and raised again by `run`.
         """
-        lowered = []
-        for case in cases:
-            if not case.mode.bitwise:  # bitwise modes are compiled in parts
-                with contextlib.suppress(Exception):
-                    placed = self.placed(case, self.state), self.batch_on(case, self.full)
-                    lowered.append(self.parallel(case).lower(*placed))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for compiling in [pool.submit(each.compile) for each in lowered]:
-                compiling.exception()
+        with contextlib.suppress(Exception):
+            placed = self.placed(case, self.state), self.batch_on(case, batch)
+            if case.mode.bitwise:  # what runs is parts, which are compiled in the background
+                self.parallel(case).program(placed[0]).step.compiled(*placed)
+            else:
+                self._begun(case, *placed)
+
+    def _begun(self, case: Case, state: TrainState, batch: Batch) -> Future[jax.stages.Compiled]:
+        """Return the step of a case as one program, which is being compiled."""
+        key = case, batch.size
+        if key not in self._compiling:
+            # In a mode with fixed bits, this program is only read, never run.
+            options = self.quick if case.mode.bitwise else None
+            lowered = self.parallel(case).lower(state, batch)
+            self._compiling[key] = self._pool.submit(lowered.compile, options)
+        return self._compiling[key]
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """Return `state` placed for the step of `case`, with its initial reduction state."""
@@ -239,6 +254,15 @@ class Subject:
     def objective(self) -> Objective:
         """Return the loss on the model."""
         return self.parallel(self.single).program(self._model).objective
+
+    def _work(self, program: Program) -> int:
+        """Return the FLOPs of one step on one device."""
+        shapes, few = program.shapes, min(self.rows, 2)
+        sums = functools.partial(
+            program.objective.loss_sums, context=CallContext(jax.random.key(0))
+        )
+        jaxpr = jax.make_jaxpr(sums)(shapes.params, shapes.extras, self.some(np.arange(few)))
+        return _FORWARD_AND_BACK * count_flops(jaxpr.jaxpr, "cpu") * self.rows // few
 
     @functools.cached_property
     def eps(self) -> float:

@@ -87,15 +87,13 @@ def judged_sums(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
             yield Check("sums", case, NOTE, text, "", figures)
 
 
-def with_sums_as_cause(checks: Sequence[Check], sums: Sequence[Check]) -> list[Check]:
-    """Return `checks` and `sums`, naming `sums` as the likely cause of unexplained differences."""
-    if all(each.verdict != NOTE for each in sums):
-        return [*checks, *sums]
+def with_sums_as_cause(check: Check, sums: Callable[[], Sequence[Check]]) -> Check:
+    """Return a check, naming `sums` as the likely cause if its difference is unexplained."""
+    if NO_CAUSE not in check.cause or all(each.verdict != NOTE for each in sums()):
+        return check
     likely = "likely the 16-bit sums below, which round differently when devices add partial sums"
-    return [
-        dataclasses.replace(each, cause=each.cause.replace(NO_CAUSE, f"{likely}; no other fits"))
-        for each in checks
-    ] + [*sums]
+    cause = check.cause.replace(NO_CAUSE, f"{likely}; no other fits")
+    return dataclasses.replace(check, cause=cause)
 
 
 def _here(dp: DataParallel, model: Any, batch: Any) -> Text:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -100,13 +100,10 @@ class CompiledCase:
         return sum(counts), sum(each.between for each in self.sent)
 
 
-def read_programs(
-    subject: Subject, cases: Iterable[Case], show: Callable[[str], None]
-) -> dict[Case, CompiledCase]:
+def read_programs(subject: Subject, cases: Iterable[Case]) -> dict[Case, CompiledCase]:
     """Return the compiled steps of the cases that can be compiled."""
     programs = {}
     for case in cases:
-        show(f"traffic: {case}")
         try:
             compiled = subject.compiled(case, subject.full)
         except ReplicaxError:

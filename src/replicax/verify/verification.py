@@ -2,10 +2,19 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from replicax.checks import FAIL, NOTE, SKIP, Check, checks_summary, print_table, table_text
+from replicax.checks import (
+    FAIL,
+    NOTE,
+    SKIP,
+    Check,
+    RowPrinter,
+    checks_summary,
+    print_table,
+    table_text,
+)
 from replicax.errors import ReplicaxError
 from replicax.wording import first_line
 
@@ -51,6 +60,26 @@ class Verification:
             "about": dict(self.about),
             "checks": [dataclasses.asdict(check) for check in self.checks],
         }
+
+
+class GrowingTable:
+    """The table of a verification, printed as its rows are found."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._checks: list[Check] = []
+        self._print, self._write = RowPrinter(write), write
+
+    def add(self, check: Check) -> None:
+        """Print the rows so far, without the last if it may be merged with the next."""
+        self._checks.append(check)
+        rows = merged_checks(self._checks)
+        self._print(rows if check.verdict in (FAIL, NOTE) else rows[:-1])
+
+    def finish(self) -> None:
+        """Print the last row and the sum of all."""
+        self._print(merged_checks(self._checks))
+        self._write("")
+        self._write(checks_summary(self._checks))
 
 
 def failed_on_one_device(error: Exception) -> Check:

@@ -87,7 +87,7 @@ def verify_custom_step(
                 counted = base.replace(mode=mode, mesh=_first(dp, count), **whole)
                 return bits_of(counted.program(model), state, batch)
 
-            yield check_exactness(mode, replica_counts(dp), bits, mode == dp.mode, show)
+            yield check_exactness(mode, replica_counts(dp), bits, mode == dp.mode)
 
 
 def _if_random(reference: StepFile, state: TrainState, batch: Batch) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -21,22 +22,27 @@ from replicax.verify.exactness import (
     bits_on,
     check_exactness,
     check_simulated_islands,
+    compile_bits_ahead,
+    on_devices,
     replica_counts,
 )
-from replicax.verify.facts import examine_subject
+from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.round_checks import check_rounds
+from replicax.verify.stages import OnCheck, Show, VerifyStage, run_stages
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
-from replicax.verify.traffic import check_traffic, check_work, read_programs
+from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification, failed_on_one_device
 from replicax.verify.verify_custom_step import verify_custom_step
+from replicax.wording import named
 
 MICRO_BATCHES_TRIED = 4
 ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
-Show = Callable[[str], None]
+_AHEAD = 3
+"""Cases whose programs are being compiled, from the one that is compared."""
 
 
 def verify_program(
@@ -50,6 +56,7 @@ def verify_program(
     elsewhere: Elsewhere | None = None,
     seed: int = 0,
     show: Show | None = None,
+    found: OnCheck | None = None,
 ) -> Verification:
     """Implement `replicax.verified.verify`; `elsewhere` is the target's compiler."""
     if jax.process_count() > 1:
@@ -75,25 +82,34 @@ def verify_program(
         "micro_batches": micro_batches,
         "rows": rows,
     }
-    show = show or (lambda text: None)
-    checks = list[Check]()
+    show, found = show or (lambda text: None), found or (lambda check: None)
+    rounds: Iterable[Check] = ()
     if dp.configuration.islands is not None:
-        checks = list(check_rounds(dp, model, batch, seed, show))
+        rounds = check_rounds(dp, model, batch, seed, show)
     if dp.configuration.arguments.islands is not None:
         dp = dp.replace(islands=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:
         look = partial(_checks, chosen=modes is not None)
-    checks += list(look(dp, model, batch, chosen, micro_batches, seed, show))
-    show("sums")
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (batch_size or rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
         ),
         batch,
     )
-    sums = list(check_sums(dp, model, shapes, elsewhere))
-    checks = with_sums_as_cause(checks, sums)
+
+    @cache
+    def sums() -> list[Check]:
+        show("sums")
+        return list(check_sums(dp, model, shapes, elsewhere))
+
+    checks = list[Check]()
+    for check in chain(rounds, look(dp, model, batch, chosen, micro_batches, seed, show)):
+        checks.append(with_sums_as_cause(check, sums))
+        found(checks[-1])
+    for check in sums():
+        checks.append(check)
+        found(check)
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
 
@@ -117,6 +133,7 @@ def _checks(
     show("one device")
     try:
         subject = Subject(dp, model, batch, micro_batches, seed)
+        subject.compile_ahead(subject.own, subject.full)
         facts = examine_subject(subject)
     except Exception as error:  # the user's loss
         yield failed_on_one_device(error)
@@ -128,36 +145,85 @@ def _checks(
     if facts.constant_key and not facts.rows.positional:
         yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
-    cases = _cases(subject, modes)
-    cases_of = ProgramCases(subject, facts, show)
-    show("compilation")
-    subject.compile_ahead(cases)
-    for case in cases:
-        yield from cases_of.parity(case)
+    cases_of = ProgramCases(subject, facts)
+    stages = _stages(subject, facts, cases_of, modes, replica_counts(dp), chosen=chosen)
+    yield from run_stages(stages, show)
+
+
+def _stages(
+    subject: Subject,
+    facts: Facts,
+    cases_of: ProgramCases,
+    modes: Sequence[Mode],
+    counts: list[int],
+    *,
+    chosen: bool,
+) -> list[VerifyStage]:
+    """Return the stages of all cases, and those that begin to compile programs of later ones."""
+    cases, own, stages = _cases(subject, modes), subject.own, list[VerifyStage]()
+    # Unless it is the training mode or requested, one device and all of them suffice.
+    few = sorted({counts[0], counts[-1]})
+    counts_of = {mode: counts if mode == own.mode or chosen else few for mode in modes}
+
+    def compile_ahead(some: Sequence[Case]) -> Sequence[Check]:
+        for case in some:
+            cases_of.compile_ahead(case)
+            if case.mode.bitwise and facts.repeatable:
+                compile_bits_ahead(subject, facts, case.mode, counts_of.get(case.mode, []))
+        return ()
+
+    def begun(number: int) -> int:
+        """Return how many cases are being compiled when one is compared: at first, only that."""
+        return number + _AHEAD if number else 1
+
+    for number, case in enumerate(cases):
+        later = cases[begun(number - 1) if number else 0 : begun(number)]
+        if later:
+            stages.append(
+                (f"tracing {named([str(each) for each in later])}", partial(compile_ahead, later))
+            )
+        stages += cases_of.stages(case)
     for mode in modes:
-        if mode.bitwise and facts.repeatable:
-            bits = partial(bits_on, subject, facts, mode)
-            counts, is_own = replica_counts(dp), own.mode == mode
-            # Unless it is the training mode or requested, one device and all of them suffice.
-            counts = counts if is_own or chosen else sorted({counts[0], counts[-1]})
-            yield check_exactness(mode, counts, bits, is_own, show)
-            if is_own or chosen:
-                show(f"parity: bits of {mode} on islands")
-                yield check_simulated_islands(
-                    mode, partial(bits_of_islands, subject, facts, mode), is_own
-                )
-        elif mode.bitwise:
-            yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
-    try:
-        cases_of.trial(own).run([subject.full])
-    except Exception:  # reported by parity
+        if mode.bitwise:
+            wanted, islands = counts_of[mode], mode == own.mode or chosen
+            bits = partial(_bits, subject, facts, mode, wanted, islands=islands)
+            stages.append((f"parity: bits of {mode} on {on_devices(wanted)}", bits))
+    programs: dict[Case, CompiledCase] = {}
+    further: list[VerifyStage] = [
+        ("traffic and work", partial(_traffic, subject, facts, cases, programs)),
+        *cases_of.topics(cases, programs.__contains__),
+    ]
+    return stages + [(name, _if_it_runs(cases_of, checks)) for name, checks in further]
+
+
+def _if_it_runs(
+    cases_of: ProgramCases, checks: Callable[[], Iterable[Check]]
+) -> Callable[[], Iterable[Check]]:
+    return lambda: checks() if cases_of.runs else ()
+
+
+def _bits(
+    subject: Subject, facts: Facts, mode: Mode, counts: list[int], *, islands: bool
+) -> Iterator[Check]:
+    """Yield the rows on the bits of a mode."""
+    if not facts.repeatable:
+        yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
         return
-    show("traffic")
-    programs = read_programs(subject, cases, show)
+    is_own = subject.own.mode == mode
+    yield check_exactness(mode, counts, partial(bits_on, subject, facts, mode), is_own)
+    if islands:
+        of_islands = partial(bits_of_islands, subject, facts, mode)
+        yield check_simulated_islands(mode, of_islands, is_own)
+
+
+def _traffic(
+    subject: Subject, facts: Facts, cases: Sequence[Case], programs: dict[Case, CompiledCase]
+) -> Iterator[Check]:
+    """Yield the rows on the compiled steps of all cases, which are added to `programs`."""
+    programs.update(read_programs(subject, cases))
     yield from check_traffic(subject, facts, programs)
     single = inspect(subject.compiled(subject.single, subject.full))
     yield from check_work(subject, programs, single)
-    yield from cases_of.topics([case for case in cases if case in programs])
 
 
 DRAWN_FROM_A_CONSTANT = (
@@ -166,7 +232,7 @@ DRAWN_FROM_A_CONSTANT = (
 
 
 def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
-    """Return the modes with one and several micro-batches, without redundant combinations.
+    """Return the modes with one and several micro-batches, the step's own case and mode first.
 
     Rows are split into micro-batches inside the mapped function, so the first mode of each view
     (global or per replica) covers the others.
@@ -179,7 +245,8 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
         cases += [subject.case(mode, count) for count in counts]
     if subject.own not in cases:
         cases.append(subject.own)
-    return cases
+    own = subject.own
+    return sorted(cases, key=lambda case: (case.mode != own.mode, case != own))
 
 
 def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:

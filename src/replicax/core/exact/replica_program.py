@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +62,8 @@ class ReplicaProgram:
     """A jaxpr for one device's arrays, compiled for one device and run on all as replicas.
 
     It has no constants; arguments are laid out as in `into`, and results as in `out`. Results reuse
-    the memory of `donated` arguments. The `name` appears in profiles and bitwise comparisons.
+    the memory of `donated` arguments. The `name` appears in profiles and bitwise comparisons. It is
+    compiled in the background, beside other programs, and waited for where it is first used.
     """
 
     def __init__(
@@ -89,14 +91,28 @@ class ReplicaProgram:
         local.__name__ = re.sub(r"\W", "_", name)
         lowered = jax.jit(local, donate_argnums=tuple(donated), keep_unused=True).lower(*shapes)
         self._lowered = lowered
-        self._executable = self._compiled(lowered, shapes, into, out)
-        self._call: Callable[..., list[jax.Array]] = jax_internals.Compiled(
-            self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
+        module = with_deterministic_attention(lowered._lowering.stablehlo())
+        pool = ThreadPoolExecutor(1)
+        self._compiling: Future[Any] = pool.submit(
+            self._compiled, lowered, module, shapes, into, out
         )
+        pool.shutdown(wait=False)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """Run it on global arrays laid out as in `into`; `as_global` reads a split result."""
         return self._call(*arrays)
+
+    @cached_property
+    def _executable(self) -> Any:
+        return self._compiling.result()
+
+    @cached_property
+    def _call(self) -> Callable[..., list[jax.Array]]:
+        lowered = self._lowered
+        call: Callable[..., list[jax.Array]] = jax_internals.Compiled(
+            self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
+        )
+        return call
 
     @property
     def text(self) -> str:
@@ -122,6 +138,7 @@ class ReplicaProgram:
     def _compiled(
         self,
         lowered: Any,
+        module: ir.Module,
         shapes: Sequence[jax.ShapeDtypeStruct],
         into: Sequence[ShardDim],
         out: Sequence[ShardDim],
@@ -138,7 +155,7 @@ class ReplicaProgram:
         device_list = jax_internals.xla_client.DeviceList(tuple(devices))
         executable = jax_internals.compile_or_get_cached(
             chosen["backend"],
-            with_deterministic_attention(computation.stablehlo()),
+            module,
             devices,
             options,
             chosen["host_callbacks"],

@@ -16,6 +16,7 @@ from jax import lax
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import Trace
 from replicax.core.first_step.trial_inputs import moved_to_one_device, other_inputs
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import RowEvaluation, Undecided, uniform
@@ -29,8 +30,6 @@ _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
 _STEPS = (0, 1_000_003, 7, 500)
 """The step number of each trial; 0 for the given state and batch."""
-_QUICK = {"cpu": {"xla_backend_optimization_level": "0"}}
-"""Compiler options by platform."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def compared(
     """
     if pair.of_whole.draws and not pair.alike:
         raise Undecided("random numbers for other rows")
-    compiled = partial(jax.jit, compiler_options=_QUICK.get(jax.default_backend()))
+    compiled = partial(jax.jit, compiler_options=quick_options(jax.default_backend()))
     other = compiled(partial(other_inputs, division.parts))
     whole = compiled(partial(_whole, pair, division, wanted))
     verdict = compiled(partial(_verdict, pair, division, wanted))

@@ -10,6 +10,7 @@ Read in this order:
     codecs.py          float32 vectors as the bytes that are sent
     vectors.py         trees of arrays as vectors, for a codec or a collective
     in_flight.py       the steps that are dispatched and not finished
+    quick_compile.py   compiler options for programs that run only a few times
     traced_for.py      the devices that a step is traced for, attached or described
     jax_internals.py   every name that comes from `jax._src`
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.jaxprs.jaxpr import (
     bind_eqn,
     called,
@@ -91,7 +92,7 @@ def shown_apart(
                 equal.append(jnp.array_equal(by_row, apart.reshape(by_row.shape)))
         return equal
 
-    options = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else None
+    options = quick_options(jax.default_backend())
     equal = jax.device_get(jax.jit(compared, compiler_options=options)())
     apart = dict(places)
     for (variable, _), same in zip(places, equal, strict=True):
