@@ -1,7 +1,7 @@
 """Training with small steps, beside a `lax.scan` written by hand.
 
 The MLP recipe at its default size (one loss and optimizer), and the PPO of `examples/ppo.py` (a
-custom step) on 640 rows. Each is trained for a number of steps on rows that are shuffled every
+custom step) on 16,384 rows. Each is trained for a number of steps on rows that are shuffled every
 epoch, by
 
 1. `by hand`: plain JAX on one device; the rows of 64 steps are taken, put on the device and scanned
@@ -73,7 +73,7 @@ def mlp() -> Subject:
 
 def ppo_of_example() -> Subject:
     """Return the custom step of the example, on more rows."""
-    ppo.ROWS = 640
+    ppo.ROWS = 16_384
     optimizer = ppo.optimizer
 
     def by_hand(state: Any, batch: Any, number: Any) -> tuple[Any, Any]:

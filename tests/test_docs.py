@@ -22,6 +22,7 @@ PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-py
 def test_a_page_prints_and_draws_what_it_shows(page: Path) -> None:
     command = [sys.executable, ROOT / "docs/run_page.py", page]
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT / "src")}
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the first start of all says where that is
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
 

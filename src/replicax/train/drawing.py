@@ -154,6 +154,8 @@ def draw_run(folder: Path) -> int:
         with _alone(folder):
             draw_curves(read_records(folder, sys.maxsize).records, folder / CURVES)
     except Exception as error:  # the run that started this may be over
+        if not folder.exists():  # removed since
+            return 0
         print(f"replicax: no {folder / CURVES}: {first_line(error)}", file=sys.stderr)
         return 1
     return 0

@@ -160,9 +160,9 @@ def test_a_small_array_that_is_cut_or_missing_is_found_by_its_size(tmp_path: Pat
 def test_files_that_tensorstore_cannot_read_are_told_in_one_line(tmp_path: Path) -> None:
     state = write(state_of({f"p{n}": jnp.float32(n) for n in range(300)}), tmp_path)
     (tmp_path / "small" / "manifest.ocdbt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"small cannot be read: [^\n]*$"):
+    with pytest.raises(CheckpointError, match=r"^[^\n]*small[^\n]*$"):
         verify_checkpoint(tmp_path, sealed(tmp_path, arrays=array_entries(state)))
-    with pytest.raises(CheckpointError, match=r"small cannot be read: [^\n]*$"):
+    with pytest.raises(CheckpointError, match=r"^[^\n]*small[^\n]*$"):
         read(abstract(state), tmp_path)
 
 
