@@ -1,12 +1,15 @@
 """Compiler options for programs that run only a few times."""
 
+import jaxlib
+
 _QUICK: dict[str, dict[str, str | bool]] = {
     "cpu": {
         "xla_backend_optimization_level": "0",
-        "xla_cpu_use_fusion_emitters": False,
         "xla_cpu_parallel_codegen_split_count": "1",
     }
 }
+if jaxlib.__version__.startswith("0.10."):  # since 0.12 it has no other emitters
+    _QUICK["cpu"]["xla_cpu_use_fusion_emitters"] = False
 
 
 def quick_options(platform: str) -> dict[str, str | bool] | None:
