@@ -285,7 +285,7 @@ def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
         def restore(self, *arguments: Any, **settings: Any) -> None:
             raise ValueError("NOT_FOUND: a chunk\nat another line")
 
-    monkeypatch.setattr("replicax.train.checkpoints.arrays._handler", Broken)
+    monkeypatch.setattr("replicax.train.checkpoints.with_orbax._handler", Broken)
     with pytest.raises(CheckpointError, match=r"state .*read: NOT_FOUND: a chunk$"):
         fit(dp, tmp_path / "run")
 

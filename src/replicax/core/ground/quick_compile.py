@@ -1,6 +1,6 @@
 """Compiler options for programs that run only a few times."""
 
-import jaxlib
+import importlib.metadata
 
 _QUICK: dict[str, dict[str, str | bool]] = {
     "cpu": {
@@ -8,7 +8,7 @@ _QUICK: dict[str, dict[str, str | bool]] = {
         "xla_cpu_parallel_codegen_split_count": "1",
     }
 }
-if jaxlib.__version__.startswith("0.10."):  # since 0.12 it has no other emitters
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # since 0.12 it has no other emitters
     _QUICK["cpu"]["xla_cpu_use_fusion_emitters"] = False
 
 
