@@ -53,6 +53,7 @@ class Group:
 
     def _connect(self) -> None:
         self._candidates: dict[int, tuple[str, Ready]] = {}
+        self._disagrees = ""  # why, of an island that may be gone since
         self._frames: dict[int, dict[int, list[tuple[Frame, list[np.ndarray]]]]] = {}
         self._asks: Ready | None = None
         self._grouped: set[int] = set()  # peers that are members of some view
@@ -89,6 +90,7 @@ class Group:
                     self._candidates[peer.index] = peer.start, message
                     mine = fields if self._asks is None else self._asks.fields
                     if why := disagreement(mine, fields):
+                        self._disagrees = why
                         peer.send(Out(why, is_final=True))
                 case InView():
                     self._grouped.add(peer.index)
@@ -214,14 +216,13 @@ class Group:
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
         assert self._asks is not None
-        for _, asks in self._candidates.values():
-            if why := disagreement(self._asks.fields, asks.fields):
-                raise AgreementError(why)
+        others = [asks.fields for _, asks in self._candidates.values()]
+        known = [self._disagrees, *(disagreement(self._asks.fields, each) for each in others)]
+        if why := next(filter(None, known), None):
+            raise AgreementError(why)
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
-        if self._grouped:
-            return
-        here = self._candidates, self.network.peers
-        if first := founders(me, everyone, *here, waited_seconds, self.is_over):
+        here = self._candidates, self.network.peers, waited_seconds, self.is_over
+        if not self._grouped and (first := founders(me, everyone, *here)):
             confirmed = [index for index, _ in first] if has_state else [self.place.index]
             self.agreement.begin(founded(first, confirmed))
             self._look()
