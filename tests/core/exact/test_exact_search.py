@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # b
 
 @EXHAUSTIVE
 @hypothesis.settings(
-    max_examples=8,
+    max_examples=4,
     derandomize=True,
     database=None,
     deadline=None,
