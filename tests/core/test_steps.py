@@ -35,6 +35,18 @@ def made(mode: str, devices: int = 4, **settings: Any) -> tuple[rx.DataParallel,
     return dp, dp.init(MODEL)
 
 
+def centred(model: Any, batch: Any, key: Any) -> Any:
+    """A loss of rows that depend on one another."""
+    error = batch["x"] @ model["w"]
+    return (error - jnp.mean(error)) ** 2
+
+
+def made_of(loss: Any, mode: str, devices: int) -> tuple[rx.DataParallel, rx.TrainState]:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, donate=False)
+    return dp, dp.init(MODEL)
+
+
 def one_by_one(dp: rx.DataParallel, state: rx.TrainState, batches: Any) -> tuple[Any, Any]:
     told = []
     for batch in batches:
@@ -170,13 +182,7 @@ def test_a_custom_step_may_be_repeated() -> None:
 
 
 def test_rows_that_mix_are_refused_inside_a_program() -> None:
-    def mixes(model: Any, batch: Any, key: Any) -> Any:
-        error = batch["x"] @ model["w"]
-        return (error - jnp.mean(error)) ** 2
-
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(mixes, optax.sgd(0.1), mesh=mesh, mode="shard_map", donate=False)
-    state = dp.init(MODEL)
+    dp, state = made_of(centred, "shard_map", 4)
     for run in (jax.jit(dp.step), dp.step):
         with pytest.raises(rx.LossError, match=r"rx\.gather"):
             run(state, slices(STACK)[0])
@@ -187,13 +193,7 @@ def test_rows_that_mix_are_refused_inside_a_program() -> None:
 def test_batches_whose_padding_is_unknown() -> None:
     """A program of the caller's does not know how many rows of a feed's batch are real."""
 
-    def centred(model: Any, batch: Any, key: Any) -> Any:
-        error = batch["x"] @ model["w"]
-        return (error - jnp.mean(error)) ** 2
-
-    mesh = rx.make_mesh(devices=jax.devices()[:2])
-    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, donate=False)
-    state = dp.init(MODEL)
+    dp, state = made_of(centred, "jit", 2)
     batch = next(iter(dp.feed(SOURCE, BATCH)))
     with pytest.raises(rx.LossError, match="padded rows"):
         jax.jit(dp.step)(state, batch)
@@ -204,13 +204,7 @@ def test_batches_whose_padding_is_unknown() -> None:
 def test_a_short_batch_that_is_computed_without_padding() -> None:
     """Then the steps are several programs, and the last batch is one of its own."""
 
-    def centred(model: Any, batch: Any, key: Any) -> Any:
-        error = batch["x"] @ model["w"]
-        return (error - jnp.mean(error)) ** 2
-
-    mesh = rx.make_mesh(devices=jax.devices()[:2])
-    dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, donate=False)
-    state = dp.init(MODEL)
+    dp, state = made_of(centred, "jit", 2)
     wanted = one_by_one(dp, state, dp.feed(SOURCE, BATCH))
     [batches] = dp.feed(SOURCE, BATCH, stack=3)
     assert_alike(dp.steps(state, batches), wanted, 1e-6)

@@ -38,6 +38,7 @@ class Loop(Requests):
     def __init__(self) -> None:
         super().__init__()
         self._begun = False  # whether a step was done in this start
+        self._compiled = set[int]()  # numbers of steps of calls
         self._given: FeedItem | None = None  # the newest, if not stepped on yet
         self._stream: Generator[FeedItem] | None = None
         self._ended = False  # whether all batches of the run were yielded
@@ -212,6 +213,10 @@ class Loop(Requests):
 
     def _prepare(self, batches: Batches) -> None:
         """Compile, if the first call of so many steps comes; records leave out that time."""
+        if len(batches) in self._compiled:
+            return
+        self._compiled.add(len(batches))
+        self.dp.job.in_flight.drain()  # or steps would finish in the time that is left out
         started = time.perf_counter()
         self.dp.prepare(self.state, batches)
         seconds = time.perf_counter() - started
