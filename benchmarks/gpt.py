@@ -27,7 +27,7 @@ from replicax.analysis.hardware import chip_of_kind
 from replicax.recipes import transformer
 from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import cudnn_takes
-from replicax.train.host_memory import keep_freed_memory, only_cpu
+from replicax.train.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
@@ -51,12 +51,12 @@ def main() -> None:
     # Otherwise JAX reserves most of the GPU memory, and PyTorch needs some of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_num_cpu_devices", args.devices or 2)
-    if only_cpu():
-        keep_freed_memory()  # as in `replicax train`; the others use it too
     platform = jax.default_backend()
     devices = args.devices or (2 if platform == "cpu" else 1)
     if args.batch % devices:
         raise SystemExit(f"--batch={args.batch} on {devices} devices; the rows must divide evenly")
+    if platform == "cpu":
+        keep_freed_memory()  # as in `replicax train`; the others use it too
     shape = transformer.Shape(args.layers, args.heads, args.width, args.context, args.vocab)
     params = transformer.init(shape, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, args.vocab, (args.batch, args.context + 1))

@@ -25,7 +25,6 @@ KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_TOP_PAD_": str(2**28),
-    "MALLOC_ARENA_MAX": "1",
 }
 
 

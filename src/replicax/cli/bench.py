@@ -34,7 +34,7 @@ from replicax.core.modes import MODES
 from replicax.errors import ClusterError, ConfigError, MissingDependencyError
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
-from replicax.train.host_memory import keep_freed_memory, only_cpu
+from replicax.train.host_memory import keep_freed_memory
 from replicax.wording import counted
 
 MEMORY = "memory.png"
@@ -98,10 +98,10 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
         )
     devices = None if options.devices is None else _counts("--devices", options.devices)
     options.fix_threads(*_modes(options))
-    if only_cpu():
-        keep_freed_memory()
     if devices:
         make_host_devices(max(devices))
+    if jax.devices()[0].platform == "cpu":
+        keep_freed_memory()
     folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
     print_data(parsed.recipe)
     result = bench_recipe(
@@ -268,8 +268,8 @@ def _one_process(arguments: list[str]) -> None:
     *own, path = arguments
     parsed = parse_with_recipe("bench", BenchOptions, own)
     counts = _counts("--processes", parsed.options.processes)
-    keep_freed_memory()
     job = rx.initialize(verbose=False)
+    keep_freed_memory()
     result = bench_recipe(
         parsed,
         batch_size=weak_rows(parsed.recipe.batch_size, counts) * jax.device_count(),

@@ -81,9 +81,9 @@ def serve_island(parsed: Arguments[Any]) -> None:
     descriptor, cores = os.environ[LINK_CONTROL].split()
     os.sched_setaffinity(0, map(int, cores.split(",")))  # before JAX counts them
     options, recipe = parsed.options, parsed.recipe
-    keep_freed_memory()
     job = rx.initialize(verbose=False)
     assert isinstance(job, IslandJob)
+    keep_freed_memory()
     # As few parts as possible: one for each island, if these are a power of two.
     settings = {**options.settings(recipe), "micro_shards": 1 << (job.islands - 1).bit_length()}
     source = recipe.train_source()

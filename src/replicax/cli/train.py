@@ -34,7 +34,7 @@ from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
 from replicax.table import labelled
 from replicax.train.hooks.figures import injected_rates
-from replicax.train.host_memory import keep_freed_memory, only_cpu
+from replicax.train.host_memory import keep_freed_memory
 from replicax.train.stopping import Interrupt, shown_signal
 from replicax.train.streams import unfailing_stdout
 from replicax.train.summary import Fit
@@ -238,8 +238,6 @@ def _run(
 ) -> Fit:
     options, recipe = parsed.options, parsed.recipe
     start, compute = options.start, options.compute
-    if only_cpu():
-        keep_freed_memory()
     job = rx.initialize()
     speaks = job.process == 0
     for hook in hooks if speaks else ():
@@ -250,6 +248,8 @@ def _run(
     mesh = compute.mesh(compute.devices)
     rounds = options.islands.rounds(mesh, job)
     dp = compute.data_parallel(recipe, compute.mode, mesh, job, **rounds)
+    if dp.mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
     said = keep_programs(dp.mesh.devices.flat[0], prunes=speaks)
     if speaks:
         print_data(recipe)
