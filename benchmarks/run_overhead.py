@@ -15,6 +15,7 @@ Goal: a median ratio of at most 1.02.
 
 import argparse
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -73,9 +74,9 @@ def steps_of(run: rx.Run, count: int) -> Callable[[], None]:
 
 def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any]:
     """Measure milliseconds per step of each, and the ratios of the runs to the bare loop."""
-    dp = rx.DataParallel(
-        recipe.loss, recipe.optimizer(), mesh=rx.make_mesh(devices=jax.devices()[:devices])
-    )
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    make = functools.partial(rx.DataParallel, recipe.loss, recipe.optimizer(), mesh=mesh)
+    dp = make()
     figures = [rx.LearningRate(0.1), rx.Throughput(), rx.DeviceMemory()]
     hooks: dict[str, list[rx.Hook]] = {"run": [], "run with figures": figures}
     with contextlib.ExitStack() as stack:
@@ -87,9 +88,10 @@ def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any
             "guarded": bare(guarded(dp, state), recipe, count),
         }
         for name, own in hooks.items():
+            own_dp = make()  # a run takes the results of all steps of its DataParallel
             run = rx.Run(
-                dp,
-                dp.init(recipe.model(jax.random.key(0))),
+                own_dp,
+                own_dp.init(recipe.model(jax.random.key(0))),
                 recipe.train_source(),
                 batch_size=recipe.batch_size,
                 steps=(rounds + 3) * count,
