@@ -2,7 +2,8 @@
 
 Goals on 2 cores with 8 simulated devices: a recipe at most 8 s, the NNX model (BatchNorm, Dropout,
 5,000 parameters) at most 20 s, and the first verdict, on the step's own mode on all devices, at
-most 3 s after the first program is compiled. Writes `results/verify_time.json`.
+most 3 s after the first program is compiled. Each is verified with an empty cache of compiled
+programs, and once again with what it kept. Writes `results/verify_time.json`.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -52,11 +54,11 @@ def child(name: str) -> None:
     print(json.dumps({**figures, "seconds": time.time() - began}))
 
 
-def run(name: str) -> dict[str, float]:
+def run(name: str, cache: str) -> dict[str, float]:
     """Return the figures of one fresh process."""
-    began = {"VERIFY_TIME_BEGAN": str(time.time())}
+    own = {"VERIFY_TIME_BEGAN": str(time.time()), "REPLICAX_CACHE": cache}
     command = [sys.executable, __file__, "--child", name]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **began})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own})
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -78,13 +80,17 @@ def main() -> None:
     order = random.Random(0)
     for _ in range(options.rounds):
         for name in order.sample(subjects, len(subjects)):
-            runs[Path(name).stem].append(run(name))
+            with tempfile.TemporaryDirectory() as cache:
+                first, again = run(name, cache), run(name, cache)
+            runs[Path(name).stem].append({**first, "seconds_again": again["seconds"]})
     result = {
         name: {key: spread([each[key] for each in several]) for key in several[0]}
         for name, several in runs.items()
     }
     for name, figures in result.items():
-        print(name, {key: figures[key] for key in ("seconds", "to_verdict", "cpu")})
+        print(
+            name, {key: figures[key] for key in ("seconds", "to_verdict", "cpu", "seconds_again")}
+        )
     save("verify_time", {**environment(), "rounds": options.rounds, "subjects": result})
 
 

@@ -75,7 +75,11 @@ def expected_of(name: str) -> list[Metrics]:
 
 @pytest.mark.parametrize(
     ("name", "mode", "devices"),
-    only([case for case in FIRST_LOSSES if case[0] in QUICK and case[1:] in KEPT], FIRST_LOSSES),
+    only(
+        [case for case in FIRST_LOSSES if case[0] in QUICK and case[1:] in KEPT],
+        FIRST_LOSSES,
+        FIRST_LOSSES[::2],
+    ),
 )
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
     example = loaded(name)

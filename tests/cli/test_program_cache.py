@@ -33,12 +33,15 @@ def configured() -> Iterator[Any]:
 
 
 def train(folder: Path, cache: Path, *flags: str) -> str:
-    """Run a start in a process of its own; return its output and JAX's log."""
+    return replicax(folder, cache, "train", *MLP, *flags, "--mode", "exact", "--micro-shards", "4")
+
+
+def replicax(folder: Path, cache: Path, *arguments: str) -> str:
+    """Run a command in a process of its own; return its output and JAX's log."""
     ours = ("JAX_", "NPROC")
     of_user = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
-    command = [sys.executable, "-m", "replicax", "train", *MLP, *flags]
     done = subprocess.run(
-        [*command, "--mode", "exact", "--micro-shards", "4"],
+        [sys.executable, "-m", "replicax", *arguments],
         env={
             **of_user,
             "JAX_PLATFORMS": "cpu",
@@ -75,6 +78,17 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -
     without = train(tmp_path, tmp_path / "none", "--steps", "4", "--run", "c")
     assert without.count(HITS) == without.count(MISSES) == 0
     assert bits(first) == bits(again) == bits(without)
+
+
+@pytest.mark.skipif(
+    program_cache._REFUSED in program_cache.host_processor(), reason="a CPU without the cache"
+)
+def test_a_second_verification_compiles_nothing(tmp_path: Path) -> None:
+    verify = ["verify", "linear_regression", "--devices", "2", "--modes", "jit,exact"]
+    first, again = (replicax(tmp_path, tmp_path / "cache", *verify) for _ in range(2))
+    assert first.count(MISSES) > 5
+    assert again.count(MISSES) == 0
+    assert re.search(r"^\d+ checks: .*pass", again, re.MULTILINE)
 
 
 def test_a_users_own_cache_is_left_alone(

@@ -1,4 +1,4 @@
-"""JAX's cache of compiled programs on disk, which `replicax train` uses by default."""
+"""JAX's cache of compiled programs on disk, which `replicax train` and `verify` use by default."""
 
 import hashlib
 

@@ -16,6 +16,7 @@ from replicax.arguments import Count, Seed
 from replicax.checks import FAIL, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions, Live
+from replicax.cli.program_cache import keep_programs
 from replicax.cli.step_options import (
     DeviceOptions,
     ModeOptions,
@@ -31,6 +32,7 @@ from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
+from replicax.table import labelled
 from replicax.train.fingerprint import sha256
 from replicax.verify.program_cases import program_text
 from replicax.verify.verification import GrowingTable, Verification
@@ -119,6 +121,8 @@ def verify(arguments: list[str]) -> int:
     )
     if options.devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
         make_host_devices(HOST_DEVICES if options.devices is None else options.devices)
+    if said := keep_programs(jax.devices()[0], prunes=True):
+        options.say(*labelled("cache", said))
     with options.working(piped=True) as live:
         verification = check(live)
     options.write_json(verification.to_json())

@@ -37,7 +37,7 @@ from replicax.verify.emulation import emulated, magnitudes
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
-_LONG = 10**10
+_LONG = 2 * 10**8
 """FLOPs of a step above which it pays to optimize the program, as it runs dozens of times."""
 _OPTIMIZED = {"xla_backend_optimization_level": "1"}
 _FORWARD_AND_BACK = 3

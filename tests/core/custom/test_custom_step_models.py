@@ -117,7 +117,9 @@ FORMS_AND_PLACES = [(form, *place) for form in FORMS for place in PLACES + EXACT
 KEPT = [("module", "jit", 4), ("module", "exact", 2), ("optimizer", "shard_map", 4)]
 
 
-@pytest.mark.parametrize(("form", "mode", "devices"), only(KEPT, FORMS_AND_PLACES))
+@pytest.mark.parametrize(
+    ("form", "mode", "devices"), only(KEPT, FORMS_AND_PLACES, FORMS_AND_PLACES[::3])
+)
 def test_an_nnx_model_trains_in_any_form(form: str, mode: str, devices: int) -> None:
     step, begin = of_form(form)
     where = ("exact", devices) if mode == "exact" else ("single", 1)
