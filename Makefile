@@ -18,6 +18,9 @@ runnable = $(shell for name in $(1); do \
 	for python in $$name "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/$$name; do \
 	"$$python" -c '$(HAS_VENV)' 2>/dev/null && echo "$$python" && exit; done; done)
 
+# Modules are compiled once, not again in each of the thousands of processes that the tests start.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
 

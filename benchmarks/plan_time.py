@@ -28,13 +28,11 @@ def plan(arguments: list[str], folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "replicax", "plan", *arguments]
     surroundings = {**os.environ, "REPLICAX_CACHE": str(folder / "cache")}
     started, answer = time.perf_counter(), None
-    lines = []
     with subprocess.Popen(
         command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append(line.rstrip())
             if line.startswith(ANSWER):
                 answer = time.perf_counter() - started
     if process.returncode:
@@ -43,7 +41,6 @@ def plan(arguments: list[str], folder: Path) -> dict[str, Any]:
         "answer_seconds": answer,
         "seconds": time.perf_counter() - started,
         "compiled": len(set(kept.glob("*")) - before),
-        "lines": lines,
     }
 
 
