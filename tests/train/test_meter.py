@@ -141,6 +141,18 @@ def test_waiting_is_never_more_than_all_the_time() -> None:
     assert record.input_wait_fraction == 1.0
 
 
+def test_steps_that_are_found_finished_together_share_the_time(clock: Clock) -> None:
+    meter = Meter(2)
+    meter.finished(done(1, 1), 3)
+    clock.now += 8.0
+    together = [
+        meter.finished(done(step, 1), ready) for step, ready in ((2, 4), (3, 3), (4, 2), (5, 1))
+    ]
+    assert [record.seconds for records in together for record in records] == [2.0, 4.0]
+    clock.now += 1.0
+    assert [record.seconds for record in meter.finished(done(6, 1))] == [3.0]
+
+
 def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
     meter = Meter(100)
     metered(meter, range(1, 2))

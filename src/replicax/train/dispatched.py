@@ -133,10 +133,15 @@ def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) 
     return Call(last, metrics, batch, results)
 
 
-def finished(in_flight: InFlight, may_remain: int) -> Iterator[Dispatched]:
-    """Yield the steps of all calls but the newest `may_remain`, in order, as they finish."""
+def finished(in_flight: InFlight, may_remain: int) -> Iterator[tuple[Dispatched, int]]:
+    """Yield the steps of all calls but the newest `may_remain`, in order, as they finish.
+
+    With each, how many have finished by now from it on.
+    """
     for call in in_flight.notes(may_remain):
-        yield from call.steps()
+        steps = call.steps()
+        ready = in_flight.finished_since + len(steps)
+        yield from zip(steps, range(ready, ready - len(steps), -1), strict=True)
 
 
 def _dispatched(
@@ -164,6 +169,8 @@ class Meter:
     _last: Dispatched | None  # the newest step, if it has no record yet
     _sums: dict[str, list[float]]  # name -> sum over rows, and number of rows
     _started: float | None
+    _reached: float  # when the last step finished
+    _together: tuple[int, float]  # steps that had finished with it, and the seconds of each
     _wait_seconds: float
     rows: int
     """Rows of finished steps that are not in a record yet."""
@@ -177,14 +184,21 @@ class Meter:
         """Whether steps are being timed; the first step, which compiles, is not."""
         return self._started is not None
 
-    def finished(self, step: Dispatched) -> list[Record]:
+    def finished(self, step: Dispatched, ready: int = 1) -> list[Record]:
         """Return the record of a step that has finished, if one is due.
 
         Args:
             step: the next step. No step may be dispatched after the first one before this call,
                 which starts the clock.
+            ready: number of steps that have finished by now, from this one on. They share the time
+                since the last one before them, as when each of them finished is not known.
         """
         rows = step.rows or 0
+        left, seconds = self._together
+        if not left:
+            left, seconds = ready, (time.perf_counter() - self._reached) / ready
+        self._reached += seconds
+        self._together = left - 1, seconds
         self.rows += rows
         self._unread.append((step.metrics, 0 if step.skipped else rows))
         if len(self._unread) >= _READ_TOGETHER:
@@ -193,7 +207,7 @@ class Meter:
         is_first = not (self._resumed or self.is_timing)
         records = self.flush() if is_first or step.place.step % self._log_every == 0 else []
         if self._started is None:
-            self._started = time.perf_counter() - self._seconds
+            self._start()
         return records
 
     def add_wait(self, seconds: float) -> None:
@@ -203,6 +217,7 @@ class Meter:
         """Exclude the last `seconds`, such as an evaluation, from the steps' time."""
         if self._started is not None:
             self._started += seconds
+            self._reached += seconds
 
     def flush(self) -> list[Record]:
         """Return a record up to the last step, if it has none."""
@@ -210,24 +225,23 @@ class Meter:
         if step is None:
             return []
         self._read()
-        now = time.perf_counter()
-        seconds = self._seconds if self._started is None else now - self._started
+        seconds = self._timed()
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
         sums, at = {name: self._sums[name] for name in step.metrics}, step.place
         if ROUND_LOSS in sums and not sums[ROUND_LOSS][1]:
             del sums[ROUND_LOSS]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
         record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
-        self.rows, self._sums, self._wait_seconds, self._started = 0, {}, 0.0, now
+        self.rows, self._sums, self._wait_seconds, self._seconds = 0, {}, 0.0, 0.0
+        if self._started is not None:
+            self._started = self._reached
         return [record]
 
     def save_state(self) -> dict[str, Any]:
         """Return, as JSON values, what the next record needs from the steps so far."""
         self._read()
-        now = time.perf_counter()
-        seconds = self._seconds if self._started is None else now - self._started
         sums = {name: list(each) for name, each in self._sums.items()}
-        return {"rows": self.rows, "seconds": seconds, "sums": sums}
+        return {"rows": self.rows, "seconds": self._timed(), "sums": sums}
 
     def rewind(self, state: dict[str, Any], *, resumed: bool, compiled: bool) -> None:
         """Return to the point where `save_state` returned `state`, discarding later steps.
@@ -241,7 +255,18 @@ class Meter:
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
         self._unread: list[tuple[Metrics, int]] = []  # metrics of finished steps, and their rows
         self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
-        self._started = time.perf_counter() - self._seconds if compiled else None
+        self._started, self._reached, self._together = None, time.perf_counter(), (0, 0.0)
+        if compiled:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the clock, as if the seconds that a resumed run brings had just passed."""
+        self._reached, self._together = time.perf_counter(), (0, 0.0)
+        self._started = self._reached - self._seconds
+
+    def _timed(self) -> float:
+        """Return the seconds from the last record to the last step."""
+        return self._seconds if self._started is None else self._reached - self._started
 
     def _read(self) -> None:
         """Add the metrics of finished steps, of which reading many at once takes least time."""

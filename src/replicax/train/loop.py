@@ -233,11 +233,11 @@ class Loop(Requests):
             due: whether the state is about to be saved or evaluated, or the run to end.
         """
         made: list[Record] = []
-        for step in finished(self.dp.job.in_flight, may_remain):
+        for step, ready in finished(self.dp.job.in_flight, may_remain):
             for record in self._run_state.bad_steps.finished(step):
                 self.keep(record)
             self.hooks("step", self, step)
-            made += map(self._with_figures, self._run_state.meter.finished(step))
+            made += map(self._with_figures, self._run_state.meter.finished(step, ready))
         self.hooks("settle", self, due)
         if self._back is not None:
             return

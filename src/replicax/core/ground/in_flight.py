@@ -28,7 +28,7 @@ class InFlight:
         """The same, with the one that is being dispatched, which may wait for other processes."""
         self.lock = threading.RLock()
         """Held while a program is dispatched."""
-        self._waited_for = 0
+        self._waited_for = self._noted = 0
         self._unfinished: collections.deque[tuple[Any, int]] = collections.deque()
         """The result of each call, and the number of steps begun with it."""
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()
@@ -80,10 +80,16 @@ class InFlight:
         """Yield the notes of all but the last `may_remain` calls, in order, as they finish."""
         while True:
             while self._notes and self._notes[0][0] <= self._waited_for:
-                yield self._notes.popleft()[1]
+                self._noted, note = self._notes.popleft()
+                yield note
             if len(self._unfinished) <= may_remain:
                 return
             self._wait()
+
+    @property
+    def finished_since(self) -> int:
+        """The number of steps finished after those of the last note taken."""
+        return self.finished - self._noted
 
     @property
     def remaining(self) -> list[Any]:
