@@ -16,9 +16,10 @@ import replicax as rx
 from replicax.core.data.batch import Batch, pad
 from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
-from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched, finished
+from replicax.train.dispatched import Dispatched, RunPosition, dispatched, finished
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
+from replicax.train.step_records import BadSteps
 
 
 def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
@@ -168,8 +169,8 @@ def test_the_steps_of_a_twin_are_followed() -> None:
             state, found = dp.step(state, each)
             step += 1
             steps.note(dispatched(RunPosition(step, epoch, number), each, found))
-            records += [record for each in finished(steps, 4) for record in bad.finished(each)]
-    records += [record for each in finished(steps, 0) for record in bad.finished(each)]
+            records += [record for each, _ in finished(steps, 4) for record in bad.finished(each)]
+    records += [record for each, _ in finished(steps, 0) for record in bad.finished(each)]
     met = [each for record in records for each in record.examples or () if each in (17, 40)]
     assert sorted(met) == [17] * 3 + [40] * 3
     assert all({17, 40} & set(record.examples or ()) for record in records)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from support.clock import Clock
 
-from replicax.train import dispatched as module
-from replicax.train.dispatched import Dispatched, Meter, RunPosition
+from replicax.train import step_records as module
+from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record
+from replicax.train.step_records import Meter
 
 
 @pytest.fixture

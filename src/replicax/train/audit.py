@@ -164,7 +164,7 @@ class Audit(Hook):
             if self._is_over(run, table, run.place, done):
                 return
         # A device may be at fault. If not, all devices skipped the step, which
-        # `replicax.train.dispatched` tracks.
+        # `replicax.train.step_records` tracks.
         if any(bool(step.not_finite) for step in done):
             table = self._fingerprint.take(run.state)
             if differences := self._fingerprint.differences(table):

@@ -27,7 +27,6 @@ from replicax.errors import (
 from replicax.train.call_sizes import call_sizes
 from replicax.train.checkpoints.arrays import params_not_finite
 from replicax.train.curves import Curves
-from replicax.train.dispatched import BadSteps, Meter
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
@@ -44,6 +43,7 @@ from replicax.train.resuming import Resuming
 from replicax.train.rounds_told import doubtful_rounds
 from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
+from replicax.train.step_records import BadSteps, Meter
 from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import Storage, is_complete
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary

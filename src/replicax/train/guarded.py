@@ -65,7 +65,7 @@ def guarded(
     A step is bad if its loss or any gradient element that the optimizer reads is not finite (or has
     a non-finite square), or, with a state from `with_losses`, if its loss is a spike. `step` then
     returns the metrics `NOT_FINITE` and `SPIKE`, and does not raise if the first loss is not
-    finite: the caller reads the metrics and decides. See `replicax.train.dispatched`.
+    finite: the caller reads the metrics and decides. See `replicax.train.step_records`.
 
     This also preserves evidence for an audit: a flipped bit in one replica's weights can make the
     next gradient NaN on all replicas, and applying it would make them equal again.

@@ -50,7 +50,7 @@ class Record:
 
     kind: str
     """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
-    `step` was skipped (see `replicax.train.dispatched`), or `"restore"`: the run went back to
+    `step` was skipped (see `replicax.train.step_records`), or `"restore"`: the run went back to
     `step` and continued from there."""
     step: int
     """Updates done when the metrics were taken; for train and noise records, including the update

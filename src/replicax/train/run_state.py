@@ -10,11 +10,12 @@ from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Job
 from replicax.errors import ConfigError
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import BadSteps, Meter, RunPosition
+from replicax.train.dispatched import RunPosition
 from replicax.train.evaluator import Evaluator
 from replicax.train.hook import Hooks
 from replicax.train.read_again import RereadCheck
 from replicax.train.records import Record
+from replicax.train.step_records import BadSteps, Meter
 
 
 @dataclasses.dataclass
