@@ -154,6 +154,16 @@ def test_steps_that_are_found_finished_together_share_the_time(clock: Clock) -> 
     assert [record.seconds for record in meter.finished(done(6, 1))] == [3.0]
 
 
+def test_steps_found_finished_after_an_evaluation_share_none_of_its_time(clock: Clock) -> None:
+    meter = Meter(2)
+    meter.finished(done(1, 1))
+    clock.now += 100.0
+    meter.leave_out(100.0)
+    clock.now += 2.0
+    (record,) = meter.finished(done(2, 1), 2)
+    assert record.seconds == 1.0
+
+
 def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
     meter = Meter(100)
     metered(meter, range(1, 2))

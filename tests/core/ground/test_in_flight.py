@@ -2,6 +2,8 @@
 
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT, InFlight
@@ -114,3 +116,11 @@ def test_another_thread_may_look_at_any_time() -> None:
     thread.join()
     assert all(finished <= begun for finished, begun in seen)
     assert [pair[0] for pair in seen] == sorted(pair[0] for pair in seen)
+
+
+def test_steps_that_finished_after_those_of_a_note_are_counted() -> None:
+    steps, done = InFlight(), jax.block_until_ready(jnp.zeros(()))
+    for number in range(3):
+        steps.add(done, 2)
+        steps.note(number)
+    assert [(note, steps.finished_since) for note in steps.notes(1)] == [(0, 4), (1, 2)]
