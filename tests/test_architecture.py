@@ -20,13 +20,14 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
 TEXT = {"errors", "arguments", "wording", "table", "python_file"}
-BESIDE = {"core", "train", "cluster", "islands", "analysis", "recipes"}
+BESIDE = {"core", "train", "cluster", "islands", "analysis", "recipes", "plot_style"}
 ROOMS = {
     "errors": set(),
     "arguments": {"errors"},
     "wording": {"errors"},
     "table": set(),
     "python_file": {"errors"},
+    "plot_style": {"errors"},
     "checks": {"errors", "wording", "table"},
     "core": {"errors", "arguments"},
     "lint": {"errors", "checks", "wording"},
@@ -35,7 +36,7 @@ ROOMS = {
     "analysis": {"errors"},
     "cluster": {"arguments", "errors", "core"},
     "islands": {"arguments", "errors", "core", "cluster"},
-    "train": TEXT | {"core", "cluster", "islands", "analysis"},
+    "train": TEXT | {"core", "cluster", "islands", "analysis", "plot_style"},
     "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {"", "checks"} for verb in VERBS},
     "load_run": TEXT | BESIDE,
