@@ -33,11 +33,11 @@ from islands_runs import (
     LaunchedRun,
     Start,
     Step,
-    plot,
 )
 from timing import environment, save
 
 from replicax.bench.machine import Neighbours
+from replicax.plot_style import picture
 
 VICTIMS = 1, 0, 2
 AT = 20.0, 60.0, 100.0
@@ -254,45 +254,44 @@ def timeline(
 
 def draw(times: dict[str, Any], path: Path) -> None:
     """Draw the islands over time, and rows per second below."""
-    drawn, axes = plot(9.0, 5.0, nrows=2, sharex=True, height_ratios=(1, 1.3))
-    above, below = axes
-    labelled: set[str] = set()
+    with picture(path, 9.0, 5.0) as drawn:
+        above, below = drawn.subplots(2, sharex=True, height_ratios=(1, 1.3))
+        labelled: set[str] = set()
 
-    def label(name: str) -> str | None:
-        is_new = name not in labelled
-        labelled.add(name)
-        return name if is_new else None
+        def label(name: str) -> str | None:
+            is_new = name not in labelled
+            labelled.add(name)
+            return name if is_new else None
 
-    for span in times["spans"]:
-        y = span["island"]
-        begin, joined, end = (max(span[name], 0.0) for name in ("start", "first_step", "end"))
-        if joined > begin:
-            named = label("starting and joining")
-            above.barh(y, joined - begin, 0.5, begin, color=JOINING, label=named)
-        if end > joined:
-            above.barh(y, end - joined, 0.5, joined, color=MEMBER, label=label("member"))
-        if span["start"] > 0:
-            above.plot(joined, y, "^", color="black", label=label("first step"), markersize=7)
-        if span["killed"]:
-            above.plot(end, y, "X", color=MARK, label=label("kill -9"), markersize=9)
-    above.set_yticks(range(COUNT), [f"island {number}" for number in range(COUNT)])
-    above.invert_yaxis()
-    above.grid(False)
-    rates = times["rows_per_second"]
-    edges = np.arange(len(rates) + 1) * times["bin_seconds"]
-    below.stairs(rates, edges, color=RATE, fill=True, alpha=0.35)
-    below.stairs(rates, edges, color=RATE, linewidth=1.2, baseline=None)
-    for span in times["spans"]:
-        if span["killed"]:
-            below.axvline(span["end"], color=MARK, linewidth=1, linestyle="--")
-        if span["start"] > 0:
-            below.axvline(span["first_step"], color="#333333", linewidth=0.8, linestyle=":")
-    below.set_xlim(0, edges[-1])
-    below.set_ylim(bottom=0)
-    below.set_ylabel("rows per second")
-    below.set_xlabel("seconds")
-    drawn.legend(loc="outside upper center", ncols=4, frameon=False)
-    drawn.savefig(path, dpi=150)
+        for span in times["spans"]:
+            y = span["island"]
+            begin, joined, end = (max(span[name], 0.0) for name in ("start", "first_step", "end"))
+            if joined > begin:
+                named = label("starting and joining")
+                above.barh(y, joined - begin, 0.5, begin, color=JOINING, label=named)
+            if end > joined:
+                above.barh(y, end - joined, 0.5, joined, color=MEMBER, label=label("member"))
+            if span["start"] > 0:
+                above.plot(joined, y, "^", color=RATE, label=label("first step"), markersize=7)
+            if span["killed"]:
+                above.plot(end, y, "X", color=MARK, label=label("kill -9"), markersize=9)
+        above.set_yticks(range(COUNT), [f"island {number}" for number in range(COUNT)])
+        above.invert_yaxis()
+        below.grid(axis="y")
+        rates = times["rows_per_second"]
+        edges = np.arange(len(rates) + 1) * times["bin_seconds"]
+        below.stairs(rates, edges, color=RATE, fill=True, alpha=0.35)
+        below.stairs(rates, edges, color=RATE, linewidth=1.2, baseline=None)
+        for span in times["spans"]:
+            if span["killed"]:
+                below.axvline(span["end"], color=MARK, linewidth=1, linestyle="--")
+            if span["start"] > 0:
+                below.axvline(span["first_step"], color=RATE, linewidth=0.8, linestyle=":")
+        below.set_xlim(0, edges[-1])
+        below.set_ylim(bottom=0)
+        below.set_ylabel("rows per second")
+        below.set_xlabel("seconds")
+        drawn.legend(loc="outside upper center", ncols=4)
 
 
 if __name__ == "__main__":

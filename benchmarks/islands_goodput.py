@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from islands_runs import COUNT, IMAGES, POLL_SECONDS, STARTS_WITHIN_SECONDS, LaunchedRun, plot
+from islands_runs import COUNT, IMAGES, POLL_SECONDS, STARTS_WITHIN_SECONDS, LaunchedRun
 from timing import environment, save
 
 from replicax.bench.machine import Neighbours
 from replicax.bench.plots import STYLES
+from replicax.plot_style import picture
 
 RATES = 0.0, 30.0, 60.0, 125.0, 250.0
 """Faults an hour."""
@@ -178,26 +179,27 @@ def summary(run: LaunchedRun, steps: int, rows: int, missed: int, ended: float) 
 
 def draw(kinds: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw goodput by faults an hour."""
-    figure, axis = plot(7.0, 4.2)
-    for (kind, runs), (colour, marker) in zip(kinds.items(), STYLES[1:], strict=False):
-        rates = [run["faults_per_hour"] for run in runs]
-        goodput = [100 * run["goodput"] for run in runs]
-        axis.plot(rates, goodput, color=colour, marker=marker, label=KINDS[kind])
-        for rate, value in zip(rates, goodput, strict=True):
-            axis.annotate(
-                f"{value:.0f}%",
-                (rate, value),
-                xytext=(0, 6 if kind == "islands" else -14),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                color=colour,
-            )
-    axis.set_ylim(0, 112)
-    axis.set_xlabel("faults an hour (kill -9 of one of three)")
-    axis.set_ylabel("goodput [% of the undisturbed run]")
-    axis.legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=150)
+    with picture(path, 7.0, 4.2) as figure:
+        axis = figure.subplots()
+        axis.grid(axis="y")
+        for (kind, runs), (colour, marker) in zip(kinds.items(), STYLES[1:], strict=False):
+            rates = [run["faults_per_hour"] for run in runs]
+            goodput = [100 * run["goodput"] for run in runs]
+            axis.plot(rates, goodput, color=colour, marker=marker, label=KINDS[kind])
+            for rate, value in zip(rates, goodput, strict=True):
+                axis.annotate(
+                    f"{value:.0f}%",
+                    (rate, value),
+                    xytext=(0, 6 if kind == "islands" else -14),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=9,
+                    color=colour,
+                )
+        axis.set_ylim(0, 112)
+        axis.set_xlabel("faults an hour (kill -9 of one of three)")
+        axis.set_ylabel("goodput [% of the undisturbed run]")
+        axis.legend(loc="lower left")
 
 
 if __name__ == "__main__":

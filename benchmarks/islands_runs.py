@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from replicax.cluster.variables import PROCESS_ID
 from replicax.core.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
@@ -192,16 +191,3 @@ def _last_step(path: Path) -> Step | None:
     if lines and lines[-1].startswith("["):
         return Step(*json.loads(lines[-1]))
     return None
-
-
-def plot(wide: float, high: float, **grid: Any) -> tuple[Any, Any]:
-    """Return a figure and its axes in the style of the other plots."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(wide, high), layout="constrained")
-    axes = figure.subplots(**grid)
-    for axis in axes if isinstance(axes, (list, tuple)) or hasattr(axes, "flat") else [axes]:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, axis="y")
-        axis.set_axisbelow(True)
-    return figure, axes

@@ -142,30 +142,33 @@ def shown(rows: list[dict[str, Any]]) -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the losses of the widest models by step, and what islands cost by the model's size."""
-    from islands_runs import plot
-
     from replicax.bench.plots import STYLES
+    from replicax.plot_style import picture
 
     widths = sorted({each["row"]["width"] for each in rows})
-    figure, (curves, costs) = plot(9.0, 3.8, ncols=2)
-    names = [name for name in METHODS if name.startswith("M=") and "," not in name]
-    for name, (colour, marker) in zip(["data parallel", *names], STYLES, strict=False):
-        each = [(tuned(rows, w, **METHODS[name]), tuned(rows, w, islands=0)) for w in widths]
-        if (widest := each[-1][0]) is not None:
-            steps, losses = zip(*widest["curve"].items(), strict=True)
-            curves.plot(list(map(int, steps)), losses, color=colour, marker=marker, label=name)
-        pairs = [(one, base) for one, base in each if one and base and name in names]
-        sizes = [one["parameters"] / 1e6 for one, _ in pairs]
-        above = [100 * (one["loss"] / base["loss"] - 1) for one, base in pairs]
-        costs.plot(sizes, above, color=colour, marker=marker)
-    curves.set(xlabel="step", ylabel="evaluation loss [nats a byte]")
-    curves.legend(frameon=False)
-    costs.axhline(0, color=STYLES[0][0], linewidth=1)
-    costs.set(xlabel="parameters [million]", ylabel="loss above data parallel [%]", xscale="log")
-    costs.minorticks_off()
-    sizes = [best["parameters"] / 1e6 for width in widths if (best := tuned(rows, width))]
-    costs.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
-    figure.savefig(path, dpi=150)
+    with picture(path, 9.0, 3.8) as figure:
+        curves, costs = figure.subplots(1, 2)
+        names = [name for name in METHODS if name.startswith("M=") and "," not in name]
+        for name, (colour, marker) in zip(["data parallel", *names], STYLES, strict=False):
+            each = [(tuned(rows, w, **METHODS[name]), tuned(rows, w, islands=0)) for w in widths]
+            if (widest := each[-1][0]) is not None:
+                steps, losses = zip(*widest["curve"].items(), strict=True)
+                curves.plot(list(map(int, steps)), losses, color=colour, marker=marker, label=name)
+            pairs = [(one, base) for one, base in each if one and base and name in names]
+            sizes = [one["parameters"] / 1e6 for one, _ in pairs]
+            above = [100 * (one["loss"] / base["loss"] - 1) for one, base in pairs]
+            costs.plot(sizes, above, color=colour, marker=marker)
+        curves.grid(axis="y")
+        costs.grid(axis="y")
+        curves.set(xlabel="step", ylabel="evaluation loss [nats a byte]")
+        curves.legend()
+        costs.axhline(0, color=STYLES[0][0], linewidth=1)
+        costs.set(
+            xlabel="parameters [million]", ylabel="loss above data parallel [%]", xscale="log"
+        )
+        costs.minorticks_off()
+        sizes = [best["parameters"] / 1e6 for width in widths if (best := tuned(rows, width))]
+        costs.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
 
 
 def main() -> None:

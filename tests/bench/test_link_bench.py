@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pictures import saved_figures
 from support.tiers import exhaustive
 
 from replicax.bench import link_bench
 from replicax.bench.link_bench import LinkBench, LinkCase, _cases
 from replicax.bench.link_island import ALONE
 from replicax.bench.link_methods import METHOD_NAMES, link_methods
-from replicax.bench.link_report import link_figure, link_json, link_table, write_link_bench
+from replicax.bench.link_report import link_json, link_table, write_link_bench
 from replicax.bench.machine import environment
 from replicax.cli.bench import bench
 from replicax.errors import ConfigError
@@ -100,8 +101,8 @@ def test_a_table_has_80_columns() -> None:
     assert row[-5:] == ["80%", "84%", "-4.0", "81%", "-0.6"]
 
 
-def test_files_and_the_plot(tmp_path: Path) -> None:
-    made = made_up_bench()
+def test_files_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, figures = made_up_bench(), saved_figures(monkeypatch)
     assert [path.name for path in write_link_bench(made, tmp_path)] == [
         "bench.json",
         "slow_links.png",
@@ -109,7 +110,7 @@ def test_files_and_the_plot(tmp_path: Path) -> None:
     read = json.loads((tmp_path / "bench.json").read_text())
     assert read == json.loads(json.dumps(link_json(made)))
     assert read["cases"][0]["points_apart"] == pytest.approx(-4)
-    [axis] = link_figure(made).axes
+    [axis] = figures[0].axes
     assert [bar.get_height() for bar in axis.patches] == pytest.approx([80])
 
 

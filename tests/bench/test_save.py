@@ -1,6 +1,9 @@
 """The files of a bench."""
 
+import dataclasses
+import io
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,10 +11,12 @@ from typing import Any
 import pytest
 from bench.results import CASE, extreme, layouts, make_bench, scaled
 from matplotlib.text import Text
+from support.pictures import saved_figures
 from support.tiers import exhaustive
 
 from replicax.bench.bench_result import Bench
-from replicax.bench.plots import figure_of
+from replicax.bench.plots import draw_bench
+from replicax.bench.report import bench_table
 from replicax.bench.save import bench_json, read_part, write_bench, write_part
 
 
@@ -65,22 +70,40 @@ def test_layouts_have_their_own_picture_and_figures(tmp_path: Path) -> None:
 def test_no_words_of_a_picture_of_layouts_overlap(
     size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figure = figure_of(layouts(size=size))
-    figure.draw_without_rendering()
-    draw, drawn = Text.draw, []
+    draw, drawn = Text.draw, {}
 
     def watched(self: Text, renderer: Any) -> None:
         draw(self, renderer)
         if self.get_text() and self.get_visible():
-            drawn.append((self.get_text(), self.get_window_extent(renderer)))
+            drawn[id(self)] = self.get_text(), self.get_window_extent(renderer)
 
     monkeypatch.setattr(Text, "draw", watched)
-    figure.draw_without_rendering()
+    bench = dataclasses.replace(layouts(size=size), notes=("too long, " * 20, "and another"))
+    picture = io.BytesIO()
+    draw_bench(bench, picture)
     assert len(drawn) > 25
-    for place, (text, box) in enumerate(drawn):
-        width, height = figure.bbox.width, figure.bbox.height
+    width, height = struct.unpack(">II", picture.getvalue()[16:24])
+    boxes = list(drawn.values())
+    for place, (text, box) in enumerate(boxes):
         assert min(box.x0, box.y0, width - box.x1, height - box.y1) >= 0, text
-        assert [other for other, each in drawn[place + 1 :] if box.overlaps(each)] == [], text
+        assert [other for other, each in boxes[place + 1 :] if box.overlaps(each)] == [], text
+
+
+@pytest.mark.parametrize(("efficiency", "marked"), [(2.09, True), (1.004, False), (0.9, False)])
+def test_an_efficiency_above_100_percent_is_marked_and_notes_are_in_the_picture(
+    efficiency: float, marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = CASE, dataclasses.replace(CASE, devices=2)
+    two = dataclasses.replace(two, efficiency=dict.fromkeys(two.efficiency, (efficiency,)))
+    bench = dataclasses.replace(make_bench(one, two), notes=("times are too long",))
+    figures = saved_figures(monkeypatch)
+    draw_bench(bench, io.BytesIO())
+    words = [text.get_text() for text in figures[0].findobj(Text)]
+    assert "times are too long" in words
+    assert any("100%" in text for text in words) is marked
+    table = bench_table(bench)
+    assert any("% *" in line for line in table) is marked
+    assert any(line.startswith("*: ") for line in table) is marked
 
 
 def test_modes_are_drawn_in_their_colours(tmp_path: Path) -> None:
@@ -88,7 +111,9 @@ def test_modes_are_drawn_in_their_colours(tmp_path: Path) -> None:
     import numpy as np
 
     *_, picture = write_bench(scaled(1, 2, 4), tmp_path)
-    image = matplotlib.image.imread(picture)[..., :3]
+    image = matplotlib.image.imread(picture)
+    assert image[0, 0, 3] == 0  # no background
+    image = image[..., :3]
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
         near = np.all(np.abs(image - np.array(colour) / 255) < 0.05, axis=-1)
         half = image.shape[1] // 2

@@ -10,12 +10,13 @@ import numpy as np
 from replicax.bench.link_bench import LinkBench, LinkCase
 from replicax.bench.link_methods import LinkMethod
 from replicax.bench.numbers import percent_around, spread
-from replicax.bench.plots import IDEAL, STYLES
-from replicax.errors import MissingDependencyError, require
+from replicax.errors import MissingDependencyError
+from replicax.plot_style import INK, PALETTE, picture
 from replicax.table import aligned, labelled
 from replicax.wording import counted, duration, percent, size_text, time_text
 
 PICTURE = "slow_links.png"
+FORECAST = PALETTE[4]
 _HEADS = ("islands", "method", "bytes\na step", "of\nformula", "utili-\nzation")
 _COMPARED = ("fore-\ncast", "points\napart", "with\nown", "points\napart")
 
@@ -73,7 +74,7 @@ def write_link_bench(bench: LinkBench, folder: Path) -> list[Path]:
     paths = [folder / "bench.json", folder / PICTURE]
     paths[0].write_text(json.dumps(link_json(bench), indent=2) + "\n", encoding="utf-8")
     try:
-        link_figure(bench).savefig(paths[1], dpi=150)
+        draw_links(bench, paths[1])
     except MissingDependencyError:
         del paths[1]
     return paths
@@ -95,34 +96,37 @@ def link_json(bench: LinkBench) -> dict[str, Any]:
     return {**dataclasses.asdict(bench), "cases": [of(case) for case in bench.cases]}
 
 
-def link_figure(bench: LinkBench) -> Any:
+def draw_links(bench: LinkBench, path: Path) -> None:
     """Plot the utilization of each method as bars, with the forecast as a line across each."""
-    figure_class = require("matplotlib.figure", "cli").Figure
-    figure = figure_class(figsize=(9.0, 4.2), layout="constrained")
-    axis = figure.subplots()
     counts = sorted(bench.alone_step_seconds)
     width, names = 0.8 / len(counts), list(dict.fromkeys(c.method.name for c in bench.cases))
-    for place, count in enumerate(counts):
-        own = [case for case in bench.cases if case.islands == count]
-        at = [
-            names.index(case.method.name) + (place - (len(counts) - 1) / 2) * width for case in own
-        ]
-        middles, lows, highs = 100 * np.asarray([spread(case.utilization) for case in own]).T
-        bars = np.stack([middles - lows, highs - middles])
-        colour = STYLES[1 + place % (len(STYLES) - 1)][0]
-        text = counted(count, "island")
-        axis.bar(at, middles, 0.9 * width, yerr=bars, capsize=3, color=colour, label=text)
-        forecasts, half = [100 * case.forecast for case in own], 0.45 * width
-        lefts, rights = [each - half for each in at], [each + half for each in at]
-        label = None if place else "forecast"
-        axis.hlines(forecasts, lefts, rights, color="black", linewidth=2, label=label)
-    axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
-    axis.set_xticks(range(len(names)), names)
-    axis.set_ylim(0, 110)
-    axis.set_ylabel("utilization in %")
-    axis.set_title(
-        f"{bench.parameters:,} parameters · {bench.network} · {bench.shaped_by}", fontsize=10
-    )
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="upper left", frameon=False)
-    return figure
+    with picture(path, 9.0, 4.2) as figure:
+        axis = figure.subplots()
+        for place, count in enumerate(counts):
+            own = [case for case in bench.cases if case.islands == count]
+            aside = (place - (len(counts) - 1) / 2) * width
+            at = [names.index(case.method.name) + aside for case in own]
+            middles, lows, highs = 100 * np.asarray([spread(case.utilization) for case in own]).T
+            bars = np.stack([middles - lows, highs - middles])
+            axis.bar(
+                at,
+                middles,
+                0.9 * width,
+                yerr=bars,
+                capsize=3,
+                ecolor=INK,
+                color=PALETTE[place % len(PALETTE)],
+                label=counted(count, "island"),
+            )
+            forecasts, half = [100 * case.forecast for case in own], 0.45 * width
+            lefts, rights = [each - half for each in at], [each + half for each in at]
+            label = None if place else "forecast"
+            axis.hlines(forecasts, lefts, rights, color=FORECAST, linewidth=2.5, label=label)
+        axis.axhline(100, color=INK, linestyle=":", linewidth=1.2)
+        axis.set_xticks(range(len(names)), names)
+        axis.set_ylim(0, 110)
+        axis.set_ylabel("utilization in %")
+        axis.set_title(
+            f"{bench.parameters:,} parameters · {bench.network} · {bench.shaped_by}", fontsize=10
+        )
+        axis.legend(loc="upper left")

@@ -6,6 +6,9 @@ import numpy as np
 
 from replicax.wording import decimals, number_text, percent
 
+NOISE = "noise, or a cache that holds only one device's share"
+"""Why an efficiency may be above 100%."""
+
 
 def around(values: Sequence[float]) -> str:
     """Format the median ± half the interquartile range, with the median's decimals."""
@@ -22,6 +25,11 @@ def percent_around(values: Sequence[float]) -> str:
     middle, low, high = spread(values)
     # The baseline is compared with itself.
     return percent(middle) if low == high else f"{middle:.0%} ± {100 * (high - low) / 2:.0f}"
+
+
+def is_noise(efficiency: Sequence[float]) -> bool:
+    """Whether the median would be printed as more than 100%, which no device adds."""
+    return round(spread(efficiency)[0], 2) > 1
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,71 +1,64 @@
 """Plots of a benchmark: throughput and efficiency by device count, or bars."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
 from replicax.bench.bench_result import Bench, CaseResult, by_mode
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.numbers import spread
+from replicax.bench.numbers import NOISE, is_noise, spread
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import require
+from replicax.plot_style import INK, PALETTE, picture
 
-# The colour-blind-safe Okabe-Ito palette, with markers for black-and-white prints.
-STYLES = (
-    ("#000000", "X"),
-    ("#0072B2", "o"),
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#56B4E9", "v"),
-    ("#E69F00", "P"),
-    ("#F0E442", "*"),
-)
-IDEAL = "#7F7F7F"
-TIME, STATE, REST = "#0072B2", "#009E73", "#E69F00"
+# With markers for black-and-white prints.
+STYLES = tuple(zip((INK, *PALETTE), "Xos^DPv", strict=True))
+TIME, STATE, REST = "#56B4E9", "#009E73", "#E69F00"
 BESIDE = 0.02
 """Horizontal offset between modes on the same devices, as a share of the width."""
 
 _Values = Callable[[CaseResult], Iterable[float]]
 
 
-def figure_of(bench: Bench) -> Any:
+def draw_bench(bench: Bench, file: Path | IO[bytes]) -> None:
     """Plot throughput and efficiency by device count, or the time and memory of each case.
 
-    The latter if layouts are compared, or all cases run on the same number of devices.
+    The latter if layouts are compared, or all cases run on the same number of devices. Below stand
+    the notes of the benchmark.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure_class = require("matplotlib.figure", "cli").Figure
     is_bars = bench.compares_layouts or len(_counts(bench.cases)) == 1
-    size = (10.0, 1.9 + 0.42 * len(bench.cases)) if is_bars else (9.0, 4.4)
-    figure = figure_class(figsize=size, layout="constrained")
-    left, right = axes = figure.subplots(1, 2, sharey=is_bars)
-    title = _title(bench)
-    if is_bars:
-        title += f" · {bench.batch_size:,} rows per batch"
-        _draw_time(left, by_mode(bench.cases), bench)
-        _draw_memory(right, by_mode(bench.cases))
-        figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    else:
-        _draw_throughput(left, bench)
-        _draw_efficiency(right, bench)
-    figure.suptitle(title, fontsize=11)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, axis="x" if is_bars else "y")
-        axis.set_axisbelow(True)
-        if not is_bars:
-            counts = _counts(bench.cases)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(counts, map(str, counts), minor=False)
-            axis.set_xticks([], minor=True)
-            axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
-            axis.set_xlabel(bench.scaled_over)
-            axis.legend(frameon=False)
-    return figure
+    width, height = (10.0, 1.9 + 0.42 * len(bench.cases)) if is_bars else (9.0, 4.4)
+    notes = [line for note in bench.notes for line in textwrap.wrap(note, int(13 * width))]
+    with picture(file, width, height + 0.18 * len(notes)) as figure:
+        left, right = axes = figure.subplots(1, 2, sharey=is_bars)
+        title = _title(bench)
+        if is_bars:
+            title += f" · {bench.batch_size:,} rows per batch"
+            _draw_time(left, by_mode(bench.cases), bench)
+            _draw_memory(right, by_mode(bench.cases))
+            right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+        else:
+            _draw_throughput(left, bench)
+            _draw_efficiency(right, bench)
+        figure.suptitle(title, fontsize=11)
+        if notes:
+            figure.supxlabel("\n".join(notes), fontsize=9, parse_math=False)
+        for axis in axes:
+            axis.grid(axis="x" if is_bars else "y")
+            if not is_bars:
+                counts = _counts(bench.cases)
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(counts, map(str, counts), minor=False)
+                axis.set_xticks([], minor=True)
+                axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
+                axis.set_xlabel(bench.scaled_over)
+                axis.legend()
 
 
 def _title(bench: Bench) -> str:
@@ -90,7 +83,7 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
     counts = _counts(cases)
     first = max(spread(_rate(case))[0] for case in cases if case.devices == counts[0])
     ideal = [first * count / counts[0] for count in counts]
-    axis.plot(counts, ideal, color=IDEAL, linestyle="--", linewidth=1.2, label="ideal")
+    axis.plot(counts, ideal, color=INK, linestyle="--", linewidth=1.2, label="ideal")
     _draw_modes(axis, cases, _rate, linestyle="-")
     unit = "tokens" if all(case.tokens_per_second for case in bench.cases) else "rows"
     axis.set_ylabel(f"{unit} per second")
@@ -107,7 +100,7 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
 
 def _draw_efficiency(axis: Any, bench: Bench) -> None:
     """Draw strong scaling as solid lines and weak scaling as dashed lines."""
-    axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
+    axis.axhline(100, color=INK, linestyle=":", linewidth=1.2)
     for scaling, linestyle in ((STRONG, "-"), (WEAK, "--")):
         cases = [case for case in bench.scaling(scaling) if as_mode(case.mode).most_devices != 1]
 
@@ -116,9 +109,22 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
 
         _draw_modes(axis, cases, percent, linestyle=linestyle, labelled=False)
         if cases:
-            axis.plot([], [], color="#404040", linestyle=linestyle, label=scaling)
+            axis.plot([], [], color=INK, linestyle=linestyle, label=scaling)
     axis.set_ylabel("efficiency in %")
-    axis.set_ylim(0, max(110, axis.get_ylim()[1]))
+    top = max(110, axis.get_ylim()[1])
+    axis.set_ylim(0, top)
+    if any(is_noise(values) for case in bench.cases for values in case.efficiency.values()):
+        axis.axhspan(100, top, color=INK, alpha=0.2, linewidth=0)
+        axis.annotate(
+            f"above 100%: {NOISE}",
+            (0.5, 100),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, -4),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
     weak, counts = bench.scaling(WEAK), _counts(bench.cases)
     rows = f"; weak: {weak[0].rows_per_device:,} rows per {bench.replica}" if weak else ""
     fewest = f"{counts[0]} {bench.scaled_over if counts[0] > 1 else bench.replica}"
@@ -148,7 +154,7 @@ def _draw_modes(
             color=colour,
             marker=marker,
             markersize=6,
-            markerfacecolor=colour if linestyle == "-" else "white",
+            markerfacecolor=colour if linestyle == "-" else "none",
             linestyle=linestyle,
             linewidth=1.4,
             capsize=3,
@@ -159,7 +165,7 @@ def _draw_modes(
 def _draw_time(axis: Any, cases: Sequence[CaseResult], bench: Bench) -> None:
     middles, bars = _medians([[1e3 * each for each in case.seconds_per_step] for case in cases])
     places = range(len(cases))
-    axis.barh(places, middles, xerr=bars, color=TIME, height=0.6, capsize=3, ecolor="#404040")
+    axis.barh(places, middles, xerr=bars, color=TIME, height=0.6, capsize=3, ecolor=INK)
     _write(axis, middles + bars[1], middles)
     axis.set_xlabel("milliseconds per step, median and quartiles")
     units = [bench.scaled_over if case.devices > 1 else bench.replica for case in cases]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.numbers import around, percent_around, spread
+from replicax.bench.numbers import NOISE, around, is_noise, percent_around, spread
 from replicax.table import WIDTH, aligned
 from replicax.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
@@ -88,9 +88,16 @@ def _speed_columns(bench: Bench, scaling: str) -> list[Column]:
         (bench.scaled_over, lambda case: f"{case.devices}"),
         ("batch", lambda case: number_text(case.global_batch)),
         *_rate_columns(bench),
-        ("efficiency", lambda case: percent_around(case.efficiency[scaling])),
+        (
+            "efficiency",
+            lambda case: percent_around(case.efficiency[scaling]) + _star(case, scaling),
+        ),
         ("wait", lambda case: percent(spread(case.input_wait_fraction)[0])),
     ]
+
+
+def _star(case: CaseResult, scaling: str) -> str:
+    return " *" if is_noise(case.efficiency[scaling]) else ""
 
 
 def _rate_columns(bench: Bench) -> list[Column]:
@@ -111,7 +118,8 @@ def _layout_columns(bench: Bench) -> list[Column]:
     def speedup(case: CaseResult) -> str:
         if case.mode not in alone:
             return UNKNOWN
-        return number_text(case.devices * spread(case.efficiency[STRONG])[0])
+        speed = number_text(case.devices * spread(case.efficiency[STRONG])[0])
+        return speed + _star(case, STRONG)
 
     return [
         ("layout", lambda case: case.name),
@@ -158,6 +166,8 @@ def _resource_columns(bench: Bench) -> list[Column]:
 def footnotes(bench: Bench) -> list[str]:
     """Return explanations of the columns, and the notes of the benchmark."""
     lines = _layout_footnotes(bench) if bench.compares_layouts else _mode_footnotes(bench)
+    if any(_star(case, scaling) for case in bench.cases for scaling in case.efficiency):
+        lines.append(f"*: an efficiency above 100% is {NOISE}; measure again on an idle machine")
     return [*lines, *(f"note: {note}" for note in bench.notes)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from replicax.analysis.compiled import Collectives
 from replicax.bench.bench_result import Bench, CaseResult
 from replicax.bench.numbers import spread
-from replicax.bench.plots import figure_of
+from replicax.bench.plots import draw_bench
 from replicax.bench.report import to_markdown
 from replicax.errors import MissingDependencyError
 
@@ -25,7 +25,7 @@ def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = (
     paths = [folder / "bench.json", folder / "bench.md", folder / picture]
     paths[0].write_text(json.dumps(bench_json(bench), indent=2) + "\n", encoding="utf-8")
     try:
-        figure_of(bench).savefig(paths[2], dpi=150)
+        draw_bench(bench, paths[2])
         text = to_markdown(bench, [picture, *pictures])
     except MissingDependencyError as error:
         del paths[2]
