@@ -15,14 +15,14 @@ COLOURS = {
     UPDATE: "#009E73",
     IDLE: "#7F7F7F40",
 }
-STATE_COLOUR = "#A6A6A6"
+STATE_COLOUR = "#919191"
 _COLUMNS = 1000
 """Number of columns of the plot. Each shows its maximum, so peaks stay visible and gaps of
 microseconds between two instructions do not."""
 LOW_STATE = 0.1
 """Share of the plot's height below which the train state's label no longer fits under its
 line."""
-LEGEND_IDLE = 0.01
+LEGEND_IDLE = 0.005
 """Share of the time from which on an idle device is in the legend."""
 
 

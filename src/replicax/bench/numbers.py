@@ -6,10 +6,6 @@ import numpy as np
 
 from replicax.wording import decimals, number_text, percent
 
-NOISE = "noise, or a cache that holds only one device's share"
-"""Why an efficiency may be above 100%."""
-
-
 def around(values: Sequence[float]) -> str:
     """Format the median ± half the interquartile range, with the median's decimals."""
     middle, low, high = spread(values)

@@ -9,7 +9,7 @@ import numpy as np
 
 from replicax.bench.bench_result import Bench, CaseResult, by_mode
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.numbers import NOISE, is_noise, spread
+from replicax.bench.numbers import is_noise, spread
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import require
 from replicax.plot_style import INK, PALETTE, picture
@@ -116,7 +116,7 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
     if any(is_noise(values) for case in bench.cases for values in case.efficiency.values()):
         axis.axhspan(100, top, color=INK, alpha=0.2, linewidth=0)
         axis.annotate(
-            f"above 100%: {NOISE}",
+            "above 100%: noise",
             (0.5, 100),
             xycoords=("axes fraction", "data"),
             xytext=(0, -4),

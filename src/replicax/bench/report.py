@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.numbers import NOISE, around, is_noise, percent_around, spread
+from replicax.bench.numbers import around, is_noise, percent_around, spread
 from replicax.table import WIDTH, aligned
 from replicax.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
@@ -167,7 +167,10 @@ def footnotes(bench: Bench) -> list[str]:
     """Return explanations of the columns, and the notes of the benchmark."""
     lines = _layout_footnotes(bench) if bench.compares_layouts else _mode_footnotes(bench)
     if any(_star(case, scaling) for case in bench.cases for scaling in case.efficiency):
-        lines.append(f"*: an efficiency above 100% is {NOISE}; measure again on an idle machine")
+        lines.append(
+            "*: an efficiency above 100% is noise, unless a cache holds one device's share of the "
+            "batch and not all of it; measure again on an idle machine"
+        )
     return [*lines, *(f"note: {note}" for note in bench.notes)]
 
 
