@@ -45,14 +45,19 @@ class Range:
 
 _NUMPY_BOOLS = ("numpy.bool", "numpy.bool_")
 Natural = Annotated[int, Range(0, 2**63 - 1)]
+"""A number that may be 0."""
 Count = Annotated[int, Range(1, 2**63 - 1)]
+"""A number of at least 1."""
 Int32Count = Annotated[int, Range(1, 2**31 - 1)]
 """Rows of a batch, which int32 numbers."""
 Devices = Annotated[int, Range(1, 4096)]
 """Devices of a process; a CPU simulates each in a thread of its own."""
 Seed = Annotated[int, Range(0, 2**32 - 1)]
+"""A seed, as an unsigned number of 32 bits."""
 Positive = Annotated[float, Range(above=0)]
+"""A number above 0."""
 NotNegative = Annotated[float, Range(0, 1e18)]
+"""A number of 0 or above."""
 
 
 def typed_but(*skipped: str) -> Callable[[_T], _T]:

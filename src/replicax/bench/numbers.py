@@ -6,6 +6,7 @@ import numpy as np
 
 from replicax.wording import decimals, number_text, percent
 
+
 def around(values: Sequence[float]) -> str:
     """Format the median ± half the interquartile range, with the median's decimals."""
     middle, low, high = spread(values)

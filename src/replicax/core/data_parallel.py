@@ -61,20 +61,20 @@ class DataParallel(Configured):
             given, is then used only by `evaluate`, on this state. See docs/step.md.
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
-        mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom `Mode`; see
-            `replicax.core.mapping.Mode`.
-        layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.placement.layout`.
+        mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom
+            `rx.Mode`.
+        layout: `replicated`, `zero1`, `fsdp` or rules; see `rx.layout`.
         accumulate: gradient accumulation: the number of micro-batches per replica.
         micro_shards: in mode `exact`, the number of parts, a power of two, of a global batch on any
             number of devices. Device counts that divide it compute bitwise identical results.
         precision: `float32`, `bfloat16` or `float16`; see
-            `replicax.core.ground.precision.Precision`.
+            `Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`,
-            `int8`, `int4` (see `replicax.Coded`), or a custom one (`replicax.Reduction`).
+            `int8`, `int4` (see `rx.Coded`), or a custom one (`rx.Reduction`).
         trainable: which parameters train, all by default; see
-            `replicax.core.step.optimizer.Trainable`.
+            `Trainable`.
         ema: decay of a moving average of the parameters; see
-            `replicax.core.step.optimizer.averaging`.
+            docs/parameters.md.
         donate: whether `step` donates the input state's memory, which makes that state unusable.
         compiler_options: XLA options, by name, for the step. By default none, except on several
             GPUs, where reductions are allowed to overlap with computation.

@@ -242,7 +242,7 @@ def plan(
             and the other axes keep their sizes.
         model: as for `dp.init`; arrays or their shapes.
         batch: the global batch, a pytree of arrays `[rows, ...]` or of their shapes.
-        target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see `replicax.plan.target`.
+        target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see docs/plan.md.
         changes: steps to compare with, by name of the change; they take the same model and batch.
             Precision and layout are always compared, and `jax.checkpoint` on the whole loss if this
             is None.

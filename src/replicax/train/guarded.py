@@ -49,8 +49,8 @@ class Guard:
 
     Args:
         most: consecutive steps with a non-finite loss or gradient before the run stops.
-        spikes: whether to skip steps whose loss is far above the recent losses too; see
-            `replicax.train.guarded.with_losses`.
+        spikes: whether to skip steps too whose loss is a spike: `SPIKE_SIGMAS` standard deviations
+            above the mean of the last `SPIKE_WINDOW` losses that were none.
     """
 
     most: Count = 5

@@ -49,8 +49,8 @@ class Record:
     """Metrics of one or more steps, or of one evaluation."""
 
     kind: str
-    """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
-    `step` was skipped (see `replicax.train.step_records`), or `"restore"`: the run went back to
+    """`"train"`, `"eval"`, `"noise"` (see `rx.NoiseMeter`), `"skip"`: the update of
+    `step` was skipped (see `rx.Guard`), or `"restore"`: the run went back to
     `step` and continued from there."""
     step: int
     """Updates done when the metrics were taken; for train and noise records, including the update

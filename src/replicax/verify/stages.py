@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from replicax.checks import Check, checks_summary
 
 Show = Callable[[str], None]
+"""A function that is called with a few words on what is checked next."""
 OnCheck = Callable[[Check], None]
 """A function that is called with each row as soon as it is known."""
 VerifyStage = tuple[str, Callable[[], Iterable[Check]]]

@@ -19,7 +19,7 @@ class Precision:
     `float32` leaves all dtypes unchanged. `bfloat16` passes parameters and floating-point batch
     leaves to the loss in bfloat16; gradients have the parameters' dtype, because the cast is
     differentiated too. `float16` does the same in float16, for GPUs without bfloat16, with dynamic
-    loss scaling; see `replicax.core.step.loss_scale`.
+    loss scaling.
     """
 
     name: str

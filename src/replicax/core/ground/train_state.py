@@ -52,14 +52,14 @@ class TrainState:
     """uint32 scalar: all random numbers of the run are derived from it and the step."""
     losses: Any = ()
     """float32 `[window]` if spikes are skipped: the latest losses, newest last, the largest float
-    before the first; otherwise empty. See `replicax.train.guarded`."""
+    before the first; otherwise empty. See `rx.Guard`."""
     reduction: PyTree = ()
     """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
     scale: PyTree = ()
-    """Loss scale, if the precision needs one; see `replicax.core.step.loss_scale`."""
+    """Loss scale, if the precision needs one; see `Precision`."""
     islands: PyTree = ()
     """With `rx.Islands`, what islands have for themselves; the fields above are then what all agree
-    on, `opt_state` that of the outer optimizer. See `replicax.core.rounds`."""
+    on, `opt_state` that of the outer optimizer. See `rx.Islands`."""
 
     def __repr__(self) -> str:
         leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)

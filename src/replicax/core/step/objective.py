@@ -17,7 +17,7 @@ from replicax.core.step.loss import LOSS, WeightedSum, call, rows_of, sums
 from replicax.core.step.loss_context import inside
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
-"""`loss(model, batch, key)`; see `replicax.core.step.loss.sums` for what it may return."""
+"""`loss(model, batch, key)`; see docs/training.md for what it may return."""
 
 
 @dataclasses.dataclass(frozen=True)
