@@ -71,8 +71,8 @@ def on_page_content(html: str, *, page: Any, files: Any, **_: Any) -> str:
         name = code and NAME.match(code)
         if not name or not (name[1] or (is_reference and name[0] == code and code[0].isupper())):
             return part[0]
-        path = name[2].removesuffix(".")
-        first, dot, member = path.removeprefix("losses.").removeprefix("remat.").partition(".")
+        path = name[2].removeprefix("losses.").removeprefix("remat.")
+        first, dot, member = path.partition(".")
         if first not in documented:
             return part[0]
         target, rest = f"replicax.{documented[first]}{dot}{member}", code[name.end() :]
