@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 from support.tiers import EXHAUSTIVE, only
 
@@ -33,9 +35,23 @@ def test_every_output_is_in_its_page() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    shown = re.findall(r"^::: replicax\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    shown = re.findall(r"^::: replicax\.([\w.]+)$", pages, re.M)
     assert len(shown) == len(set(shown))
-    assert {name.partition(".")[0] for name in shown} == set(replicax.__all__)
+    rooms = {module.name for module in pkgutil.iter_modules(replicax.__path__)}
+    roots = {name.partition(".")[0] for name in shown}
+    assert roots - (rooms - set(replicax.__all__)) == set(replicax.__all__)
+
+
+def test_pictures_have_no_background() -> None:
+    """A white one is a slab on a dark page."""
+    pictures = sorted((ROOT / "docs").rglob("*.png"))
+    assert len(pictures) > 5
+    for picture in pictures:
+        image = matplotlib.image.imread(picture)
+        assert image.shape[2] == 4, picture
+        assert image[0, 0, 3] == 0, picture
+        assert image[..., 3].max() == 1, picture
 
 
 def anchors(page: Path) -> set[str]:
@@ -70,3 +86,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "search/search_index.json").exists()
     sources = re.findall(r'<script[^>]* src="([^"]+)"', (tmp_path / "index.html").read_text())
     assert all((tmp_path / source).exists() for source in sources)  # nothing is fetched
+    check_reference(tmp_path / "api")
+
+
+def check_reference(folder: Path) -> None:
+    """Public names have an anchor, and are links in signatures, docstrings and lists."""
+    texts = {path: path.read_text() for path in folder.glob("*.html")}
+    articles = {path: text[text.index("<article") :] for path, text in texts.items()}
+    everything = "".join(articles.values())
+    ids = set(re.findall(r'id="replicax\.([\w.]+)"', everything))
+    assert set(replicax.__all__) - {"losses", "remat"} <= ids
+    assert "Bases:" not in everything
+    for path, article in articles.items():
+        bare = re.sub(r"<a\b.*?</a>|<h\d.*?</h\d>", "", article, flags=re.S)
+        text = re.sub(r"<pre>.*?</pre>", "", bare, flags=re.S)
+        assert re.findall(r"<code>((?:rx|replicax)\.\w.*?)</code>", text) == [], path.name
+        assert re.findall(r"\bdocs/[\w-]+\.md", text) == [], path.name
+        types = re.findall(r'<span title="(replicax\.[\w.]+\.([A-Z]\w*))">', bare)
+        assert types == [] or path.stem == "types", path.name

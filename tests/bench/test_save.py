@@ -95,11 +95,11 @@ def test_an_efficiency_above_100_percent_is_marked_and_notes_are_in_the_picture(
 ) -> None:
     one, two = CASE, dataclasses.replace(CASE, devices=2)
     two = dataclasses.replace(two, efficiency=dict.fromkeys(two.efficiency, (efficiency,)))
-    bench = dataclasses.replace(make_bench(one, two), notes=("times are too long",))
+    bench = dataclasses.replace(make_bench(one, two), notes=("disturbed",))
     figures = saved_figures(monkeypatch)
     draw_bench(bench, io.BytesIO())
     words = [text.get_text() for text in figures[0].findobj(Text)]
-    assert "times are too long" in words
+    assert "disturbed" in words
     assert any("100%" in text for text in words) is marked
     table = bench_table(bench)
     assert any("% *" in line for line in table) is marked
