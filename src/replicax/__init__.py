@@ -15,6 +15,8 @@ from replicax.core.data.batch import Batch as Batch
 from replicax.core.data.batch import RowSet as RowSet
 from replicax.core.data.batch import Shared as Shared
 from replicax.core.data.feed import Feed as Feed
+from replicax.core.data.merged import AllRows as AllRows
+from replicax.core.data.merged import Merged as Merged
 from replicax.core.data.per_row import PerRow as PerRow
 from replicax.core.data.sources import PerProcess as PerProcess
 from replicax.core.data_parallel import DataParallel as DataParallel

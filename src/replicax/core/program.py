@@ -154,7 +154,7 @@ class Program:
         return RoundStep(arithmetic, transport, self.shardings, own.begin)
 
     @cached_property
-    def score(self) -> CompiledFunction[dict[str, WeightedSum]]:
+    def score(self) -> CompiledFunction[dict[str, Any]]:
         """The function `(state, batch) -> sums of loss and metrics`, as the mode builds it."""
         everywhere = replicated(self.mesh)
         sums = partial(score, objective=self.split_objective)
@@ -212,7 +212,8 @@ class Program:
             shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
         weighted: Any = everywhere
         rows: Any = by_rows(mesh)
-        total = StepSums(everywhere if gradient is None else gradient, weighted, rows)
+        gradient_where = everywhere if gradient is None else gradient
+        total = StepSums(gradient_where, weighted, rows, everywhere)  # type: ignore[arg-type]
         sums: ReplicaSums = partial(step_sums, objective=self.split_objective)
         parts = self._parts(
             "step",

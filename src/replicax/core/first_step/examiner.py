@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
@@ -23,7 +24,7 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS, has_weights, rows_of, sums, values_by_name
+from replicax.core.step.loss import LOSS, has_weights, merged_of, rows_of, sums, values_by_name
 from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, only_read, restored
 from replicax.errors import LossError
@@ -51,6 +52,8 @@ class RowExaminer:
     """Names, for errors, of the values whose mean is taken, by label."""
     scalars: set[str] = dataclasses.field(default_factory=set)
     """Labels of values that are one number for the whole batch."""
+    merged: set[str] = dataclasses.field(default_factory=set)
+    """Labels of arrays of metrics that are merged, and so are those of all rows of a batch."""
     gathers: bool = False
     weighs: bool = False
     """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
@@ -89,13 +92,17 @@ class RowExaminer:
             self._check_weights(
                 objective, params, lambda own: watched.returned(own, extras, rows, context)
             )
+        merged = merged_of(returned, rows.mask)
         for name, value in values_by_name(returned).items():
-            self.see(name, value)
+            if name in merged:
+                self.see_merged(name, merged[name])
+            else:
+                self.see(name, value)
         found = rows_of(returned, rows.size, every=objective.every_row)
         zeros = jax.tree.map(_zeros, params)
         if own:
             found = jax.tree.map(partial(_call, LEFT, partial(_resized, count=count)), found)
-        return StepSums(zeros, weighted, found), after
+        return StepSums(zeros, weighted, found, merged), after
 
     @staticmethod
     def _check_weights(
@@ -126,6 +133,18 @@ class RowExaminer:
             if not array.ndim:
                 self.scalars.add(label)
             _call(label, _itself if not array.ndim else _with_sum, array)
+
+    def see_merged(self, name: str, merged: Merged) -> None:
+        """Mark the arrays of a metric that is no mean."""
+        self.returns_rows = True
+        for leaf, by_row in zip(merged.leaves, merged.kind.by_row, strict=True):
+            if by_row:
+                self.see(name, leaf[0])
+                continue
+            label = f"{SEEN}{len(self.names)}"
+            self.names[label] = name
+            self.merged.add(label)
+            _call(label, _itself, jax.lax.stop_gradient(to_sum(leaf[0])))
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return as many rows as the global batch has, whatever the number of `rows`."""

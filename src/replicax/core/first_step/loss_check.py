@@ -123,9 +123,10 @@ class LossExamination:
             for name, place in outputs.items()
         ]
         if division.padded:
-            scalars = [label for label in labels if label in examiner.scalars]
-            needed = labels if self.gathers else scalars
-            found += [Broken(examiner.names[each], scalar=each in scalars) for each in needed]
+            needed = labels
+            if not self.gathers:
+                needed = [each for each in labels if each in examiner.scalars | examiner.merged]
+            found += [self._broken(each) for each in needed]
         return found, labels
 
     def broken(
@@ -152,12 +153,21 @@ class LossExamination:
             if masks and trial and trial.decided and not differs:
                 continue
             said = why or ("" if differs else UNSHOWN)
-            name, is_output = examiner.names.get(label, label), label not in examiner.names
-            scalar, by_place = label in examiner.scalars, differs and not mixes
+            by_place = differs and not mixes
             of_pairs = trial and trial.alone.shape[1:] != trial.together.shape[1:]
             pairs = trial.together.shape if trial and of_pairs else ()
-            found.append(Broken(name, scalar, is_output, False, by_place, said, raised, pairs))
+            known = {"by_place": by_place, "why": said, "raised": raised, "pairs": pairs}
+            found.append(dataclasses.replace(self._broken(label), **known))
         return found
+
+    def _broken(self, label: str) -> Broken:
+        examiner = self._one.examiner
+        return Broken(
+            examiner.names.get(label, label),
+            scalar=label in examiner.scalars,
+            merged=label in examiner.merged,
+            output=label not in examiner.names,
+        )
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
         """Return what numbers tell of each value, by name, and of rows declared independent.
@@ -165,9 +175,10 @@ class LossExamination:
         May raise `Undecided`.
         """
         _, doubted = self._doubted(division)
-        names = self._one.examiner.names
+        names, merged = self._one.examiner.names, self._one.examiner.merged
+        wanted = [label for label in names if division.padded or label not in merged]
         declared = [DECLARED] if self._declares else []
-        found = self.compared(division, [*names, *declared], state, batch)
+        found = self.compared(division, [*wanted, *declared], state, batch)
         tested: dict[str, Tested] = {}
         for label, each in found.items():
             name = names.get(label, "rows declared independent")
@@ -264,6 +275,8 @@ class LossExamination:
 
     def _doubts(self, label: str, follow: Follow, division: Division) -> bool:
         """Whether what was followed does not show that a value is that of all rows."""
+        if label in self._one.examiner.merged:
+            return division.padded and any(follow.seen[label])
         if label not in self._one.examiner.scalars:
             return any(place and place != Total(0) for place in follow.seen[label])
         mean = None if division.padded else Total(-1)

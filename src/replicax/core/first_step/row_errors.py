@@ -15,6 +15,8 @@ class Broken:
     name: str
     scalar: bool = False
     """Whether it is one number for the whole batch."""
+    merged: bool = False
+    """Whether it is a metric that is no mean, whose parts are merged."""
     output: bool = False
     """Whether it is a state or a metric that a custom step returns."""
     by_row: bool = False
@@ -120,6 +122,12 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
             f"{name} depends on the rows, and {where}: take rx.mean of them, "
             "exclude padding with rx.row_weights(rows), or choose a batch size that divides the "
             "rows"
+        )
+    if broken.merged:
+        return LossError(
+            f"the metric {name!r} counts padded rows, and {where}: give it rx.row_weights(rows) as "
+            "its mask or weights, pass rows as rx.AllRows(function, rows), which has no padding, or "
+            "choose a batch size that divides the rows"
         )
     if broken.scalar:
         return LossError(

@@ -173,11 +173,17 @@ def _verdict(
         return _seen(run, wanted, pair.whole.outputs, found)
 
     alone = lax.map(one, jnp.asarray(division.parts))
-    by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs)
+    merged = pair.whole.examiner.merged
+    by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs) - merged
     found: dict[str, tuple[jax.Array, ...]] = {}
     for label in wanted:
         each = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
-        judged = [_judged(division, pair.eps, label in by_row, first, *values) for values in each]
+        if label in merged:
+            share = 1 - division.size / batch.size
+            judged = [_judged_merged(share, pinned, of[0]) for _, _, pinned, of in each]
+        else:
+            is_by_row = label in by_row
+            judged = [_judged(division, pair.eps, is_by_row, first, *values) for values in each]
         mixes, differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
         flags = jnp.any(mixes), jnp.any(mixes | differs), jnp.all(finite)
         found[label] = alone[label][0], whole[-1][label][0], *flags
@@ -224,6 +230,23 @@ def _judged(
     mixes = _gap_of_rows(together[mine], again[mine]) > sharp * _EPS
     differs = _gap_of_rows(flat, pinned[parts.reshape(-1)]) > min(_LOOSE * eps, _COARSEST)
     return mixes, differs, finite
+
+
+def _judged_merged(
+    share: float, other: jax.Array, one: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the verdicts of `_judged` on an array of a metric that is merged, with padding.
+
+    A `share` of the rows is padding. Rounding may move a row across a threshold, which changes one
+    of many counts.
+    """
+    finite = jnp.any(jnp.isfinite(one)) & jnp.any(jnp.isfinite(other))
+    if one.shape != other.shape:  # it has entries for rows, in a dim of its own
+        return jnp.asarray(True), jnp.asarray(True), finite
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    gap = jnp.sum(jnp.where(same, 0, jnp.abs(one - other)))
+    differs = ~(gap <= max(_COARSEST * share, _OF_SUMS * _EPS) * jnp.sum(jnp.abs(other)))
+    return differs, differs, finite
 
 
 def _gap(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ class TrainState:
         return f"TrainState(step={_number(self.step)}, {count:,} parameters, {taken})"
 
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 
 
 def _number(step: Any) -> str:

@@ -44,15 +44,16 @@ class Staged(Objective):
     """See `replicax.core.placement.pipeline_schedules.SCHEDULES`."""
     per_replica: ClassVar[bool] = True
 
-    def loss_sums(
+    def score_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
-    ) -> tuple[dict[str, WeightedSum], PyTree]:
-        """Return `Objective.loss_sums` of all micro-batches, all-reduced."""
+    ) -> tuple[StepSums, PyTree]:
+        """Return `Objective.score_sums` of all micro-batches, all-reduced."""
 
         def sums(stage: Stage) -> Any:
             return all_reduce(stage.forward_sums(), self._everyone)
 
-        return self._mapped(sums, _WHOLE, params, extras, batch, context), extras
+        weighted = self._mapped(sums, _WHOLE, params, extras, batch, context)
+        return StepSums((), weighted), extras
 
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
@@ -166,7 +167,8 @@ class Staged(Objective):
 
         def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
             context = CallContext(key, part=batch.size < whole, step=step)
-            return super(Staged, self).loss_sums(params, extras, batch, context)
+            found, after = super(Staged, self).score_sums(params, extras, batch, context)
+            return found.weighted, after
 
         traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
             params, extras, one, key, step

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
@@ -25,7 +26,7 @@ Result = TypeVar("Result", covariant=True)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gradient", "weighted", "rows"],
+    data_fields=["gradient", "weighted", "rows", "merged"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +39,17 @@ class StepSums:
     """The loss and the metrics, before the division."""
     rows: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     """Name -> arrays `[rows, ...]`, which are neither summed nor reduced."""
+    merged: dict[str, Merged] = dataclasses.field(default_factory=dict)
+    """Metrics that are no means, of all rows."""
 
     @property
     def weight(self) -> jax.Array:
         """Return the weight of the loss: the divisor of the gradient."""
         return self.weighted[LOSS].weight
 
-    def means(self) -> dict[str, jax.Array]:
-        """Return the weighted means of loss and metrics; NaN if the total weight is 0."""
-        return {name: value.mean() for name, value in self.weighted.items()}
+    def means(self) -> Metrics:
+        """Return the weighted means, NaN if the total weight is 0, and metrics that are no means."""
+        return {name: value.mean() for name, value in self.weighted.items()} | self.merged
 
 
 class SumsFunction(Protocol):

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.data.merged import Merged, Merging, apart, named_values
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
+from replicax.core.models.metric_objects import as_metric
 from replicax.core.placement.mesh import DATA
 from replicax.errors import ConfigError, LossError, ReplicaxError
 
@@ -106,7 +108,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     return {
         name: weighted_sum(name, value, mask)
         for name, value in named.items()
-        if not isinstance(value, PerRow)
+        if not isinstance(value, PerRow) and as_metric(value) is None
     }
 
 
@@ -116,9 +118,15 @@ def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:
     for name, value in values_by_name(returned).items():
         if isinstance(value, PerRow):
             found[name] = checked_rows(name, value.value, count)
-        elif every and jnp.ndim(_values(value)):
+        elif every and as_metric(value) is None and jnp.ndim(_values(value)):
             found[name] = jnp.asarray(_values(value))
     return found
+
+
+def merged_of(returned: Any, mask: jax.Array) -> dict[str, Merged]:
+    """Return metrics that are no means, of one part: the rows of `mask`."""
+    known = {name: as_metric(value) for name, value in values_by_name(returned).items()}
+    return {name: apart(name, *metric, mask) for name, metric in known.items() if metric}
 
 
 def values_by_name(returned: Any) -> dict[str, Any]:
@@ -204,20 +212,26 @@ class Totals:
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
+        self._merging: dict[str, Merging] = {}
 
-    def add(self, sums: dict[str, WeightedSum]) -> None:
-        """Add the sums of a batch, waiting for them."""
-        for name, value in jax.device_get(sums).items():
+    def add(self, sums: dict[str, Any]) -> None:
+        """Add the sums, and metrics that are no means, of a batch, waiting for them."""
+        for name, value in sums.items():
+            if isinstance(value, Merged):
+                self._merging.setdefault(name, Merging()).add(value)
+                continue
             pair = np.asarray([value.total, value.weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
 
-    def means(self) -> dict[str, float]:
-        """Return each mean, NaN if the total weight is 0, and the number of rows."""
+    def means(self) -> dict[str, Any]:
+        """Return each mean, NaN if the total weight is 0, other metrics, and the number of rows."""
         if not self._sums:
             raise ConfigError("evaluate was given 0 batches; pass at least 1")
         rows = int(self._sums.pop("rows")[0])
-        means = {
+        means: dict[str, Any] = {
             name: float(total) / float(weight) if weight else math.nan
             for name, (total, weight) in self._sums.items()
         }
+        for name, merging in self._merging.items():
+            means |= named_values(name, merging.compute())
         return {**means, "rows": rows}

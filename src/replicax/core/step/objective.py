@@ -13,7 +13,7 @@ from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.models.definition import CallContext, Definition
 from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS, WeightedSum, call, rows_of, sums
+from replicax.core.step.loss import LOSS, WeightedSum, call, merged_of, rows_of, sums
 from replicax.core.step.loss_context import inside
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
@@ -41,9 +41,18 @@ class Objective:
         self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
-        return self._called(
-            lambda returned: sums(returned, batch.mask), params, extras, batch, context
-        )
+        found, after = self.score_sums(params, extras, batch, context)
+        return found.weighted, after
+
+    def score_sums(
+        self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
+    ) -> tuple[StepSums, PyTree]:
+        """Return `loss_sums`, with metrics that are no means."""
+
+        def found(returned: Any) -> StepSums:
+            return StepSums((), sums(returned, batch.mask), merged_of(returned, batch.mask))
+
+        return self._called(found, params, extras, batch, context)
 
     def returned(
         self, params: PyTree, extras: PyTree, batch: Batch, context: CallContext
@@ -80,7 +89,8 @@ class Objective:
         """Return `loss_sums` with the gradient, which is None where it is unused, and rows."""
 
         def found(returned: Any) -> tuple[dict[str, WeightedSum], dict[str, PyTree]]:
-            return sums(returned, batch.mask), rows_of(returned, batch.size, every=self.every_row)
+            rows = rows_of(returned, batch.size, every=self.every_row)
+            return sums(returned, batch.mask), rows | merged_of(returned, batch.mask)
 
         def total(read: PyTree) -> tuple[jax.Array, Any]:
             whole = restored(read, params, self.read)

@@ -1,12 +1,15 @@
 """The mathematics of one training step: sums from one replica's view, one update of the total."""
 
 import dataclasses
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged, merged_in_order
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
@@ -78,8 +81,21 @@ class Summing:
         with jax.named_scope("reduction"):
             total, reduction_state = self.reduce(
                 dataclasses.replace(sums, rows={}), state.reduction, self.axis
-            )  # the only communication
-        return dataclasses.replace(total, rows=sums.rows), extras, reduction_state
+            )  # the only communication, but for metrics that are no means
+            rows, merged = self.of_all_rows(sums.rows)
+        total = dataclasses.replace(total, rows=rows, merged=sums.merged | merged)
+        return total, extras, reduction_state
+
+    def of_all_rows(self, rows: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Merged]]:
+        """Return what has rows, and metrics that are no means, merged over all replicas."""
+        gather = self.accumulator.gather
+        if gather is None and self.axis is not None:
+            gather = partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
+        merged = {name: rows[name] for name in rows if isinstance(rows[name], Merged)}
+        if gather is not None:
+            merged = jax.tree.map(gather, merged)
+        others = {name: rows[name] for name in rows if name not in merged}
+        return others, {name: merged_in_order(each) for name, each in merged.items()}
 
 
 def apply_gradient(
@@ -123,22 +139,22 @@ def score(
     objective: Objective,
     accumulator: Accumulator,
     reduce: Reduce,
-) -> dict[str, WeightedSum]:
+) -> dict[str, Any]:
     """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 
-    `"rows"` counts the real rows: its total, with weight 1.
+    A metric that is no mean is a `Merged`; `"rows"` counts the real rows: its total, with weight 1.
     """
 
     def part(
         params: PyTree, extras: PyTree, rows: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
-        weighted, extras = objective.loss_sums(params, extras, rows, context)
+        found, extras = objective.score_sums(params, extras, rows, context)
         count = jnp.sum(rows.mask)
-        sums = {**weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
-        return StepSums((), sums), extras
+        sums = {**found.weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
+        return dataclasses.replace(found, weighted=sums), extras
 
     total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)
-    return total.weighted
+    return total.weighted | total.merged
 
 
 def step_key(state: TrainState) -> jax.Array:
