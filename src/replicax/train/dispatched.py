@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.ground.in_flight import InFlight
@@ -91,7 +92,7 @@ class Call:
         stack, at, rows = self.batches.stack, self.last.place, self.batches.rows
         before = len(rows) - 1
         told = {
-            name: np.asarray(value)
+            name: jax.tree.map(np.asarray, value)
             for name, value in self.results.items()
             if not isinstance(value, PerRow)
         }
@@ -119,7 +120,7 @@ def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) 
         return Call(last, metrics, None, results)
     arrays, of_last = (batch.stack.mask, batch.stack.index), dict[str, Any]()
     for name, value in results.items():
-        of_last[name] = value[-1] if isinstance(value, jax.Array) else value
+        of_last[name] = value[-1] if isinstance(value, jax.Array | Merged) else value
     last = _dispatched(place, batch.rows[-1], arrays, of_last, len(batch) - 1)
     return Call(last, metrics, batch, results)
 

@@ -17,11 +17,13 @@ from replicax.core.data.host_arrays import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
+from replicax.core.models.metric_objects import as_metric
 from replicax.core.step.loss import values_by_name
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import average_of
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
+from replicax.train.merged_records import numbers
 from replicax.train.program_fingerprint import some_rows
 from replicax.train.read_again import FirstBatch
 from replicax.train.records import Record
@@ -133,7 +135,7 @@ class Evaluator:
             self._first[name].load_state(state[name])
 
     def metrics(self, state: TrainState) -> list[str] | None:
-        """Return the names of an evaluation's metrics; None if the data cannot be looked at yet."""
+        """Return the names of an evaluation's metrics; None if they are not known before it."""
         program, found = self._dp.program(state), list[str]()
         objective = program.objective
         if self._plan.loss is not None:
@@ -152,6 +154,8 @@ class Evaluator:
                 )
             except Exception:  # the evaluation will raise it, with more to say
                 return None
+            if any(map(as_metric, returned.values())):
+                return None  # a metric that is no mean may have several numbers
             found += [f"{name}/{metric}" if name else metric for metric in returned]
         return found
 
@@ -189,6 +193,7 @@ class Evaluator:
             batches = self._batches(name, feed, stops)
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
             rows += int(means.pop("rows"))
+            numbers(means)
             prefix = f"{name}/" if name else ""
             found |= {f"{prefix}{metric}": value for metric, value in means.items()}
         seconds = time.perf_counter() - started

@@ -9,9 +9,11 @@ from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import Metrics
 from replicax.core.rounds.round_step import ROUND_LOSS
 from replicax.core.step.loss import LOSS
+from replicax.core.data.merged import Merged
 from replicax.errors import DivergedError
 from replicax.train.dispatched import Dispatched, python_number
 from replicax.train.guarded import SPIKE
+from replicax.train.merged_records import MergedOfSteps
 from replicax.train.records import Record
 
 _READ_TOGETHER = 64
@@ -25,6 +27,7 @@ class Meter:
     Its metrics are means over the steps since the last record, weighted by their real rows.
     Skipped steps, which have separate records, and non-finite metrics are excluded; if no value
     remains, the mean is NaN, and the loss of rounds is left out. Step 1 has a separate record.
+    Metrics that are no means are merged over these steps; see `MergedOfSteps`.
     """
 
     _last: Dispatched | None  # the newest step, if it has no record yet
@@ -88,12 +91,14 @@ class Meter:
         self._read()
         seconds = self._timed()
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
-        sums, at = {name: self._sums[name] for name in step.metrics}, step.place
+        sums, at = {name: self._sums[name] for name in step.metrics if name in self._sums}, step.place
         if ROUND_LOSS in sums and not sums[ROUND_LOSS][1]:
             del sums[ROUND_LOSS]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
+        metrics |= self._merged.values()
         record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
         self.rows, self._sums, self._wait_seconds, self._seconds = 0, {}, 0.0, 0.0
+        self._merged = MergedOfSteps()
         if self._started is not None:
             self._started = self._reached
         return [record]
@@ -102,7 +107,9 @@ class Meter:
         """Return, as JSON values, what the next record needs from the steps so far."""
         self._read()
         sums = {name: list(each) for name, each in self._sums.items()}
-        return {"rows": self.rows, "seconds": self._timed(), "sums": sums}
+        state = {"rows": self.rows, "seconds": self._timed(), "sums": sums}
+        merged = self._merged.save_state()
+        return state | {"merged": merged} if merged else state
 
     def rewind(self, state: dict[str, Any], *, resumed: bool, compiled: bool) -> None:
         """Return to the point where `save_state` returned `state`, discarding later steps.
@@ -114,6 +121,7 @@ class Meter:
         """
         self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
+        self._merged = MergedOfSteps(state.get("merged"))
         self._unread: list[tuple[Metrics, int]] = []  # metrics of finished steps, and their rows
         self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
         self._started, self._reached, self._together = None, time.perf_counter(), (0, 0.0)
@@ -133,6 +141,10 @@ class Meter:
         """Add the metrics of finished steps, of which reading many at once takes least time."""
         for metrics, rows in self._unread:
             for name, metric in metrics.items():
+                if isinstance(metric, Merged):
+                    if rows:
+                        self._merged.add(name, metric)
+                    continue
                 value = float(python_number(metric))
                 sums = self._sums.setdefault(name, [0.0, 0])
                 if rows and math.isfinite(value):

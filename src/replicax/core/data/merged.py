@@ -133,6 +133,12 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
         each and array.shape[:1] == mask.shape
         for each, array in zip(changed, arrays, strict=True)
     )
+    if isinstance(metric, AllRows) and not all(by_row):
+        shapes = ", ".join(str(list(array.shape)) for array in arrays)
+        raise LossError(
+            f"the metric {name!r} is an rx.AllRows of {shapes}, and there are {len(mask)} rows: "
+            "give it one entry for each row"
+        )
     found = dataclasses.replace(fixed, by_row=by_row, keeps_shape=keeps_shape)
     return Merged(tuple(array[None] for array in arrays), mask[None], found)
 
@@ -201,6 +207,11 @@ class Merging:
         """Return the value of all rows; see `Merged.compute`."""
         assert self._kind is not None
         return _plain(_on_host(self._kind, lambda metric: metric.compute(), self._total))
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grows, as in `Merged`."""
+        return self._kind is not None and not self._kind.keeps_shape
 
     def save_state(self) -> list[Any]:
         """Return the arrays of a metric that does not grow, as JSON values."""
