@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from replicax.core.custom.summing import Examiner, Primitives, mean
 from replicax.core.data.batch import Batch, RowSet
+from replicax.core.data.merged import Merged, apart
 from replicax.core.data.per_row import (
     PerRow,
     checked_rows,
@@ -20,6 +21,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
+from replicax.core.models.metric_objects import as_metric
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums
@@ -57,6 +59,8 @@ def custom_update(
     with inside(batch.mask, context, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
         params, metrics, rows = _returned(returned, definition, state.params, batch.size)
+        merged = _merged(metrics, batch.mask, primitives)
+        metrics = _numbers({name: metrics[name] for name in metrics if name not in merged})
         bad_rows = [] if examiner else _not_finite_rows(state.params, params)
     if examiner is not None:
         examiner.step(here)
@@ -69,7 +73,7 @@ def custom_update(
     total = StepSums([*_went_wrong(state.params, params), *bad_rows], named)
     with jax.named_scope("update"):
         state, extra_metrics = apply(state, total, params, state.reduction)
-    return state, {**metrics, **extra_metrics}, rows
+    return state, {**metrics, **merged, **extra_metrics}, rows
 
 
 def keep(
@@ -91,6 +95,23 @@ def _returned(
     after, metrics = returned[0], dict(returned[1])
     marked = [name for name, value in metrics.items() if isinstance(value, PerRow)]
     rows = {name: _of_rows(name, metrics.pop(name).value, count) for name in marked}
+    return definition.arrays(after, before), metrics, rows
+
+
+def _merged(metrics: Metrics, mask: jax.Array, primitives: Primitives) -> dict[str, Merged]:
+    """Return the metrics that are no means, of all rows; a step may have them from a loss."""
+    known = {name: as_metric(value) for name, value in metrics.items()}
+    own = {name: apart(name, *metric, mask) for name, metric in known.items() if metric}
+    if primitives.examiner:
+        for name, part in own.items():
+            primitives.examiner.see_merged(name, part)
+    else:
+        _, own = primitives.summing.of_all_rows(own)
+    return {n: value for n, value in metrics.items() if isinstance(value, Merged)} | own
+
+
+def _numbers(metrics: Metrics) -> Metrics:
+    """Return metrics in the dtype of sums; `StateError` if one is no number."""
     for name, value in metrics.items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape or not jnp.issubdtype(dtype, jnp.floating):
@@ -104,8 +125,7 @@ def _returned(
             f"the step returned the metrics {', '.join(metrics) or 'none'}; 'loss' is required "
             "to detect NaN and spikes: name one 'loss'"
         )
-    params = definition.arrays(after, before)
-    return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}, rows
+    return {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}
 
 
 def _of_rows(name: str, value: Any, count: int) -> PyTree:

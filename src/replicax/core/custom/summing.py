@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from replicax.arguments import typed
 from replicax.core.data.batch import Batch, RowSet, Shared, row_count
+from replicax.core.data.merged import Merged
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision
 from replicax.core.ground.train_state import TrainState
@@ -38,6 +39,9 @@ class Examiner(Protocol):
         context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does."""
+
+    def see_merged(self, name: str, merged: Merged) -> None:
+        """Called with a metric of the step that is no mean."""
 
     def see(self, name: str, value: Any) -> None:
         """Called with rows whose mean is taken, or that are returned."""

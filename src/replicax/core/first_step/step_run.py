@@ -8,6 +8,7 @@ import jax
 
 from replicax.core.custom.custom_step import keep
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import RowsOfState, is_rows_of_state, map_rows_of_state
 from replicax.core.first_step.examiner import RowExaminer
 from replicax.core.ground.leaves import PyTree, divided, merged
@@ -88,4 +89,5 @@ def run_step(
             "the step reduces over the replicas itself (psum or pmean over an axis), but must "
             "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
         ) from error
+    metrics = {name: value for name, value in metrics.items() if not isinstance(value, Merged)}
     return {"state": map_rows_of_state(lambda _: (), after.params), "metrics": metrics}, None
