@@ -228,8 +228,7 @@ class FirstStepChecks:
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
             )
-        if examination.returns_rows:
-            self._check_rows_out()
+        self._check_out(rows=examination.returns_rows, merges=examination.merges)
         apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):
             broken = examination.broken(division, state, batch, hands_on=not (own or apart))
@@ -244,17 +243,19 @@ class FirstStepChecks:
                 raise row_errors.mixes_rows(broken[0], sees, self._fix())
         return examination
 
-    def _check_rows_out(self) -> None:
-        """Raise `ConfigError` if the step returns rows where it cannot."""
+    def _check_out(self, *, rows: bool, merges: bool) -> None:
+        """Raise `ConfigError` if the step returns rows, or merges a metric, where it cannot."""
         configuration, why = self.program.configuration, ""
-        if configuration.islands is not None or configuration.job.exchange is not None:
+        what = "an rx.PerRow" if rows else "a metric that is no mean"
+        islands = configuration.islands is not None or configuration.job.exchange is not None
+        if islands and (rows or not configuration.mode.bitwise):
             why = "islands, of which each has only its own rows"
         elif self.program.split_objective.per_replica:
             why = "stages, of which only the last has the rows"
-        if why:
+        if why and (rows or merges):
             raise ConfigError(
-                f"an rx.PerRow among the metrics with {why}: use one job without stages, or "
-                "dp.predict for results by row"
+                f"{what} among the metrics with {why}: use one job without stages, or dp.predict "
+                "for results by row"
             )
 
     def _padded_or_not(

@@ -16,6 +16,8 @@ from jax.tree_util import keystr
 
 from replicax.analysis.flops import count_flops
 from replicax.core.data.batch import Batch, host_rows, pad, row_count
+from replicax.core.data.merged import Merged, named_values
+from replicax.core.data.per_row import PerRow
 from replicax.core.data.share import Share
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
@@ -141,7 +143,7 @@ class Subject:
         metrics = dict(metrics)
         if bool(metrics.pop(NOT_FINITE)) or overflows(after) > overflows(before):
             raise SkippedStepError(str(case))
-        return after, metrics
+        return after, _plain(metrics, batch.mask)
 
     def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
         """Return the results of one step by path: loss, metrics, gradient and changes."""
@@ -329,6 +331,21 @@ NAMES = (
     ("['state'].opt_state[0]", "gradient"),
     ("['state']", "state"),
 )
+
+
+def _plain(metrics: Metrics, mask: Any) -> Metrics:
+    """Return metrics as arrays: rows without padding, and the values of those that are no means.
+
+    The latter count rows, and are left out of a batch with other weights than 0 and 1.
+    """
+    counts, found = bool(np.isin(mask, (0, 1)).all()), Metrics()
+    for name, value in metrics.items():
+        if isinstance(value, Merged):
+            values = named_values(name, value.compute()) if counts else {}
+            found |= {each: np.asarray(values[each], np.float32) for each in values}
+        else:
+            found[name] = value.whole() if isinstance(value, PerRow) else value
+    return found
 
 
 def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,11 +26,14 @@ from replicax.analysis.compiled import (
     result_bytes,
 )
 from replicax.checks import PASS, SKIP, Check, Verdict
+from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
+from replicax.core.ground.leaves import PyTree
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis, split_dim
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
+from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import Wire
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
@@ -166,6 +169,7 @@ def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
     dp = subject.parallel(case)
     mesh, layout = dp.mesh, dp.layout
     least = wire_bytes_of_all_reduce(bytes_needed(subject, case), replica_count(mesh))
+    least += _merged_bytes(subject, case)
     parts = mesh.shape[shard_axis(mesh)]
     if not layout.splits_params:
         if layout.splits_optimizer and not isinstance(dp.reduction, Wire):
@@ -177,16 +181,33 @@ def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
 
 def bytes_needed(subject: Subject, case: Case) -> int:
     """Return the bytes of the sums of loss, metrics and trained gradients, as sent."""
-    state, batch = subject.state, subject.full
-    metrics: Any = jax.eval_shape(
-        lambda params, extras, batch: subject.objective.loss_sums(
-            params, extras, batch, CallContext(jax.random.key(0))
-        )[0],
-        *(state.params, state.extras, batch),
-    )
     dp = subject.parallel(case)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
-    return sums_bytes(trained, len(metrics), dp.reduction, replica_count(dp.mesh))
+    count = len(_sums(subject).weighted)
+    return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh))
+
+
+def _sums(subject: Subject) -> StepSums:
+    """Return the shapes of the loss and the metrics of a whole batch."""
+
+    def found(params: PyTree, extras: PyTree, batch: Batch) -> StepSums:
+        context = CallContext(jax.random.key(0))
+        return subject.objective.score_sums(params, extras, batch, context)[0]
+
+    state = subject.state
+    shapes: StepSums = jax.eval_shape(found, state.params, state.extras, subject.full)
+    return shapes
+
+
+def _merged_bytes(subject: Subject, case: Case) -> float:
+    """Return the bytes that a device sends of metrics that are no means: to all others, each."""
+    replicas, size = replica_count(subject.parallel(case).mesh), 0.0
+    for merged in _sums(subject).rows.values():
+        parts = case.micro_batches if merged.grows else 1
+        for leaf, by_row in zip(merged.leaves, merged.kind.by_row, strict=True):
+            size += leaf.size * leaf.dtype.itemsize * (1 / replicas if by_row else parts)
+        size += 0 if merged.mask is None else merged.mask.size * 4 / replicas
+    return size * (replicas - 1)
 
 
 def _split(subject: Subject, case: Case) -> Iterator[jax.ShapeDtypeStruct]:

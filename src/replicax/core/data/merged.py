@@ -70,7 +70,7 @@ class Merged:
     leaves: tuple[Any, ...]
     """Arrays `[parts, ...]`; of several steps `[steps, parts, ...]`."""
     mask: Any
-    """float32 `[parts, rows]`: 0 for padding."""
+    """float32 `[parts, rows]`, 0 for padding; None if no array has an entry for each row."""
     kind: Kind
 
     @property
@@ -140,7 +140,7 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
             "give it one entry for each row"
         )
     found = dataclasses.replace(fixed, by_row=by_row, keeps_shape=keeps_shape)
-    return Merged(tuple(array[None] for array in arrays), mask[None], found)
+    return Merged(tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found)
 
 
 def _probed(kind: Kind, arrays: list[jax.Array]) -> tuple[list[bool], bool]:
@@ -176,7 +176,7 @@ def _probed(kind: Kind, arrays: list[jax.Array]) -> tuple[list[bool], bool]:
 def merged_in_order(whole: Merged) -> Merged:
     """Return the object of all parts as that of one, if a program can merge them."""
     kind = whole.kind
-    if not kind.keeps_shape or len(whole.mask) == 1:
+    if not kind.keeps_shape or len(whole.leaves[0]) == 1:
         return whole
 
     def add(total: list[Any], part: list[Any]) -> tuple[list[Any], None]:
@@ -184,7 +184,7 @@ def merged_in_order(whole: Merged) -> Merged:
 
     first, rest = [leaf[0] for leaf in whole.leaves], [leaf[1:] for leaf in whole.leaves]
     total, _ = lax.scan(add, first, rest)
-    return Merged(tuple(leaf[None] for leaf in total), whole.mask.reshape(1, -1), kind)
+    return Merged(tuple(leaf[None] for leaf in total), None, kind)
 
 
 class Merging:
@@ -230,15 +230,17 @@ class Merging:
 
 def _parts(merged: Merged) -> Iterator[Any]:
     """Yield the object of each part on the host, without padding, its sums widened."""
-    kind, mask = merged.kind, whole_on_host(merged.mask)
-    mask = mask.reshape(-1, mask.shape[-1]) > 0
+    kind, real = merged.kind, np.zeros((0, 0), bool)
+    if merged.mask is not None:
+        mask = whole_on_host(merged.mask)
+        real = mask.reshape(-1, mask.shape[-1]) > 0
     arrays = [
         leaf.reshape(-1, *leaf.shape[leaf.ndim - dims :])
         for leaf, dims in zip(map(whole_on_host, merged.leaves), kind.dims, strict=True)
     ]
     for n in range(len(arrays[0])):
         yield kind.made(
-            array[n][mask[n]] if by_row else _widened(array[n])
+            array[n][real[n]] if by_row else _widened(array[n])
             for array, by_row in zip(arrays, kind.by_row, strict=True)
         )
 

@@ -63,6 +63,8 @@ class RowExaminer:
     """Whether it will see the global batch, as in `CallContext.whole`."""
     returns_rows: bool = False
     """Whether a loss or the step returns an `rx.PerRow` among its metrics."""
+    merges: bool = False
+    """Whether it returns a metric that is no mean."""
 
     def step_sums(
         self,
@@ -136,7 +138,7 @@ class RowExaminer:
 
     def see_merged(self, name: str, merged: Merged) -> None:
         """Mark the arrays of a metric that is no mean."""
-        self.returns_rows = True
+        self.merges = True
         for leaf, by_row in zip(merged.leaves, merged.kind.by_row, strict=True):
             if by_row:
                 self.see(name, leaf[0])

@@ -66,7 +66,7 @@ class LossExamination:
         self._one = self._traced(self._rows, self._examiner(self._rows, learns=learns))
         examiner = self._one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
-        self.returns_rows = examiner.returns_rows
+        self.returns_rows, self.merges = examiner.returns_rows, examiner.merges
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
         followed = Follow((1, 1), ruled=False)

@@ -91,11 +91,12 @@ class Summing:
         gather = self.accumulator.gather
         if gather is None and self.axis is not None:
             gather = partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
-        merged = {name: rows[name] for name in rows if isinstance(rows[name], Merged)}
-        if gather is not None:
-            merged = jax.tree.map(gather, merged)
-        others = {name: rows[name] for name in rows if name not in merged}
-        return others, {name: merged_in_order(each) for name, each in merged.items()}
+        others, merged = dict(rows), dict[str, Merged]()
+        for name, value in rows.items():
+            if isinstance(value, Merged):
+                own = merged_in_order(others.pop(name))  # of micro-batches
+                merged[name] = merged_in_order(jax.tree.map(gather, own)) if gather else own
+        return others, merged
 
 
 def apply_gradient(
