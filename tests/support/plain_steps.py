@@ -258,6 +258,7 @@ PLAIN_STEPS = {
     "equinox_state": stateful,
     "frozen_backbone": frozen_backbone,
     "lora": lora,
+    "metrics": with_metrics,
     "packed_sequences": weighted_mean,
     "seq2seq": weighted_mean,
     "torch_dataloader": with_metrics,

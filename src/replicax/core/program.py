@@ -41,7 +41,6 @@ from replicax.core.step.base import (
     StepResult,
     StepSums,
 )
-from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import LossFunction, Objective, only_read
 from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of

@@ -23,7 +23,7 @@ from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import average_of
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
-from replicax.train.merged_records import numbers
+from replicax.train.merged_records import recorded
 from replicax.train.program_fingerprint import some_rows
 from replicax.train.read_again import FirstBatch
 from replicax.train.records import Record
@@ -193,7 +193,7 @@ class Evaluator:
             batches = self._batches(name, feed, stops)
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
             rows += int(means.pop("rows"))
-            numbers(means)
+            recorded(means)
             prefix = f"{name}/" if name else ""
             found |= {f"{prefix}{metric}": value for metric, value in means.items()}
         seconds = time.perf_counter() - started

@@ -30,7 +30,7 @@ class MergedOfSteps:
         """Return the numbers of each metric."""
         found: dict[str, float] = {}
         for name, merging in self._merging.items():
-            found |= numbers(named_values(name, merging.compute()))
+            found |= recorded(named_values(name, merging.compute()))
         return found
 
     def save_state(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class MergedOfSteps:
         return self._saved | told
 
 
-def numbers(values: dict[str, Any]) -> dict[str, float]:
+def recorded(values: dict[str, Any]) -> dict[str, float]:
     """Return `values`; `LossError` if one is no number, which a record cannot have."""
     for name, value in values.items():
         if not isinstance(value, int | float):

@@ -5,11 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from replicax.core.data.merged import Merged
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import Metrics
 from replicax.core.rounds.round_step import ROUND_LOSS
 from replicax.core.step.loss import LOSS
-from replicax.core.data.merged import Merged
 from replicax.errors import DivergedError
 from replicax.train.dispatched import Dispatched, python_number
 from replicax.train.guarded import SPIKE
@@ -36,6 +36,7 @@ class Meter:
     _reached: float  # when the last step finished
     _together: tuple[int, float]  # steps that had finished with it, and the seconds of each
     _wait_seconds: float
+    _merged: MergedOfSteps
     rows: int
     """Rows of finished steps that are not in a record yet."""
 
@@ -91,7 +92,10 @@ class Meter:
         self._read()
         seconds = self._timed()
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
-        sums, at = {name: self._sums[name] for name in step.metrics if name in self._sums}, step.place
+        sums, at = (
+            {name: self._sums[name] for name in step.metrics if name in self._sums},
+            step.place,
+        )
         if ROUND_LOSS in sums and not sums[ROUND_LOSS][1]:
             del sums[ROUND_LOSS]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}

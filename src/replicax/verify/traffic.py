@@ -5,7 +5,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -25,7 +25,7 @@ Merge = Callable[[Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the objects of all parts have in common."""
+    """Common properties of the objects of all parts."""
 
     name: str
     """The name of the metric, for errors."""
@@ -122,16 +122,13 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
             "registered with jax.tree_util.register_dataclass, or a flax.struct.dataclass"
         )
     numbers = [hasattr(leaf, "dtype") or isinstance(leaf, int | float) for leaf in leaves]
-    constants = tuple(
-        None if each else leaf for leaf, each in zip(leaves, numbers, strict=True)
-    )
+    constants = tuple(None if each else leaf for leaf, each in zip(leaves, numbers, strict=True))
     arrays = [jnp.asarray(leaf) for leaf, each in zip(leaves, numbers, strict=True) if each]
     dims = tuple(array.ndim for array in arrays)
     fixed = Kind(name, structure, constants, dims, (False,) * len(dims), True, merge)
     changed, keeps_shape = _probed(fixed, arrays)
     by_row = tuple(
-        each and array.shape[:1] == mask.shape
-        for each, array in zip(changed, arrays, strict=True)
+        each and array.shape[:1] == mask.shape for each, array in zip(changed, arrays, strict=True)
     )
     if isinstance(metric, AllRows) and not all(by_row):
         shapes = ", ".join(str(list(array.shape)) for array in arrays)
@@ -140,7 +137,9 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
             "give it one entry for each row"
         )
     found = dataclasses.replace(fixed, by_row=by_row, keeps_shape=keeps_shape)
-    return Merged(tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found)
+    return Merged(
+        tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found
+    )
 
 
 def _probed(kind: Kind, arrays: list[jax.Array]) -> tuple[list[bool], bool]:

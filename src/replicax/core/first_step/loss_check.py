@@ -141,7 +141,7 @@ class LossExamination:
             found = [each for each in found if each.by_row or not each.output]
         if found or not labels:
             return found
-        trials, why, raised, examiner = {}, "", "", self._one.examiner
+        trials, why, raised = {}, "", ""
         try:
             trials = self.compared(division, labels, state, batch)
         except Undecided as reason:
@@ -156,8 +156,10 @@ class LossExamination:
             by_place = differs and not mixes
             of_pairs = trial and trial.alone.shape[1:] != trial.together.shape[1:]
             pairs = trial.together.shape if trial and of_pairs else ()
-            known = {"by_place": by_place, "why": said, "raised": raised, "pairs": pairs}
-            found.append(dataclasses.replace(self._broken(label), **known))
+            known = self._broken(label)
+            found.append(
+                dataclasses.replace(known, by_place=by_place, why=said, raised=raised, pairs=pairs)
+            )
         return found
 
     def _broken(self, label: str) -> Broken:

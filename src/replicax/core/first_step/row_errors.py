@@ -126,8 +126,8 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
     if broken.merged:
         return LossError(
             f"the metric {name!r} counts padded rows, and {where}: give it rx.row_weights(rows) as "
-            "its mask or weights, pass rows as rx.AllRows(function, rows), which has no padding, or "
-            "choose a batch size that divides the rows"
+            "its mask or weights, pass its rows as rx.AllRows(function, rows), which has no "
+            "padding, or choose a batch size that divides the rows"
         )
     if broken.scalar:
         return LossError(

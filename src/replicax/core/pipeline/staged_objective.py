@@ -24,7 +24,6 @@ from replicax.core.placement.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.placement.sharding_rules import axes_of
 from replicax.core.step.accumulate import folded, split_rows
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import WeightedSum
 from replicax.core.step.objective import Objective, only_read
 from replicax.errors import ConfigError, LossError
 

@@ -48,7 +48,7 @@ class StepSums:
         return self.weighted[LOSS].weight
 
     def means(self) -> Metrics:
-        """Return the weighted means, NaN if the total weight is 0, and metrics that are no means."""
+        """Return the weighted means (NaN if the weight is 0), and metrics that are no means."""
         return {name: value.mean() for name, value in self.weighted.items()} | self.merged
 
 

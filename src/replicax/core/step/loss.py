@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.data.merged import Merged, Merging, apart, named_values
+from replicax.core.data.merged import Merge, Merged, Merging, apart, named_values
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
@@ -108,7 +108,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     return {
         name: weighted_sum(name, value, mask)
         for name, value in named.items()
-        if not isinstance(value, PerRow) and as_metric(value) is None
+        if not isinstance(value, PerRow) and _as_metric(value) is None
     }
 
 
@@ -118,15 +118,19 @@ def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:
     for name, value in values_by_name(returned).items():
         if isinstance(value, PerRow):
             found[name] = checked_rows(name, value.value, count)
-        elif every and as_metric(value) is None and jnp.ndim(_values(value)):
+        elif every and _as_metric(value) is None and jnp.ndim(_values(value)):
             found[name] = jnp.asarray(_values(value))
     return found
 
 
 def merged_of(returned: Any, mask: jax.Array) -> dict[str, Merged]:
     """Return metrics that are no means, of one part: the rows of `mask`."""
-    known = {name: as_metric(value) for name, value in values_by_name(returned).items()}
+    known = {name: _as_metric(value) for name, value in values_by_name(returned).items()}
     return {name: apart(name, *metric, mask) for name, metric in known.items() if metric}
+
+
+def _as_metric(value: Any) -> tuple[Any, Merge] | None:
+    return None if isinstance(value, jax.Array | Weighted) else as_metric(value)
 
 
 def values_by_name(returned: Any) -> dict[str, Any]:
