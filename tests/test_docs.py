@@ -16,7 +16,10 @@ import replicax
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk")]
+PAGES = [
+    ROOT / f"docs/{name}.md"
+    for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk")
+]
 
 
 @EXHAUSTIVE

@@ -9,6 +9,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+from support.counted_metrics import by_the_book
 from support.job_cases import (
     CASES,
     DATA,
@@ -122,6 +123,14 @@ def test_every_process_has_all_predictions(job: str, results: Results) -> None:
         np.testing.assert_allclose(found["arrays"][name], leaf, rtol=1e-5, atol=1e-6)
         own = np.asarray(leaf)[np.concatenate(_own_indices())]
         np.testing.assert_allclose(found["own arrays"][name], own, rtol=1e-5, atol=1e-6)
+
+
+@in_small_and_large_jobs
+def test_metrics_that_are_no_means_are_those_of_all_rows(job: str, results: Results) -> None:
+    """Each process reads them, without the others."""
+    for found in results(job)["merged"].values():
+        for name, value in by_the_book().items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
 
 
 @in_small_and_large_jobs

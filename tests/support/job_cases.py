@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from support import counted_metrics
 
 import replicax as rx
 from replicax.analysis.hlo import instructions
@@ -198,11 +199,24 @@ def custom_step(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
     }
 
 
+def merged(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
+    """Return metrics that are no means: of an evaluation, and of a step with padding."""
+    dp = rx.DataParallel(
+        counted_metrics.loss, optax.sgd(0.0), mesh=mesh, mode="shard_map", accumulate=2, job=job
+    )
+    state = dp.init(counted_metrics.MODEL)
+    found = dp.evaluate(state, dp.feed(counted_metrics.rows(), 32))
+    [batch] = dp.feed(counted_metrics.rows(), 96)
+    _, metrics = dp.step(state, batch)
+    return {"evaluated": found, "step": counted_metrics.values(metrics)}
+
+
 MORE: dict[str, Callable[[Job], Any]] = {
     "reductions": reductions,
     "network": lambda job: train_network(job=job),
     "predictions": lambda job: predict(job=job),
     "custom step": lambda job: custom_step(job=job),
+    "merged": lambda job: merged(job=job),
 }
 
 

@@ -201,7 +201,8 @@ class DataParallel(Configured):
 
         Returns:
             The state after the step, and metrics: `"loss"` and other float32 scalars, exact means
-            over the real rows of the global batch, and each `rx.PerRow`.
+            over the real rows of the global batch, each `rx.PerRow`, and for each metric that is no
+            mean an `rx.Merged`.
 
         Raises:
             ConfigError: the first step needs more memory than is available.
@@ -286,8 +287,8 @@ class DataParallel(Configured):
             ema: whether to use the moving average of the parameters.
 
         Returns:
-            The exact weighted mean of each, NaN if the total weight is 0, and `"rows"`; for a dict
-            of batches, a dict of these.
+            The exact weighted mean of each, NaN if the total weight is 0, what metrics that are no
+            means compute of all rows, and `"rows"`; for a dict of batches, a dict of these.
         """
         return self._evaluation.means(state, batches, loss, ema=ema)
 

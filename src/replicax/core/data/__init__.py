@@ -7,9 +7,10 @@ Read in this order:
     host_arrays.py   arrays and mappings of other libraries as NumPy arrays and dicts
     sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process
     per_row.py       `PerRow`: values with an entry for each row, next to means
+    merged.py        `Merged` and `AllRows`: metrics that are no means
     share.py         the rows that a process holds, on its devices; `Batches` of several steps
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
-`rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
+`rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Merged`, `rx.AllRows`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
 """

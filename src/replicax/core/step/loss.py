@@ -96,7 +96,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
 
     A loss returns float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or
     any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
-    `mask` is 0 on padding.
+    `mask` is 0 on padding. Metrics that are no means are left to `merged_of`.
     """
     named = values_by_name(returned)
     dtype = jnp.result_type(_values(named[LOSS]))
