@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.counted_metrics import F1
 from support.tiers import only
 
 import replicax as rx
@@ -63,6 +64,12 @@ def names_rows(model: Any, batch: Any, key: Any) -> Any:
     return (halves - batch["y"]) ** 2
 
 
+def counts(model: Any, batch: Any, key: Any) -> Any:
+    score = predicted(model, batch["x"])
+    metrics = {"f1": F1.of(score, batch["y"] > 0, rx.row_weights(score))}
+    return (score - batch["y"]) ** 2, metrics
+
+
 @pytest.fixture
 def on_gpus() -> Iterator[None]:
     with traced_for(9.0):
@@ -94,6 +101,14 @@ def test_where_rows_are_apart_it_is_the_step_of_each_replica(settings: Any) -> N
     assert sent == once
     if not settings:
         check_equal(found, trained(apart, "single", 1)[0])
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_so_it_is_with_a_metric_of_counts() -> None:
+    found, sent = trained(counts, "jit", 4)
+    by_replica, once = trained(counts, "shard_map", 4)
+    check_equal(found, by_replica)
+    assert sent == once
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -63,7 +63,7 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
     for rows in (batch, _of_other_rows(batch)):
         with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
             examination = LossExamination(of_loss(objective, step_key), state, rows)
-            if examination.takes_padding and not examination.draws:  # a replica's draws are its own
+            if examination.is_apart and not examination.draws:  # a replica's draws are its own
                 return True
     return False
 

@@ -1,4 +1,4 @@
-"""Metrics that are no means: those of all rows, in every mode, with padding, and what is refused."""
+"""Metrics that are no means: of all rows, in every mode, with padding, and what is refused."""
 
 from typing import Any
 

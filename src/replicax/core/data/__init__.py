@@ -12,5 +12,6 @@ Read in this order:
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
-`rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Merged`, `rx.AllRows`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.
+`rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Merged`, `rx.AllRows`, `rx.Feed` (from
+`dp.feed`), `rx.PerProcess`.
 """

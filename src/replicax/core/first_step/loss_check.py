@@ -90,6 +90,15 @@ class LossExamination:
         return not any(self._doubted(some, shows=False))
 
     @cached_property
+    def is_apart(self) -> bool:
+        """Whether the traces show that padding changes nothing but sums in metrics, by adding."""
+        some = Division(np.zeros((1, self._rows // 2), int), padded=True)
+        outputs, labels = self._doubted(some, shows=False)
+        merged = self._one.examiner.merged
+        added = {label for label in merged if {*self._seen[label]} <= {None, Total(0)}}
+        return not outputs and added.issuperset(labels)
+
+    @cached_property
     def gathers_draws(self) -> bool:
         """Whether gathered rows depend on random numbers that no row has for itself."""
         if not (self.gathers and self.draws):
