@@ -52,8 +52,9 @@ class DataParallel(Configured):
     Args:
         loss: `loss(model, batch, key) -> values`, with `batch` the user's pytree of arrays
             `[rows, ...]` and `values` floats `[rows, ...]`, an `rx.Weighted`, or a pair of either
-            and a dict of metrics of the same kinds, or with `merge` and `compute`. The step minimises their global weighted mean.
-            A scalar must be the mean over equally weighted rows; unequal weights are an error.
+            and a dict of metrics of the same kinds, or with `merge` and `compute`. The step
+            minimises their global weighted mean. A scalar must be the mean over equally weighted
+            rows; unequal weights are an error.
             In evaluation, `key` is None, and NNX and Equinox models are in evaluation mode.
         optimizer: an optax gradient transformation.
         step: `step(state, batch, key) -> (state, metrics)`, a custom step replacing the optimizer,

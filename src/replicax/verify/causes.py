@@ -329,7 +329,9 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
 
 def _mean(parts: Sequence[Leaves]) -> Leaves:
     return {
-        path: np.mean([part[path] for part in parts], axis=0) if is_float(value) else value
+        path: np.mean([part[path] for part in parts], axis=0)
+        if is_float(value) and len({np.shape(part[path]) for part in parts}) == 1
+        else value
         for path, value in parts[0].items()
     }
 
