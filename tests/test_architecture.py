@@ -19,17 +19,18 @@ from replicax.core.placement.layout import LAYOUTS
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
-TEXT = {"errors", "arguments", "wording", "table", "python_file"}
+TEXT = {"errors", "arguments", "wording", "table", "blocks", "python_file"}
 BESIDE = {"core", "train", "cluster", "islands", "analysis", "recipes", "plot_style"}
 ROOMS = {
     "errors": set(),
     "arguments": {"errors"},
     "wording": {"errors"},
     "table": set(),
+    "blocks": {"table"},
     "python_file": {"errors"},
     "plot_style": {"errors"},
-    "checks": {"errors", "wording", "table"},
-    "core": {"errors", "arguments"},
+    "checks": {"errors", "wording", "table", "blocks"},
+    "core": {"errors", "arguments", "blocks"},
     "lint": {"errors", "checks", "wording"},
     "losses": {"core"},
     "remat": set(),

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
+from replicax.blocks import Grid
 from replicax.errors import MissingDependencyError, require
 from replicax.table import NO_BREAK, WIDTH, rendered
 from replicax.wording import counted
@@ -108,6 +109,20 @@ def table_text(checks: Sequence[Check], total: str | None = None, *, style: Styl
         ]
         return "\n".join([*lines, checks_summary(checks, style=style) if total is None else total])
     return _drawn(checks, total, None, style)
+
+
+def checks_grid(checks: Sequence[Check], *, style: Style = DEFAULT) -> Grid:
+    """Return the checks as a table for a notebook, without the lines below them."""
+    rows, before, told = [("check", "case", "found", "")], None, ""
+    for check in checks:
+        subject = check.subject if check.subject != before else ""
+        found = check.found
+        if check.cause:
+            found += f"\n{style.remedy}: {check.cause if check.cause != told else 'as above'}"
+            told = check.cause
+        before = check.subject
+        rows.append((subject, check.case, found, _word(check, style)))
+    return Grid(rows, left=len(rows[0]), marked=frozenset({style.words.get(FAIL, FAIL)}))
 
 
 def checks_summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:

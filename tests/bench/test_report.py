@@ -8,12 +8,11 @@ from bench.results import CASE, extreme, layouts, make_bench, scaled
 
 from replicax.bench.bench_result import Bench
 from replicax.bench.numbers import around, percent_around
-from replicax.bench.report import bench_table
 from replicax.bench.save import to_markdown
 
 
 def test_a_line_has_medians_quartiles_and_efficiency() -> None:
-    lines = bench_table(scaled(1, 2, modes=("jit",)))
+    lines = str(scaled(1, 2, modes=("jit",))).splitlines()
     strong = lines[lines.index("strong scaling: 256 rows per batch on any number of devices") :]
     assert strong[1].split() == [
         "mode",
@@ -29,7 +28,7 @@ def test_a_line_has_medians_quartiles_and_efficiency() -> None:
 
 
 def test_resources_have_memory_compilation_reductions_and_flops() -> None:
-    lines = bench_table(scaled(1, 2, modes=("jit",)))
+    lines = str(scaled(1, 2, modes=("jit",))).splitlines()
     each = lines[lines.index("each step") :]
     assert each[2].split()[:4] == ["mode", "devices", "batch", "MiB"]
     assert each[3].split() == ["jit", "1", "256", "3.00", "1.25", "0", "0", "B", "100", "25%"]
@@ -39,23 +38,23 @@ def test_resources_have_memory_compilation_reductions_and_flops() -> None:
 
 def test_what_is_not_known_is_no_number() -> None:
     case = dataclasses.replace(CASE, flops_per_step=0, peak_bytes_per_device=None)
-    text = "\n".join(bench_table(make_bench(case)))
+    text = str(make_bench(case))
     assert "GFLOP" not in text
     assert "product" not in text
     assert "peak\n" not in text
-    both = "\n".join(bench_table(make_bench(CASE, case)))
+    both = str(make_bench(CASE, case))
     assert "GFLOP/s" in both
     assert " - " in both
 
 
 def test_tokens_stand_in_the_place_of_rows() -> None:
-    text = "\n".join(bench_table(make_bench(dataclasses.replace(CASE, tokens_per_row=100))))
+    text = str(make_bench(dataclasses.replace(CASE, tokens_per_row=100)))
     assert "tokens/s" in text
     assert "1.28M" in text
 
 
 def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
-    lines = bench_table(layouts())
+    lines = str(layouts()).splitlines()
     at = lines.index("layouts: 256 rows per batch")
     heads = "layout vices rows/s ms/step up MiB MiB sent ble"
     assert lines[at + 2].split() == heads.split()
@@ -71,19 +70,19 @@ def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
 def test_without_stages_no_word_of_a_bubble() -> None:
     bench = layouts()
     bench = dataclasses.replace(bench, cases=bench.cases[:-1])
-    assert "bub" not in "\n".join(bench_table(bench))
+    assert "bub" not in str(bench)
 
 
 def test_without_one_device_there_is_no_speedup() -> None:
     bench = layouts()
     bench = dataclasses.replace(bench, cases=bench.cases[1:])
-    lines = bench_table(bench)
+    lines = str(bench).splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("layouts: 256 rows"))
     assert lines[start + 1].split() == ["de-", "state", "peak", "bub-"]
     both = dataclasses.replace(
         bench, cases=(*bench.cases, *layouts("pmap").cases[:1], *bench.cases[:1])
     )
-    assert any(line.startswith("jit zero1") and " - " in line for line in bench_table(both))
+    assert any(line.startswith("jit zero1") and " - " in line for line in str(both).splitlines())
 
 
 def test_layouts_in_markdown() -> None:
@@ -99,13 +98,13 @@ def test_layouts_in_markdown() -> None:
     ids=["extreme", "usual", "layouts", "large layouts"],
 )
 def test_no_line_is_wider_than_a_terminal(bench: Bench) -> None:
-    assert max(map(len, bench_table(bench))) <= 80
+    assert max(map(len, str(bench).splitlines())) <= 80
 
 
 def test_notes_are_said_in_text_and_markdown() -> None:
     note = "two devices share a core"
     bench = make_bench(CASE, notes=(note,))
-    assert bench_table(bench)[-1] == f"note: {note}"
+    assert str(bench).splitlines()[-1] == f"note: {note}"
     assert f"- note: {note}\n" in to_markdown(bench)
 
 

@@ -217,6 +217,7 @@ class Page:
 
     def __init__(self, kernel: object) -> None:
         self.outputs: list[list[str]] = []
+        self.html: list[str] = []
         self.kernel = kernel
 
     def get_ipython(self) -> "Page":
@@ -226,7 +227,8 @@ class Page:
         assert raw
         assert display_id
         self.outputs.append([data["text/plain"]])
-        return Output(self.outputs[-1])
+        self.html.append(data["text/html"])
+        return Output(self.outputs[-1], self.html)
 
 
 @dataclasses.dataclass
@@ -234,10 +236,12 @@ class Output:
     """The handle that `display` returns."""
 
     texts: list[str]
+    html: list[str]
 
     def update(self, data: dict[str, str], *, raw: bool) -> None:
         assert raw
         self.texts.append(data["text/plain"])
+        self.html.append(data["text/html"])
 
 
 @pytest.fixture
@@ -255,29 +259,75 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_in_a_notebook_one_output_changes_and_lines_are_printed(
+def test_in_a_notebook_one_output_changes_and_nothing_is_printed(
     page: Page, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display = open_progress(True, 10)
     display.line("batch  64 rows")
-    display.status("compiling the step")
+    display.status("compiling <the> step")
     for step in range(1, 11):
         display.count(step)
         display.show(record(step))
-        clock.now += 0.1
+        clock.now += 0.2
     display.line("epoch 1/1")
     display.close()
     shown = "epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%"
     (output,) = page.outputs
-    assert output[0].startswith("compiling")  # at 0.0 s; then what a step finds 0.2 s later
-    assert output[1:] == [
-        f"step 3/10 · {shown} · 0.7 s left",  # 2 steps took 0.2 s
-        f"step 5/10 · {shown} · 0.5 s left",
-        f"step 7/10 · {shown} · 0.3 s left",
-        f"step 9/10 · {shown} · 0.1 s left",
-        f"step 10/10 · {shown}",
+    assert [text.splitlines() for text in output] == [
+        ["batch  64 rows"],
+        ["compiling <the> step", "batch  64 rows"],
+        [f"step 4/10 · {shown} · 1.2 s left", "batch  64 rows"],  # 3 steps took 0.6 s
+        [f"step 7/10 · {shown} · 0.6 s left", "batch  64 rows"],
+        [f"step 10/10 · {shown} · 0.0 s left", "batch  64 rows"],
+        ["batch  64 rows", "epoch 1/1"],
     ]
-    assert capsys.readouterr().out == "batch  64 rows\nepoch 1/1\n"
+    assert "compiling &lt;the&gt; step" in page.html[1]
+    assert ['value="4" max="10"' in html for html in page.html] == [False] * 2 + [True] + [
+        False
+    ] * 3
+    assert capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_a_hundred_epochs_are_a_curve_and_the_newest_lines(
+    page: Page, clock: Clock
+) -> None:
+    display = open_progress(True, 100)
+    run: Any = types.SimpleNamespace(records=[], epochs=100)
+    display.start(run)
+    display.line("batch  64 rows")
+    for epoch in range(100):
+        display.count(epoch + 1)
+        run.records.append(Record("train", epoch + 1, epoch, {"loss": 5.0 - epoch / 20}, 64, 0.1))
+        display.line(f"epoch {epoch + 1}/100")
+        clock.now += 1.0
+    display.close()
+    batch, left_out, *newest = page.outputs[0][-1].splitlines()
+    assert (batch, numbers(left_out)) == ("batch  64 rows", ["88"])
+    assert newest == [f"epoch {epoch}/100" for epoch in range(89, 101)]
+    assert page.html[-1].count("<svg") == 1
+    assert all(len(html) < 8_000 for html in page.html)
+
+
+def test_in_a_notebook_a_run_that_ends_early_says_where(page: Page) -> None:
+    display = open_progress(True, 10)
+    display.count(4)
+    display.close()
+    assert page.outputs[0][-1] == "step 4/10"
+    assert 'value="4" max="10"' in page.html[-1]
+
+
+def test_an_update_that_is_slow_delays_the_next(page: Page, clock: Clock) -> None:
+    class Slow(list[Record]):
+        def __iter__(self) -> Iterator[Record]:
+            clock.now += 0.1
+            return super().__iter__()
+
+    display = open_progress(True, 1000)
+    display.start(types.SimpleNamespace(records=Slow([record()])))  # type: ignore[arg-type]
+    for step in range(1000):
+        display.count(step)
+        clock.now += 0.1
+    assert 1 < len(page.html) <= 12  # 1% of 100 s
 
 
 def test_a_run_in_a_notebook_that_shows_nothing_has_no_output(page: Page) -> None:

@@ -8,6 +8,8 @@ from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import Collectives
 from replicax.bench.cases import STRONG
 from replicax.bench.numbers import ratios, spread
+from replicax.blocks import Reported
+from replicax.wording import counted, duration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,7 @@ class CaseResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class Bench(Reported):
     """The results of a benchmark: every mode on every device count.
 
     Examples:
@@ -144,6 +146,10 @@ class Bench:
     reduction: str = "float32"
     scaled_over: Literal["devices", "processes"] = "devices"
     """The unit of scaling; with processes, each has one device."""
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(case.name for case in self.cases))
+        return f"Bench({counted(len(self.cases), 'case')} in {duration(self.seconds)}: {names})"
 
     @property
     def replica(self) -> str:

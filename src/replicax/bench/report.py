@@ -1,12 +1,11 @@
 """Reports of a benchmark: text tables for a terminal, and Markdown."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.numbers import around, is_noise, percent_around, spread
-from replicax.table import WIDTH, aligned
+from replicax.blocks import GAP, Grid, Paragraph, ReportPart, report_of
 from replicax.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
 Column = tuple[str, Callable[[CaseResult], str]]
@@ -15,12 +14,12 @@ Section = tuple[str, list[list[str]]]
 """A title, and the rows of a table, headings first."""
 
 
-def bench_table(bench: Bench) -> list[str]:
-    """Format the benchmark in lines of at most 80 columns: header, speed, resources, notes."""
-    lines = [line for text in header(bench) for line in _wrapped(text)]
+@report_of.register
+def _(bench: Bench) -> list[ReportPart]:
+    blocks: list[ReportPart] = [Paragraph(text) for text in header(bench)]
     for title, rows in sections(bench):
-        lines += ["", *_wrapped(title), *aligned(rows)]
-    return lines + [line for text in footnotes(bench) for line in _wrapped(text)]
+        blocks += [GAP, Paragraph(title), Grid(rows)]
+    return [*blocks, *map(Paragraph, footnotes(bench))]
 
 
 def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
@@ -208,7 +207,3 @@ def _layout_footnotes(bench: Bench) -> list[str]:
             f"and M = {bench.accumulate} micro-batches, from accumulate"
         )
     return lines
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

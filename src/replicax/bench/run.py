@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+import replicax.bench.report  # noqa: F401 - how a benchmark is printed and shown
 from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (

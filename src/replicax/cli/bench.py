@@ -22,7 +22,6 @@ from replicax.bench.link_bench import LINK_CONTROL
 from replicax.bench.machine import only_cores, own_cores
 from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
-from replicax.bench.report import bench_table
 from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.bench_links import LinkOptions, check_without_links, measure_links, serve_island
@@ -111,7 +110,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
         rounds=options.rounds,
         pin=options.pin,
     )
-    print(*bench_table(result), sep="\n", flush=True)
+    print(result, flush=True)
     folder.mkdir(parents=True)
     pictures: list[str] = []
     try:
@@ -186,7 +185,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
         )
     measure = job_measure([sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS)
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
-    print(*bench_table(result), sep="\n", flush=True)
+    print(result, flush=True)
     names = [path.name for path in write_bench(result, folder)]
     print(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from replicax.blocks import GAP, Entry, ReportPart, report_of
 from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
-from replicax.plan.slow_links_table import slow_links_lines
-from replicax.table import MARGIN, WIDTH, Line, columns, labelled
+from replicax.plan.slow_links_table import slow_links_entries
+from replicax.table import MARGIN, WIDTH, Line
 from replicax.wording import (
     UNKNOWN,
     counted,
@@ -24,20 +25,25 @@ _COLUMN = 9
 """Width of a device count up to 131,072, and the gap before it."""
 
 
-def plan_table(plan: Plan) -> list[str]:
-    """Return the whole plan as lines of at most 80 columns."""
-    return [text for part in ("", *LATER_PARTS) for text in plan_lines(plan, part)][:-1]
-
-
 def plan_lines(plan: Plan, part: str) -> list[str]:
-    """Return one part and an empty line: a name in `LATER_PARTS`, or "" for the answer.
+    """Return one part and an empty line: a name in `LATER_PARTS`, or "" for the answer."""
+    return [text for block in _blocks(plan, part) for text in block.lines()]
+
+
+@report_of.register
+def _(plan: Plan) -> list[ReportPart]:
+    return [block for part in ("", *LATER_PARTS) for block in _blocks(plan, part)][:-1]
+
+
+def _blocks(plan: Plan, part: str) -> list[ReportPart]:
+    """Return the sections of one part, each followed by an empty line.
 
     The speed and what follows from it are those of the requested batch if it fits, and otherwise
     come with the largest batch.
     """
     beyond = [
         [*_traffic(plan), *_islands(plan)],
-        slow_links_lines(plan.slow_links) if plan.slow_links else [],
+        slow_links_entries(plan.slow_links) if plan.slow_links else [],
         [*_scaling(plan), *_cost(plan)],
     ]
     alone = plan.fits or plan.target.chip.usable_bytes is None
@@ -50,13 +56,13 @@ def plan_lines(plan: Plan, part: str) -> list[str]:
         batch = [*_batch(plan), *(_speed(plan, more) if more or not alone else ())]
         sections = [[*batch, *(() if alone else _limit(plan))], *(() if alone else beyond)]
     else:
-        notes = [text for note in plan.notes for text in labelled("note", note)]
-        changes = [*_changes(plan), *labelled("first", plan.first), *_learning_rates(plan)]
-        sections = [changes, notes]
-    return [text for section in sections if section for text in (*section, "")]
+        first = [Entry("first", plan.first)] if plan.first else []
+        changes = [*_changes(plan), *first, *_learning_rates(plan)]
+        sections = [changes, [Entry("note", note) for note in plan.notes]]
+    return [block for section in sections if section for block in (*section, GAP)]
 
 
-def _header(plan: Plan) -> Iterator[str]:
+def _header(plan: Plan) -> Iterator[Entry]:
     about, target = plan.about, plan.target
     model = [
         about.get("name"),
@@ -68,7 +74,7 @@ def _header(plan: Plan) -> Iterator[str]:
         about.get("accumulate", 1) > 1 and f"{about['accumulate']} micro-batches",
         about.get("reduction", "float32") != "float32" and f"reduction {about['reduction']}",
     ]
-    yield from labelled("plan", " · ".join(str(each) for each in model if each))
+    yield Entry("plan", " · ".join(str(each) for each in model if each))
     kind = f"{target.devices:,} x {target.chip.title}"
     if target.chip.platform == "cpu":
         kind = f"{counted(target.devices, 'CPU device')} of this host"
@@ -79,36 +85,36 @@ def _header(plan: Plan) -> Iterator[str]:
         target.hosts > 1 and counted(target.hosts, "host"),
         how if plan.asked.compiled else "by formula",
     ]
-    yield from labelled("target", " · ".join(str(each) for each in known if each))
+    yield Entry("target", " · ".join(str(each) for each in known if each))
 
 
-def _fits(plan: Plan) -> Iterator[str]:
+def _fits(plan: Plan) -> Iterator[Entry]:
     asked, chip = plan.asked, plan.target.chip
     rows, how = f"{_each(plan, asked)} take", _how(asked)
     if chip.usable_bytes is None:
         text = f"{rows} {size_text(asked.bytes)}; the memory of a device is unknown"
-        yield from labelled("fits", f"unknown{how}: {text}")
+        yield Entry("fits", f"unknown{how}: {text}")
         return
     reserved = ""
     if chip.memory_bytes and chip.platform == "cuda" and chip.usable_bytes < chip.memory_bytes:
         reserved = f" that JAX preallocates of {size_text(chip.memory_bytes)}"
     if asked.fits:
         size = part_text(asked.bytes, chip.usable_bytes)
-        yield from labelled("fits", f"yes{how}: {rows} {size}{reserved}")
+        yield Entry("fits", f"yes{how}: {rows} {size}{reserved}")
         return
     least = f"{'at least ' if asked.is_least else ''}{size_text(asked.bytes)}"
     there = f"{size_text(chip.usable_bytes)}{reserved}"
-    yield from labelled("fits", f"no{how}: {rows} {least}; a device has {there}")
+    yield Entry("fits", f"no{how}: {rows} {least}; a device has {there}")
 
 
-def _batch(plan: Plan) -> Iterator[str]:
+def _batch(plan: Plan) -> Iterator[Entry]:
     largest, above = plan.largest, plan.too_large
     if plan.target.chip.usable_bytes is None or (largest is None and plan.fits):
         return
     if largest is None:
         least = above.rows if above else 1
         even = _rows(plan, least)
-        yield from labelled("batch", f"none{_how(above or plan.asked)}: not even {even}")
+        yield Entry("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
     beyond = "; more may fit"
     if above:
@@ -118,19 +124,19 @@ def _batch(plan: Plan) -> Iterator[str]:
     if above is None and data_rows and (largest.rows + 1) * plan.replicas > data_rows:
         beyond = f": the whole dataset, {data_rows:,} rows"
     size = f"{size_text(largest.bytes)}{_how(largest)}"
-    yield from labelled("batch", f"up to {_each(plan, largest)} take {size}{beyond}")
+    yield Entry("batch", f"up to {_each(plan, largest)} take {size}{beyond}")
     if plan.micro_batches is not None:
         count, need = plan.micro_batches.accumulate, plan.micro_batches.need
         size = f"{size_text(need.bytes)}{_how(need)}"
-        yield from labelled("", f"accumulate={count}: {_each(plan, need)} take {size}")
+        yield Entry("", f"accumulate={count}: {_each(plan, need)} take {size}")
 
 
-def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[str]:
+def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[Entry]:
     if not speeds:
         why = "unknown; see the notes"
         if plan.target.chip.usable_bytes is not None and plan.largest is None and not plan.fits:
             why = "none: no batch fits"
-        yield from labelled("speed", why)
+        yield Entry("speed", why)
         return
     shown: dict[str, list[str]] = {
         "by formula" if speeds[0].compute_share is None else "at best": [
@@ -146,10 +152,10 @@ def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[str]:
         del shown["HFU"]
     known = {name: texts for name, texts in shown.items() if any(texts)}
     cells = zip(*known.values(), [""] * len(speeds), strict=True)
-    yield from columns("speed", [(*known, ""), *cells])
+    yield Entry("speed", [(*known, ""), *cells])
 
 
-def _limit(plan: Plan) -> Iterator[str]:
+def _limit(plan: Plan) -> Iterator[Entry]:
     chip, word = plan.target.chip, "limit"
     if not plan.fits and chip.usable_bytes is not None:
         state = f"{size_text(plan.formula.state)}; a device has {size_text(chip.usable_bytes)}"
@@ -157,7 +163,7 @@ def _limit(plan: Plan) -> Iterator[str]:
             state = part_text(plan.formula.state, chip.usable_bytes)
         if plan.largest is not None:
             state += f", leaving room for {_counted(plan.largest.rows, 'row')}"
-        yield from labelled(word, f"memory: the state takes {state}")
+        yield Entry(word, f"memory: the state takes {state}")
         word = ""
     if plan.speed is None:
         return
@@ -169,9 +175,9 @@ def _limit(plan: Plan) -> Iterator[str]:
         if share >= _SMALL
     )
     where = "" if word else f"with {_counted(plan.speed.rows, 'row')}: "
-    yield from labelled(word, f"{where}{text} of a step")
+    yield Entry(word, f"{where}{text} of a step")
     if plan.speed.kernels:
-        yield from labelled("", f"longest: {', '.join(_longest(plan.speed))}")
+        yield Entry("", f"longest: {', '.join(_longest(plan.speed))}")
 
 
 def _shares(speed: Speed) -> dict[str, float]:
@@ -203,7 +209,7 @@ def _longest(speed: Speed) -> list[str]:
     return [f"{name} {percent(share)} ({bound})" for (name, bound), share in most]
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[Entry]:
     """Describe the parts by formula, the compiled total, and the back-of-the-envelope formula."""
     formula = plan.formula
     parts = {
@@ -226,14 +232,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     text = f"{', '.join(sizes)}{apart}: {size_text(formula.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
-    yield from labelled("memory", f"{_rows(plan, formula.rows)}: {text}")
+    yield Entry("memory", f"{_rows(plan, formula.rows)}: {text}")
     if plan.on_paper is not None:
         size, rows = size_text(plan.on_paper.bytes_per_row), _counted(plan.on_paper.rows, "row")
         text = f"M B T²/(4 N D²): activations of {size} per row, {rows} per device"
-        yield from labelled("paper", text)
+        yield Entry("paper", text)
 
 
-def _changes(plan: Plan) -> list[str]:
+def _changes(plan: Plan) -> list[Entry]:
     if not plan.alternatives:
         return []
     compiled = any(each.need.compiled for each in plan.alternatives)
@@ -258,14 +264,14 @@ def _changes(plan: Plan) -> list[str]:
             _known(each.wire_bytes, size_text),
         )
         lines.append((each.change, *figures, "; ".join(filter(None, texts))))
-    return columns("change", lines)
+    return [Entry("change", lines)]
 
 
 def _known(value: float | None, text: Callable[[float], str]) -> str:
     return "" if value is None else text(value)
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _traffic(plan: Plan) -> list[Entry]:
     traffic = plan.traffic
     if traffic is None:
         return []
@@ -281,11 +287,11 @@ def _traffic(plan: Plan) -> list[str]:
     if traffic.least_bytes:
         least = size_text(traffic.least_bytes)
         lines.append(("minimum", "", "", least, f"sends {traffic.share:.2f} x this"))
-    warned = labelled("note", traffic.warning) if traffic.warning else []
-    return [*columns("sends", lines), *warned]
+    warned = [Entry("note", traffic.warning)] if traffic.warning else []
+    return [Entry("sends", lines), *warned]
 
 
-def _islands(plan: Plan) -> Iterator[str]:
+def _islands(plan: Plan) -> Iterator[Entry]:
     found = plan.islands
     if found is None:
         return
@@ -299,10 +305,10 @@ def _islands(plan: Plan) -> Iterator[str]:
         text += f"; {time_text(found.seconds)} over {found.network.text}"
     if found.share is not None:
         text += f", at most {percent(found.share)} of a step"
-    yield from labelled("sums", text)
+    yield Entry("sums", text)
 
 
-def _scaling(plan: Plan) -> list[str]:
+def _scaling(plan: Plan) -> list[Entry]:
     scaling = plan.scaling
     if scaling is None or plan.speed is None:
         return []
@@ -320,7 +326,7 @@ def _scaling(plan: Plan) -> list[str]:
         reach = f"up to {number_text(paid)} (maximum)" if last else f"up to {number_text(paid)}"
         pays.append(f"{reach} with {name}")
     reached = "to the same loss, " if plan.about.get("noise_scale") else ""
-    return [*columns("scales", lines), *labelled("pays", f"{reached}{'; '.join(pays)}")]
+    return [Entry("scales", lines), Entry("pays", f"{reached}{'; '.join(pays)}")]
 
 
 def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
@@ -339,16 +345,16 @@ def _ratio(one: int, other: int) -> float:
     return max(one, other) / min(one, other)
 
 
-def _cost(plan: Plan) -> list[str]:
+def _cost(plan: Plan) -> list[Entry]:
     hours, rows = plan.device_hours, plan.about.get("wished_rows")
     if hours is None or rows is None:
         return []
     tokens = plan.about.get("tokens_per_row")
     of = _counted(rows * tokens, "token") if tokens else _counted(rows, "row")
-    return labelled("cost", f"at least {_counted(hours, 'device-hour')} for {of} on this target")
+    return [Entry("cost", f"at least {_counted(hours, 'device-hour')} for {of} on this target")]
 
 
-def _learning_rates(plan: Plan) -> Iterator[str]:
+def _learning_rates(plan: Plan) -> Iterator[Entry]:
     noise, word = plan.about.get("noise_scale"), "rate"
     for each in plan.batches:
         parts = []
@@ -359,16 +365,12 @@ def _learning_rates(plan: Plan) -> Iterator[str]:
             steps, rows = _times(each.steps), _times(each.examples)
             parts.append(f"{steps} the minimum steps, {rows} the minimum rows")
         if parts:
-            yield from labelled(
-                word, f"a batch of {number_text(each.batch_size)}: {'; '.join(parts)}"
-            )
+            yield Entry(word, f"a batch of {number_text(each.batch_size)}: {'; '.join(parts)}")
             word = ""
     if noise and not word:
-        yield from labelled("", f"critical batch {number_text(noise)} rows, from the noise scale")
+        yield Entry("", f"critical batch {number_text(noise)} rows, from the noise scale")
     elif not word:
-        yield from labelled(
-            "", "critical batch unknown: measure it with train --measure-noise-scale"
-        )
+        yield Entry("", "critical batch unknown: measure it with train --measure-noise-scale")
 
 
 def _times(factor: float) -> str:

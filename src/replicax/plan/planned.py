@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax.blocks import Reported
 from replicax.core.placement.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
 from replicax.plan.island_exchange import IslandExchange
@@ -14,6 +15,7 @@ from replicax.plan.memory_formula import MemoryFormula, OnPaper
 from replicax.plan.slow_links import SlowLinks
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
+from replicax.wording import size_text
 
 LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""
@@ -132,13 +134,15 @@ class BatchAdvice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Reported):
     """Memory and time of a step on hardware that need not be attached.
 
     Examples:
         >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
         >>> print(found.fits, found.largest.rows > 256)
         True True
+        >>> print(str(found).split()[0])  # the table; a notebook shows it as HTML
+        plan
     """
 
     about: Mapping[str, Any]
@@ -180,6 +184,10 @@ class Plan:
     """Methods of training over a network between islands, if one is given."""
     left: tuple[str, ...] = ()
     """Names in `LATER_PARTS` that are not known yet, while a plan is being made."""
+
+    def __repr__(self) -> str:
+        need = f"{self.asked.rows:,} rows per {self.holder} take {size_text(self.asked.bytes)}"
+        return f"Plan({self.target.text}, fits={self.fits}, {need})"
 
     @property
     def replicas(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+import replicax.plan.plan_table  # noqa: F401 - how a plan is printed and shown
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import Schedule

@@ -1,14 +1,15 @@
 """The methods over a network as lines of a table."""
 
+from replicax.blocks import Entry
 from replicax.plan.slow_links import SlowLinkForecast, SlowLinks
-from replicax.table import Line, columns, labelled
+from replicax.table import Line
 from replicax.wording import UNKNOWN, counted, percent, size_text, time_text
 
 _HEAD = ("method", "bytes", "every", "waits", "util.", "loss")
 _MARK = " *"
 
 
-def slow_links_lines(found: SlowLinks) -> list[str]:
+def slow_links_entries(found: SlowLinks) -> list[Entry]:
     """Return one line for each method, and which to use."""
     lines: list[Line] = [_HEAD]
     for index, each in enumerate(found.forecasts):
@@ -21,7 +22,7 @@ def slow_links_lines(found: SlowLinks) -> list[str]:
     links = found.network.links.values()
     if not any(link.round_trip_seconds for link in links):
         about += "; no round trip is given, so none is counted"
-    return [*labelled("links", about), *columns("", lines), *labelled("use", _advice(found))]
+    return [Entry("links", about), Entry("", lines), Entry("use", _advice(found))]
 
 
 def _figures(each: SlowLinkForecast) -> tuple[str, ...]:

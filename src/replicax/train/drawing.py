@@ -89,6 +89,11 @@ def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
     ]
 
 
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Return at most `most` points: the mean of each group, at its last step."""
+    return [(each[-1][0], _mean([value for _, value in each])) for each in _groups(points, most)]
+
+
 def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]) -> None:
     colours = itertools.cycle(EVAL)
     for label, points in series.items():
@@ -97,10 +102,8 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
             continue
         # A single point has no line, and many markers would hide the line.
         few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
-        groups = _groups(points, MOST_POINTS)
         axis.plot(
-            [each[-1][0] for each in groups],
-            [_mean([value for _, value in each]) for each in groups],
+            *zip(*thinned(points, MOST_POINTS), strict=True),
             color=colour,
             label=label,
             marker="o" if few else None,

@@ -6,16 +6,21 @@ import sys
 import time
 from typing import Any
 
+from replicax.blocks import Bar, Paragraph, ReportPart, Verbatim, html_of
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
+from replicax.train.loss_curve import LossCurve
 from replicax.train.records import Record
 from replicax.train.streams import Unfailing
 from replicax.train.summary import epoch_line, eval_line, skip_line
-from replicax.wording import duration
+from replicax.wording import counted, duration
 
 SECONDS_BETWEEN_LINES = 10.0
-SECONDS_BETWEEN_UPDATES = 0.2
+SECONDS_BETWEEN_UPDATES = 0.5
 """Applies in a notebook, where the browser redraws the page."""
+MOST_OF_THE_TIME = 0.01
+"""Share of the time that updates in a notebook may take; a slow one delays the next."""
+NEWEST_LINES = 12
 
 
 class Progress(Hook):
@@ -116,38 +121,79 @@ class PlainProgress(Progress):
 
 
 class NotebookProgress(PlainProgress):
-    """Print lines, and show the newest figures in one line that is updated in place."""
+    """One output that replaces itself: a bar, the newest figures, the loss, and the newest lines.
+
+    A million epochs take no more room than a few; what stays is the curve and how the run ended.
+    """
 
     def __init__(self, total_steps: int | None, out: Unfailing) -> None:
         super().__init__(total_steps, out)
         self._handle: Any = None
-        self._shown_at, self._figures = -math.inf, ""
+        self._figures, self._next = "", -math.inf
+        self._lines: list[str] = []
+        """Lines before the first step, which say how the run is made, and the newest after it."""
+        self._kept: int | None = None
+        self._left_out = 0
+        self._run: Running | None = None
+
+    def start(self, run: Running) -> None:
+        self._run = run
+
+    def line(self, text: str) -> None:
+        self._lines.append(text)
+        if self._kept is not None and len(self._lines) > self._kept + NEWEST_LINES:
+            del self._lines[self._kept]
+            self._left_out += 1
+        self._show()
 
     def status(self, text: str) -> None:
         self._figures = text
-        self._show()
+        self._show(now=True)
 
     def count(self, step: int) -> None:
         super().count(step)
-        if time.monotonic() - self._shown_at >= SECONDS_BETWEEN_UPDATES:
-            self._show(self._left())
+        if self._kept is None:
+            self._kept, self._figures = len(self._lines), ""
+        self._show()
 
     def show(self, record: Record) -> None:
         self._figures = figures(record)
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._show()
+        self._figures = "" if self._step == self._total else self._figures
+        self._show(now=True, closing=True)
 
-    def _show(self, left: str = "") -> None:
-        self._shown_at = time.monotonic()
-        counted = [] if self._started is None else [self._counted(self._step)]
-        text = {"text/plain": " · ".join([*counted, self._figures]) + left}
+    def _show(self, *, now: bool = False, closing: bool = False) -> None:
+        """Update the output, if that is due: what it takes is a small part of the time."""
+        began = time.monotonic()
+        if not now and began < self._next:
+            return
+        done = closing and self._step == self._total
+        place = [self._counted(self._step)] if self._started is not None and not done else []
+        head = " · ".join(filter(None, [*place, self._figures]))
+        head += "" if closing else self._left()
+        lines = list(self._lines)
+        if self._left_out:
+            lines.insert(self._kept or 0, f"... {counted(self._left_out, 'line')} before these")
+        if not (head or lines):
+            return
+        shown: list[ReportPart] = [*([Paragraph(head)] if head else [])]
+        if self._total and place:
+            shown.append(Bar(self._step, self._total))
+        if self._run is not None:
+            shown.append(LossCurve(self._run.records))
+        shown.append(Verbatim(lines))
+        content = {
+            "text/html": html_of(shown),
+            "text/plain": "\n".join(line for part in shown for line in part.lines()),
+        }
         if self._handle is None:
             display = importlib.import_module("IPython.display").display
-            self._handle = display(text, raw=True, display_id=True)
+            self._handle = display(content, raw=True, display_id=True)
         else:
-            self._handle.update(text, raw=True)
+            self._handle.update(content, raw=True)
+        took = time.monotonic() - began
+        self._next = began + max(SECONDS_BETWEEN_UPDATES, took / MOST_OF_THE_TIME)
 
 
 class LiveProgress(Progress):

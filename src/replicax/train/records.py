@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from replicax.blocks import Grid, html_of
 from replicax.errors import ConfigError
 from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
 from replicax.train.sealed import sealed
@@ -74,6 +75,20 @@ class Record:
         for name, kind in _KINDS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind(value))
+
+    def __repr__(self) -> str:
+        known = {**self.metrics, **(self.figures or {})}
+        parts = [f"{self.kind!r}, step={self.step}, epoch={self.epoch}"]
+        parts += [f"{name} {value:.4g}" for name, value in known.items()]
+        parts += [f"{self.rows_per_second:,.0f} rows/s"] if self.seconds > 0 else []
+        return f"Record({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        known = {**self.metrics, **(self.figures or {})}
+        rows = [(name, f"{value:.4g}") for name, value in known.items()]
+        rows += [("rows/s", f"{self.rows_per_second:,.0f}")] if self.seconds > 0 else []
+        title = f"{self.kind}, step {self.step:,}, epoch {self.epoch + 1}"
+        return html_of([Grid([(title, ""), *rows])])
 
     @property
     def rows_per_second(self) -> float:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 
+from replicax.blocks import Grid, Paragraph, html_of
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
@@ -24,9 +25,10 @@ from replicax.core.placement.mesh import FSDP, MODEL, STAGE, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
 from replicax.table import WIDTH
 from replicax.train.goodput import Goodput
+from replicax.train.loss_curve import LossCurve
 from replicax.train.records import Record
 from replicax.train.rounds_told import rounds_lines
-from replicax.wording import counted, duration
+from replicax.wording import UNKNOWN, counted, duration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,19 @@ class Fit:
         told = "".join(f", {name} {value:.4g}" for name, value in ordered[:2])
         done = f"{self.rows:,} rows in {duration(self.seconds)}"
         return f"Fit({how}step={self.step}, {done}{told})"
+
+    def _repr_html_(self) -> str:
+        shown = {r.kind: r for r in self.records if r.kind in ("train", "eval")}  # the last of each
+        found = dict.fromkeys(name for r in shown.values() for name in r.metrics)
+        names = sorted(found, key=lambda name: name != "loss")
+        rows = [
+            (f"{kind}, step {r.step:,}", *(_metric(r.metrics.get(name)) for name in names))
+            for kind, r in shown.items()
+        ]
+        notes = [self.stopped] if self.stopped else []
+        notes += [f"failed hooks: {', '.join(self.failed_hooks)}"] if self.failed_hooks else []
+        table = [Grid([("", *names), *rows])] if rows else []
+        return html_of([LossCurve(self.records), *table, *map(Paragraph, notes)], repr(self))
 
     @property
     def exit_code(self) -> int:
@@ -225,6 +240,10 @@ def run_summary(result: Fit, total: int | None) -> list[str]:
     if result.failed_hooks:
         lines.append(f"hooks  failed and disabled: {', '.join(result.failed_hooks)}")
     return lines
+
+
+def _metric(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4g}"
 
 
 def _rows_per_second(records: list[Record]) -> float:

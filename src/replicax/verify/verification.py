@@ -5,12 +5,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from replicax.blocks import html_of
 from replicax.checks import (
     FAIL,
     NOTE,
     SKIP,
     Check,
     RowPrinter,
+    checks_grid,
     checks_summary,
     print_table,
     table_text,
@@ -38,6 +40,9 @@ class Verification:
 
     def __str__(self) -> str:
         return table_text(merged_checks(self.checks), checks_summary(self.checks))
+
+    def _repr_html_(self) -> str:
+        return html_of([checks_grid(merged_checks(self.checks))], checks_summary(self.checks))
 
     def print(self) -> None:
         """Print the table, in color on a terminal."""

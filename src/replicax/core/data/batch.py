@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.ground.array_table import arrays_html, arrays_text
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import DataError
 
@@ -108,8 +109,10 @@ class Batch:
 
     Examples:
         >>> batch = next(iter(dp.feed(source, batch_size=32)))
-        >>> batch.data["x"].shape, float(batch.mask.sum())
-        ((32, 3), 32.0)
+        >>> batch
+        Batch(32 rows: x float32[32, 3], y float32[32])
+        >>> float(batch.mask.sum())
+        32.0
     """
 
     data: PyTree
@@ -130,6 +133,21 @@ class Batch:
     """This process's rows on the host, if the feed has to read them in order."""
     number: int = 0
     """Which of the sets of a batch it is, from 1; 0 for a batch that is none."""
+
+    def __repr__(self) -> str:
+        return f"Batch({self._rows_text()}: {arrays_text(self.data, 'data')})"
+
+    def _repr_html_(self) -> str:
+        return arrays_html(f"Batch of {self._rows_text()}", self.data, "data")
+
+    def _rows_text(self) -> str:
+        shape = getattr(self.mask, "shape", ())  # of arrays; a tree of others has none
+        size = f"{shape[0]:,}" if shape else "?"
+        real = (
+            "" if self.rows is None or size == f"{self.rows:,}" else f", {self.rows:,} of them real"
+        )
+        shared = len(self.shared)
+        return f"{size} rows{real}{f', {shared} shared' if shared else ''}"
 
     def apart(self) -> "Batch":
         """Return the batch with the values of each `Shared` and `RowSet` moved out of `data`.

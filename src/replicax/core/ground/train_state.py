@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from replicax.core.ground.array_table import arrays_html
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import StateError
 
@@ -70,6 +71,9 @@ class TrainState:
         taken = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
         count = sum(math.prod(leaf.shape) for leaf in params)
         return f"TrainState(step={_number(self.step)}, {count:,} parameters, {taken})"
+
+    def _repr_html_(self) -> str:
+        return arrays_html(repr(self), self.params, "params")
 
 
 Metrics = dict[str, Any]
