@@ -42,7 +42,7 @@ help:
 	@echo 'make bench      what Replicax costs over hand-written JAX'
 	@echo 'make gpu        measure Replicax on this machine'\''s GPU, 8 minutes (ARGS="--only bits")'
 	@echo 'make docs       build the documentation into build/site, readable without a network'
-	@echo 'make tutorials  run the tutorials, and put what they print and draw into their pages'
+	@echo 'make tutorials  run the tutorials: what they print and draw goes into their pages and notebooks'
 	@echo 'make data       install Fashion-MNIST from Debian if possible'
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
@@ -142,15 +142,16 @@ $(DOCS): requirements-docs.txt $(STAMP)
 	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
 	@{ $(BIN)/python -m pip install --requirement requirements-docs.txt \
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
-		|| echo 'docs: that failed; the test that builds the site will be skipped'
+		|| echo 'docs: that failed; the tests that build the site and run notebooks will be skipped'
 
 # Without the warning about another major version of MkDocs.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'open build/site/index.html'
 
-tutorials: $(STAMP)
+tutorials: $(DOCS)
 	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
+	$(BIN)/python docs/make_notebooks.py docs/tutorials/*.md
 
 # Each worker takes up to 3 GB.
 WORKERS ?= 2

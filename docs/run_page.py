@@ -4,8 +4,9 @@
 
 A `text` block below a `python` block holds its output. A `console` block holds output whose numbers
 differ from machine to machine: there only the words around them are compared; one that begins with
-`$ command` runs that in a shell, and a line `...` stands for any others. Pictures are saved under
-the names that the page shows. `--write` puts output and pictures into the page instead.
+`$ command` runs that in a shell, and a line `...` stands for any others. A file that the page says
+to save is saved. Pictures are saved under the names that the page shows. `--write` puts output and
+pictures into the page instead. `docs/make_notebooks.py` makes notebooks of the same blocks.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,17 @@ FILE = re.compile(
     r"^Save this as `(?P<name>[\w.]+)`:\n\n```python\n(?P<code>.*?)^```\n", re.M | re.S
 )
 PICTURE = re.compile(r"\]\((?P<path>[^)]*/tutorials/(?P<name>[\w-]+\.png))\)")
+Block = re.Match[str]
 NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?|[█▏▎▍▌▋▊▉ ]{2,}")
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the files, commands and programs of a page, in order."""
+    at = 0
+    while found := [block for kind in (FILE, COMMAND, BLOCK) if (block := kind.search(text, at))]:
+        block = min(found, key=lambda each: each.start())
+        at = block.end()
+        yield block
 
 
 def run(page: Path, *, write: bool) -> list[str]:
@@ -41,7 +53,7 @@ def run(page: Path, *, write: bool) -> list[str]:
     names: dict[str, Any] = {"__name__": "__main__"}
     problems: list[str] = []
 
-    def called(block: re.Match[str]) -> str:
+    def called(block: Block) -> str:
         done = subprocess.run(
             block["command"],
             shell=True,
@@ -57,7 +69,7 @@ def run(page: Path, *, write: bool) -> list[str]:
         kept = block["output"] if "...\n" in block["output"] else output
         return f"```console\n$ {block['command']}\n{kept}```\n"
 
-    def ran(block: re.Match[str]) -> str:
+    def ran(block: Block) -> str:
         line = text.count("\n", 0, block.start()) + 1
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -68,10 +80,16 @@ def run(page: Path, *, write: bool) -> list[str]:
         fence = f"\n```{block['kind'] or 'text'}\n{output}```\n" if output else ""
         return f"```python\n{block['code']}```\n{fence}"
 
-    for file in FILE.finditer(text):
-        Path(file["name"]).write_text(file["code"], encoding="utf-8")
-    commands = COMMAND.search(text) is not None
-    written = COMMAND.sub(called, text) if commands else BLOCK.sub(ran, text)
+    def saved(block: Block) -> str:
+        Path(block["name"]).write_text(block["code"], encoding="utf-8")
+        return block[0]
+
+    written, at = "", 0
+    for block in blocks(text):
+        do = {FILE: saved, COMMAND: called, BLOCK: ran}[block.re]
+        written += text[at : block.start()] + do(block)
+        at = block.end()
+    written += text[at:]
     for picture in PICTURE.finditer(text):
         if not Path(picture["name"]).exists():
             problems.append(f"{page.name}: {picture['name']} was not drawn")
