@@ -47,8 +47,9 @@ if importlib.util.find_spec("replicax") is None:
     subprocess.run([*install, f"replicax[all] @ {{SOURCE}}", *jax], check=True)
 """
 TO_NOTEBOOK = re.compile(r"^\[This page as a notebook\].*\n\n", re.MULTILINE)
-DRAWN = re.compile(r"\x1b\[[0-9;]*m|[─-╿]| +$", re.MULTILINE)
-"""Colors and boxes, which a notebook draws in another way, and spaces at the end of a line."""
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+BOX = re.compile(r"[─-╿]| +$", re.MULTILINE)
+"""Boxes, which a notebook draws in another way, and spaces at the end of a line."""
 Cell = tuple[dict[str, Any], Block | None]
 """A cell of a notebook, and the block of the page that it is."""
 
@@ -171,16 +172,16 @@ def differences(page: Path, content: dict[str, Any]) -> list[str]:
 def _agrees(output: str, block: Block) -> bool:
     if block.re is COMMAND:
         return among(output, block["output"])
-    return alike(output, DRAWN.sub("", block["output"] or ""), block["kind"])
+    return alike(output, BOX.sub("", block["output"] or ""), block["kind"])
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """Return what a cell printed; if nothing, the text of what it showed."""
+    """Return what a cell printed, without colors; if nothing, the text of what it showed."""
     outputs = [each for each in cell["outputs"] if each.get("name") != "stderr"]
     texts = ["".join(each["text"]) for each in outputs if each["output_type"] == "stream"]
     if not texts and all("text/html" in each["data"] for each in outputs):
         texts = ["".join(each["data"]["text/plain"]) for each in outputs]
-    return DRAWN.sub("", "".join(texts).replace("\r\n", "\n"))
+    return BOX.sub("", COLOR.sub("", "".join(texts)))
 
 
 def _lines(source: str | list[str]) -> list[str]:
