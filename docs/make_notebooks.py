@@ -129,7 +129,7 @@ def execute(content: dict[str, Any]) -> dict[str, Any]:
     from nbclient import NotebookClient
 
     opened = nbformat.reads(json.dumps(content), as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         NotebookClient(
             opened,
             timeout=None,

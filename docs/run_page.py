@@ -134,7 +134,10 @@ def main() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     problems: list[str] = []
     for page in options.pages:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            contextlib.chdir(folder),
+        ):
             problems += run(page, write=options.write)
     raise SystemExit("\n".join(problems) or None)
 

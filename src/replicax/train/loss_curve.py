@@ -1,7 +1,7 @@
 """The loss over the steps as an SVG of a few kilobytes, for notebooks.
 
-It is plain Python, 1.3 ms for 1,000 records, so that it can be redrawn while a run trains; and in the
-page's own color, so that it is read on light and dark pages.
+It is plain Python, 1.3 ms for 1,000 records, so that it can be redrawn while a run trains; and in
+the page's own color, so that it is read on light and dark pages.
 """
 
 import dataclasses
