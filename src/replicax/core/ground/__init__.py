@@ -16,5 +16,6 @@ Read in this order:
     jax_internals.py   every name that comes from `jax._src`
 
 It imports `errors`, `blocks` when a notebook asks, and nothing else of Replicax. `cluster` may
-import this room, and no other of the core. Tests: `tests/core/ground/`. Public: `rx.TrainState`, `rx.Job`.
+import this room, and no other of the core. Tests: `tests/core/ground/`. Public: `rx.TrainState`,
+`rx.Job`.
 """
