@@ -7,7 +7,6 @@ STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 ENGINES := $(VENV)/.engines
 COMPILERS := $(VENV)/.compilers
-LOGGERS := $(VENV)/.loggers
 DOCS := $(VENV)/.docs
 UV_VERSION := 0.13.8
 
@@ -24,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers loggers test test-fast test-all test-everything \
+.PHONY: help train data peers engines compilers test test-fast test-all test-everything \
 	test-times newest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
 
 help:
@@ -47,7 +46,6 @@ help:
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
 	@echo 'make compilers  install compilers for TPUs and GPUs, which `make test-all` plans with (3 GB)'
-	@echo 'make loggers    install TensorBoard, MLflow and wandb, which `make test-all` logs to'
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
 	@echo 'make clean      remove all that these targets made, except runs/'
 
@@ -67,7 +65,7 @@ train: $(STAMP) data
 	$(BIN)/replicax train lenet --devices 2 $(ARGS)
 
 FASHION_MNIST := /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
-INSTEAD := the recipe will download it or fall back to scikit-learn's digits
+INSTEAD := the recipe will download it or use 1,797 digits that come with Replicax
 
 data:
 	@if test -e $(FASHION_MNIST); then \
@@ -128,15 +126,6 @@ $(COMPILERS): requirements-compilers.txt $(STAMP)
 		--requirement requirements-compilers.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'compilers: that failed; the tests that plan with them will be skipped'
 
-loggers: $(LOGGERS)
-
-$(LOGGERS): requirements-loggers.txt $(STAMP)
-	@echo "loggers: installing $(shell sed '/^#/d' requirements-loggers.txt)"
-	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
-	@{ $(BIN)/python -m pip install --requirement requirements-loggers.txt \
-		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
-		|| echo 'loggers: that failed; the tests that log to them will be skipped'
-
 $(DOCS): requirements-docs.txt $(STAMP)
 	@echo "docs: installing $(shell sed '/^#/d' requirements-docs.txt)"
 	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
@@ -164,10 +153,10 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) --fast -m "not exhaustive" $(ARGS)
 
-test-all: $(STAMP) data peers engines compilers loggers $(DOCS)
+test-all: $(STAMP) data peers engines compilers $(DOCS)
 	$(PYTEST) -m "exhaustive and not everything" $(ARGS)
 
-test-everything: $(STAMP) data peers engines compilers loggers $(DOCS)
+test-everything: $(STAMP) data peers engines compilers $(DOCS)
 	XLA_FLAGS= $(PYTEST) $(ARGS)
 	$(BIN)/python benchmarks/exact_search.py
 
@@ -205,6 +194,7 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/zizmor --offline --quiet .github
 
 bench: $(STAMP)

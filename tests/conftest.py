@@ -16,6 +16,7 @@ import pytest
 # Before jax is imported: a device count cannot change once the devices have been looked at, and
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TRACKIO_DIR"] = str(Path(__file__).parents[1] / "build/test-trackio")
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 if Path("/dev/shm").is_dir():  # runs would wait for the disk at every save
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")

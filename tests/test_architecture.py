@@ -84,6 +84,7 @@ MOST_FILES_OF_A_STEP = 16
 """Files that a `jit` step enters while it is traced, and once it is compiled."""
 # Optional packages, which `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
+    "comet_ml",
     "equinox",
     "flax",
     "grain",
@@ -96,10 +97,10 @@ OPTIONAL = (
     "rich",
     "safetensors",
     "scipy",
-    "sklearn",
-    "tensorboardX",
+    "tensorboard",
     "tokenizers",
     "torch",
+    "trackio",
     "transformers",
     "tyro",
     "wandb",

@@ -18,8 +18,14 @@ from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 
-ELSEWHERE = {"MLflow": "mlflow", "TensorBoard": "tensorboardX", "WandB": "wandb"}
-"""Packages that an example needs and `make test` lacks."""
+ELSEWHERE = {
+    "Comet": "comet_ml",
+    "MLflow": "mlflow",
+    "TensorBoard": "tensorboard",
+    "Trackio": "trackio",
+    "WandB": "wandb",
+}
+"""Packages that an example needs, and takes seconds to import."""
 NO_EXAMPLE = {
     "AgreementError",
     "ClusterError",

@@ -1,14 +1,22 @@
 """Errors: one family, each with an exit code of the command line and a builtin base."""
 
-import importlib
+import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicax import errors
-from replicax.errors import MissingDependencyError, ReplicaxError, did_you_mean, require
+from replicax.errors import (
+    MissingDependencyError,
+    ReplicaxError,
+    did_you_mean,
+    install_command,
+    require,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +60,57 @@ def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
         require(module, "data")
     message = str(caught.value)
     assert re.match(r"no_such_package is not\b.*installed", message)
-    assert "pip install 'replicax[data]'" in message
+    assert message.endswith(install_command("data"))
     assert "\n" not in message
+
+
+class Origin:
+    """A distribution with that direct_url.json, or none."""
+
+    def __init__(self, origin: dict[str, Any] | None) -> None:
+        self._origin = origin
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return self._origin and json.dumps(self._origin)
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'replicax[data]'"),
+        (
+            {"url": "https://a.org/r.git", "vcs_info": {"vcs": "git", "commit_id": "1f"}},
+            "pip install 'replicax[data] @ git+https://a.org/r.git@1f'",
+        ),
+        (
+            {"url": "file:///home/a%20b", "dir_info": {"editable": True}},
+            "pip install -e '/home/a b[data]'",
+        ),
+        ({"url": "file:///home/ab", "dir_info": {}}, "pip install '/home/ab[data]'"),
+        (
+            {"url": "https://a.org/r-1-py3-none-any.whl", "archive_info": {}},
+            "pip install 'replicax[data] @ https://a.org/r-1-py3-none-any.whl'",
+        ),
+    ],
+    ids=["index", "git", "editable", "folder", "archive"],
+)
+def test_an_extra_is_added_from_where_replicax_was_installed(
+    origin: dict[str, Any] | None, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Origin(origin))
+    assert install_command("data") == command
+
+
+def test_an_extra_is_added_from_a_clone_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def distribution(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    clone = Path(errors.__file__).parents[2]
+    assert install_command("data") == f"pip install '{clone}[data]'"
 
 
 def test_a_folder_that_has_the_name_of_a_package_is_none(

@@ -76,8 +76,10 @@ if typing.TYPE_CHECKING:
     from replicax.train.hooks.logger import CSV as CSV
     from replicax.train.hooks.logger import Logger as Logger
     from replicax.train.hooks.profile import Profile as Profile
+    from replicax.train.hooks.tensorboard import TensorBoard as TensorBoard
+    from replicax.train.hooks.trackers import Comet as Comet
     from replicax.train.hooks.trackers import MLflow as MLflow
-    from replicax.train.hooks.trackers import TensorBoard as TensorBoard
+    from replicax.train.hooks.trackers import Trackio as Trackio
     from replicax.train.hooks.trackers import WandB as WandB
     from replicax.train.load import Loaded as Loaded
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
@@ -92,6 +94,7 @@ _LATER = {
     "Audit": "train.audit",
     "Bench": "bench.bench_result",
     "CSV": "train.hooks.logger",
+    "Comet": "train.hooks.trackers",
     "DeviceMemory": "train.hooks.figures",
     "EarlyStopping": "train.hooks.best",
     "Evaluation": "train.evaluator",
@@ -110,9 +113,10 @@ _LATER = {
     "Profile": "train.hooks.profile",
     "Run": "train.fit",
     "Saving": "train.saving",
-    "TensorBoard": "train.hooks.trackers",
+    "TensorBoard": "train.hooks.tensorboard",
     "Throughput": "train.hooks.figures",
     "Timeouts": "cluster.watchdog",
+    "Trackio": "train.hooks.trackers",
     "Verification": "verify.verification",
     "WandB": "train.hooks.trackers",
     "bench": "bench.run",

@@ -22,9 +22,14 @@ Every message is one line: the numbers that disagree, the rule, and the fix.
 
 import difflib
 import importlib
+import json
+import shlex
 from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 T = TypeVar("T")
 
@@ -195,7 +200,7 @@ def interrupted(result: Any) -> KeyboardInterrupt:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`."""
+    """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`, if any."""
     try:
         found = importlib.import_module(module)
         if found.__spec__ is not None and found.__spec__.origin is None:
@@ -211,9 +216,23 @@ def require(module: str, extra: str) -> ModuleType:
 
 def missing(package: str, extra: str) -> MissingDependencyError:
     """Return the error that an optional `package` of `extra` is not installed."""
-    return MissingDependencyError(
-        f"{package} is not installed, but required; pip install 'replicax[{extra}]'"
-    )
+    command = install_command(extra) if extra else f"pip install {package}"
+    return MissingDependencyError(f"{package} is not installed, but required; {command}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds `extra` to this Replicax, from where it was installed."""
+    try:
+        origin = json.loads(metadata.distribution("replicax").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:  # a clone on sys.path
+        origin = {"url": Path(__file__).parents[2].as_uri(), "dir_info": {}}
+    url = origin.get("url", "")
+    if "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    return f"pip install 'replicax[{extra}]{f' @ {url}' if url else ''}'"
 
 
 def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = "") -> T:

@@ -119,5 +119,5 @@ def test_without_matplotlib_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"matplotlib.*replicax\[cli\]"):
+    with pytest.raises(MissingDependencyError, match=r"matplotlib.*\[cli\]"):
         draw_memory(timeline(USUAL), tmp_path / "memory.png", "none")

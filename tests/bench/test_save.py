@@ -128,5 +128,5 @@ def test_without_matplotlib_the_text_says_what_is_missing(
     paths = write_bench(scaled(1, 2), tmp_path)
     assert [path.name for path in paths] == ["bench.json", "bench.md"]
     text = paths[1].read_text()
-    assert "replicax[cli]" in text
+    assert "[cli]" in text
     assert "](scaling.png)" not in text

@@ -14,7 +14,7 @@ from support.cases import CASES
 from support.tiers import only
 
 import replicax as rx
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, install_command
 from replicax.plan.advice import REMAT_CHANGE
 from replicax.plan.planned import Plan
 from replicax.plan.target import parse_target
@@ -119,7 +119,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(
     found = rx.plan(step(), MODEL, rows(64), target=target, changes={})
     (note,) = found.notes
     assert note.startswith("by formula: ")
-    assert note.endswith(f"pip install 'replicax[{extra}]'")
+    assert note.endswith(install_command(extra))
     assert not found.asked.compiled
 
 

@@ -228,15 +228,15 @@ def test_resizing_is_bilinear() -> None:
     np.testing.assert_array_equal(datasets._resize(ramp, 8), ramp)
 
 
-def test_without_scikit_learn_either_the_fix_is_named(
-    contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-
-    with pytest.raises(DataError, match=r'pip install "replicax\[data\]"') as caught:
-        fashion_mnist()
-
-    assert "\n" not in str(caught.value)
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    with np.load(datasets.DIGITS) as file:
+        image, label = file["image"], file["label"]
+    bits = hashlib.sha256(image.tobytes() + label.tobytes()).hexdigest()
+    assert bits == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+    theirs = pytest.importorskip("sklearn.datasets", reason="no scikit-learn: see `make peers`")
+    bunch = theirs.load_digits()
+    np.testing.assert_array_equal(image, bunch.images)
+    np.testing.assert_array_equal(label, bunch.target)
 
 
 def test_without_pooch_the_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from replicax.cluster.failure import stop_all_now
 from replicax.core.data.sources import PerProcess, can_shuffle
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import ConfigError, choose, require
+from replicax.errors import ConfigError, choose
 from replicax.islands.island_place import find_island
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
@@ -45,7 +45,14 @@ OF_THIS_START = ("accept_changes", "config")
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. Small batches need hundreds of samples."""
 
-LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "wandb": rx.WandB}
+LOGGERS = {
+    "comet": rx.Comet,
+    "csv": rx.CSV,
+    "mlflow": rx.MLflow,
+    "tensorboard": rx.TensorBoard,
+    "trackio": rx.Trackio,
+    "wandb": rx.WandB,
+}
 """The loggers that `--log-to` can name."""
 
 # Each field's docstring is one line: tyro keeps line breaks in --help.
@@ -241,8 +248,8 @@ def _run(
     job = rx.initialize()
     speaks = job.process == 0
     for hook in hooks if speaks else ():
-        if isinstance(hook, rx.Logger) and hook.package:
-            require(hook.package, "loggers")
+        if isinstance(hook, rx.Logger):
+            hook.check_installed()
     if compute.devices is not None:
         make_host_devices(compute.devices, job.processes)
     mesh = compute.mesh(compute.devices)

@@ -17,7 +17,13 @@ from jax.experimental import topologies
 
 from replicax.analysis.compiled import Memory, read_memory
 from replicax.core.placement.mesh import mesh_of
-from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
+from replicax.errors import (
+    CompilerError,
+    ConfigError,
+    MissingDependencyError,
+    ReplicaxError,
+    install_command,
+)
 from replicax.plan.exported import ExportedStep
 from replicax.wording import first_line
 
@@ -162,7 +168,7 @@ def check_installed(platform: str) -> None:
         if not fnmatch(version, wanted):
             raise ConfigError(
                 f"{package} {version} is installed, but {who} requires {wanted}; "
-                f"{_install(platform)}, or plan by formula only"
+                f"{install_command(_EXTRAS[platform])}, or plan by formula only"
             )
 
 
@@ -182,12 +188,8 @@ def _installed(platform: str) -> dict[str, str]:
     return found
 
 
-def _install(platform: str) -> str:
-    return f"pip install 'replicax[{_EXTRAS[platform]}]'"
-
-
 def _missing(text: str, platform: str) -> MissingDependencyError:
-    return MissingDependencyError(f"{text}; {_install(platform)}")
+    return MissingDependencyError(f"{text}; {install_command(_EXTRAS[platform])}")
 
 
 def serve(descriptor: int) -> None:

@@ -71,6 +71,8 @@ FASHION_MNIST = {
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 UPSTREAM = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 ANSWER_WITHIN_SECONDS = 4.0
+DIGITS = Path(__file__).with_name("data") / "digits.npz"
+"""`image`, uint8 [1797, 8, 8] in 0..16, and `label`, uint8 [1797]; `digits.txt` has their origin."""
 
 
 class OnFashionMNIST:
@@ -104,12 +106,11 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
 
     Reads only `data_dir` if given; otherwise Debian's package dataset-fashion-mnist, then the cache
     (`$REPLICAX_CACHE`, `$XDG_CACHE_HOME/replicax` or `~/.cache/replicax`), then a download into the
-    cache. If all of these fail, returns scikit-learn's embedded digits, with `name` "digits" and a
-    `source` that gives the reason.
+    cache. If all of these fail, returns the digits that come with Replicax, with `name` "digits"
+    and a `source` that gives the reason.
 
     Raises:
-        DataError: a file is missing from `data_dir` or differs from the published one, or neither
-            Fashion-MNIST nor scikit-learn is available.
+        DataError: a file is missing from `data_dir` or differs from the published one.
     """
     if data_dir is not None:
         missing = [file.name for file in FASHION_MNIST.values() if _find(data_dir, file) is None]
@@ -209,19 +210,13 @@ def _await_answer(url: str, seconds: float) -> None:
 
 
 def _digits(why: str) -> ImageDataset:
-    """Load scikit-learn's 1,797 handwritten digits, the last 297 for testing, resized to 28x28."""
-    try:
-        bunch = require("sklearn.datasets", "data").load_digits()
-    except MissingDependencyError as error:
-        raise DataError(
-            f"{why}, and scikit-learn, for its digits, is not installed; "
-            'pip install "replicax[data]"'
-        ) from error
-    image = np.rint(_resize(bunch.images * (255 / 16), 28)).astype(np.uint8)[..., None]
-    label = bunch.target.astype(np.int32)
+    """Load the 1,797 handwritten digits, the last 297 for testing, resized to 28x28."""
+    with np.load(DIGITS) as file:
+        image, label = file["image"], file["label"].astype(np.int32)
+    image = np.rint(_resize(image * (255 / 16), 28)).astype(np.uint8)[..., None]
     return _dataset(
         "digits",
-        f"{why}; using scikit-learn's digits instead, 1,797 images of 8x8 resized to 28x28",
+        f"{why}; using handwritten digits instead, 1,797 images of 8x8 resized to 28x28",
         train={"image": image[:1500], "label": label[:1500]},
         test={"image": image[1500:], "label": label[1500:]},
     )

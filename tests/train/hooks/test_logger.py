@@ -145,14 +145,27 @@ def test_other_processes_log_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "hook"),
-    [("tensorboardX", rx.TensorBoard()), ("wandb", rx.WandB("p")), ("mlflow", rx.MLflow())],
+    ("package", "extra", "hook"),
+    [
+        ("tensorboard", "tensorboard", rx.TensorBoard()),
+        ("wandb", "wandb", rx.WandB("p")),
+        ("trackio", "trackio", rx.Trackio()),
+        ("mlflow", "mlflow", rx.MLflow()),
+        ("comet_ml", "comet", rx.Comet()),
+    ],
 )
 def test_a_package_that_is_missing_is_named_as_the_run_begins(
-    package: str, hook: rx.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, extra: str, hook: rx.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"{package}.*replicax\[loggers\]"):
+    with pytest.raises(MissingDependencyError, match=rf"^{package} .*\[{extra}\]"):
+        hook.start(WatchedRun(hook, tmp_path))
+
+
+def test_a_missing_package_of_a_logger_of_ones_own_is_in_no_extra(tmp_path: Path) -> None:
+    hook = Kept()
+    hook.package = "no_such_package"
+    with pytest.raises(MissingDependencyError, match=r"pip install no_such_package$"):
         hook.start(WatchedRun(hook, tmp_path))
 
 

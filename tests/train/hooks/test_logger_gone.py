@@ -84,7 +84,7 @@ def server(*, listens: bool) -> Iterator[str]:
 @pytest.mark.parametrize("package", ["mlflow", "wandb"])
 def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path) -> None:
     """Run in another process: these clients leave threads and processes behind."""
-    pytest.importorskip(package, reason="no client to test: `make loggers` installs it")
+    pytest.importorskip(package, reason="no client, which is in the lock")
     expected = weights().hex()
     tests = Path(__file__).parents[2]
     with server(listens=listens) as address:

@@ -10,7 +10,7 @@ from support.watched_run import WatchedRun
 import replicax as rx
 from replicax.errors import ConfigError
 
-WHY = "no MLflow to read back with: `make loggers` installs it"
+WHY = "no MLflow, which is in the lock"
 
 
 @pytest.fixture(scope="module")

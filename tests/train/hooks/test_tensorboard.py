@@ -10,7 +10,7 @@ from support.watched_run import WatchedRun
 import replicax as rx
 from replicax.errors import ConfigError
 
-WHY = "no TensorBoard to read back with: `make loggers` installs it"
+WHY = "no TensorBoard, which is in the lock"
 READER = "tensorboard.backend.event_processing.event_accumulator"
 
 
@@ -48,7 +48,7 @@ def test_metrics_are_scalars_by_step_and_the_configuration_is_there(
     assert read.series(folder, "train/loss") == [(10, 2.0), (20, 1.0)]
     assert read.series(folder, "eval/accuracy") == [(20, 0.5)]
     assert read.series(folder, "train/rows_per_second") == [(10, 20.0), (20, 20.0)]
-    text = read(folder).Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    text = read(folder).Tensors("config")[0].tensor_proto.string_val[0]
     assert b'"width": 3' in text
     assert run.lines == []
 

@@ -14,7 +14,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 
-WHY = "no wandb to log to: `make loggers` installs it"
+WHY = "no wandb, which is in the lock"
 
 BLOCK, HEADER = 32768, 7
 

@@ -56,6 +56,8 @@ class Logger(Hook):
 
     package = ""
     """A required package, imported when the run begins."""
+    extra = ""
+    """The extra of Replicax with that package, if there is one."""
 
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
@@ -76,11 +78,15 @@ class Logger(Hook):
     def close(self, error: BaseException | None) -> None:
         """Release resources; `error` is the exception the run failed with, if any."""
 
+    def check_installed(self) -> None:
+        """Raise `MissingDependencyError` if the required package is missing."""
+        if self.package:
+            require(self.package, self.extra)
+
     def start(self, run: Running) -> None:
         if not run.is_main:
             return
-        if self.package:
-            require(self.package, "loggers")
+        self.check_installed()
         self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
         self._fault, self._told, self._asked_at = None, False, None
         given, name = (_start(run),), f"replicax-{self.name}"

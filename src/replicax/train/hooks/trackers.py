@@ -1,12 +1,10 @@
-"""Loggers for TensorBoard, Weights & Biases and MLflow."""
+"""Loggers for Weights & Biases, trackio, MLflow and Comet."""
 
-import json
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from replicax.errors import require
@@ -23,77 +21,8 @@ _MOST_PARAMS = 100  # per request
 _LONGEST = 6000  # characters per parameter
 
 
-class TensorBoard(Logger):
-    """Writes event files for TensorBoard: metrics and figures by step, and the configuration.
-
-    When a run resumes, TensorBoard hides the steps that a killed process did after the checkpoint.
-
-    Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.TensorBoard()])  # then: tensorboard --logdir runs
-
-    Args:
-        folder: `tensorboard` in the run's folder by default.
-
-    Raises:
-        MissingDependencyError: in a run, tensorboardX is not installed.
-        ConfigError: in a run, no folder.
-    """
-
-    package = "tensorboardX"
-
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self._folder, self._path = folder, Path()
-        self._writer: Any = None
-
-    def start(self, run: Running) -> None:
-        if run.is_main:
-            self._path = on_disk(run.folder, self._folder, "tensorboard", "TensorBoard()")
-        super().start(run)
-
-    def open(self, start: Start) -> None:
-        from tensorboardX.summary import text
-
-        self._path.mkdir(parents=True, exist_ok=True)
-        self.go_back(start)
-        config = json.dumps(start.config, indent=2, default=str)
-        self._add(start.step, summary=text("config", f"```json\n{config}\n```"))
-
-    def write(self, record: Record) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=v) for name, v in scalars(record).items()]
-        self._add(record.step, summary=Summary(value=values))
-
-    def go_back(self, start: Start) -> None:
-        from tensorboardX.proto.event_pb2 import SessionLog
-
-        self._add(start.step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def close(self, error: BaseException | None) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _add(self, step: int, **what: Any) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
-
-        # After a failed write, continue in a new file. File names begin with the time in seconds,
-        # so the suffix separates two starts within one second.
-        writer, self._writer = self._writer, None
-        if writer is None:
-            writer = EventsWriter(str(self._path / "events"), f".{time.time_ns()}")
-        writer.write_event(Event(wall_time=time.time(), step=step, **what))
-        writer.flush()
-        self._writer = writer
-
-
 class _Resuming(Logger):
-    """A logger that saves the tracker's run ID in checkpoints, to continue the same tracked run.
-
-    Steps that a killed process did after its last checkpoint then appear twice, with equal values.
-    """
+    """A logger that saves the tracker's run ID in checkpoints, to continue the same tracked run."""
 
     _id: str | None = None
 
@@ -127,7 +56,7 @@ class WandB(_Resuming):
         ConfigError: the run's folder is in an object store and no `dir` is given.
     """
 
-    package = "wandb"
+    package = extra = "wandb"
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
         self._init = {"project": project, **init}
@@ -140,7 +69,7 @@ class WandB(_Resuming):
         super().start(run)
 
     def open(self, start: Start) -> None:
-        wandb = require("wandb", "loggers")
+        wandb = require("wandb", self.extra)
         given = {"dir": start.folder, "config": start.config, "resume": "allow"}
         # The default is 90 s, which would delay the end of the process if there is no response.
         settings = wandb.Settings(init_timeout=INIT_SECONDS)
@@ -154,6 +83,94 @@ class WandB(_Resuming):
 
     def close(self, error: BaseException | None) -> None:
         self._run.finish(exit_code=0 if error is None else 1)
+
+
+class Trackio(_Resuming):
+    """Writes metrics and figures by step, and the configuration, to trackio, on this machine.
+
+    A resumed run continues the same trackio run, whose name is saved in checkpoints. Steps that a
+    killed process did after its last checkpoint then appear twice, with equal values.
+
+    Examples:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.Trackio("digits")])  # then: trackio show
+
+    Args:
+        project: name of the project.
+        init: further arguments of `trackio.init`, such as `space_id="me/space"`.
+
+    Raises:
+        MissingDependencyError: in a run, trackio is not installed.
+    """
+
+    package = extra = "trackio"
+
+    def __init__(self, project: str = "replicax", **init: Any) -> None:
+        self._init = {"project": project, **init}
+        self._run: Any = None
+
+    def start(self, run: Running) -> None:
+        name = "run" if run.folder is None else run.folder.name
+        self._id = self._init.get("name") or self._id or f"{name}-{secrets.token_hex(2)}"
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        given = {"config": start.config, "resume": "allow", "embed": False}
+        trackio = require("trackio", self.extra)
+        self._run = trackio.init(**{**given, **self._init, "name": self._id})
+
+    def write(self, record: Record) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    def close(self, error: BaseException | None) -> None:
+        self._run.finish()
+
+
+class Comet(_Resuming):
+    """Sends metrics and figures by step, and the configuration as parameters, to Comet.
+
+    A resumed run continues the same experiment, whose key is saved in checkpoints. Steps that a
+    killed process did after its last checkpoint then appear twice, with equal values.
+
+    Examples:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.Comet("digits", online=False)])  # then: comet upload runs/x/comet/*.zip
+
+    Args:
+        project: name of the project.
+        start: further arguments of `comet_ml.start`, such as `online=False`, which writes archives
+            to `comet` in the run's folder.
+
+    Raises:
+        MissingDependencyError: in a run, comet_ml is not installed.
+        ConfigError: the run's folder is in an object store and no `experiment_config` is given.
+    """
+
+    package, extra = "comet_ml", "comet"
+
+    def __init__(self, project: str | None = None, **start: Any) -> None:
+        self._start = {"project_name": project, **start}
+        self._config: dict[str, Any] = {}
+        self._experiment: Any = None
+
+    def start(self, run: Running) -> None:
+        self._id = self._start.get("experiment_key") or self._id or secrets.token_hex(16)
+        if run.folder is not None and "experiment_config" not in self._start:
+            folder = on_disk(run.folder, None, "comet", "Comet()")
+            self._config = {"name": run.folder.name, "offline_directory": str(folder)}
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        comet = require("comet_ml", self.extra)
+        given = {"experiment_config": comet.ExperimentConfig(**self._config)}
+        self._experiment = comet.start(**{**given, **self._start, "experiment_key": self._id})
+        self._experiment.log_parameters(start.config)
+
+    def write(self, record: Record) -> None:
+        self._experiment.log_metrics(scalars(record), step=record.step)
+
+    def close(self, error: BaseException | None) -> None:
+        self._experiment.end()
 
 
 class MLflow(_Resuming):
@@ -175,7 +192,7 @@ class MLflow(_Resuming):
         ConfigError: in a run, neither a `uri` nor a folder.
     """
 
-    package = "mlflow"
+    package = extra = "mlflow"
 
     def __init__(self, uri: str | None = None, *, experiment: str = "replicax") -> None:
         self._uri, self._experiment = uri, experiment
@@ -189,7 +206,7 @@ class MLflow(_Resuming):
         super().start(run)
 
     def open(self, start: Start) -> None:
-        mlflow = require("mlflow", "loggers")
+        mlflow = require("mlflow", self.extra)
         if self._uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or it requires a database
         client = mlflow.MlflowClient(tracking_uri=self._where)
@@ -207,7 +224,7 @@ class MLflow(_Resuming):
         self._client = client
 
     def write(self, record: Record) -> None:
-        entities = require("mlflow.entities", "loggers")
+        entities = require("mlflow.entities", self.extra)
         now = int(time.time() * 1000)
         metrics = [
             entities.Metric(_name(name), value, now, record.step)
