@@ -72,7 +72,7 @@ DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 UPSTREAM = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 ANSWER_WITHIN_SECONDS = 4.0
 DIGITS = Path(__file__).with_name("data") / "digits.npz"
-"""`image`, uint8 [1797, 8, 8] in 0..16, and `label`, uint8 [1797]; `digits.txt` has their origin."""
+"""`image`, uint8 [1797, 8, 8] in 0..16, and `label`, uint8 [1797]; their origin: `digits.txt`."""
 
 
 class OnFashionMNIST:

@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ def logged(archive: Path) -> tuple[dict[str, Any], dict[str, Any], list[tuple[in
 
 
 @pytest.fixture
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of this machine is looked up or patched."""
     for name in ("CODE", "GIT_METADATA", "GIT_PATCH", "ENV_DETAILS"):
         monkeypatch.setenv(f"COMET_AUTO_LOG_{name}", "false")
-    yield
 
 
 @EXHAUSTIVE

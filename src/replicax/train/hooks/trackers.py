@@ -133,8 +133,8 @@ class Comet(_Resuming):
     killed process did after its last checkpoint then appear twice, with equal values.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.Comet("digits", online=False)])  # then: comet upload runs/x/comet/*.zip
+        >>> offline = rx.Comet("digits", online=False)  # afterwards: comet upload runs/x/comet/*
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[offline])
 
     Args:
         project: name of the project.
