@@ -16,7 +16,7 @@ LINE = ["train", "linear_regression", "--points", "48", "--batch-size", "16", "-
 ALL = [
     *("--eval-every", "4", "--eval-at-start", "--eval-rows", "5", "--keep-best", "loss"),
     *("--early-stopping", "loss:9", "--log-to", "csv", "--gradient-norm", "--profile", "3:4"),
-    *("--log-every", "2"),
+    *("--log-every", "2", "--dump-hlo", "hlo"),
 ]
 
 RATES = """
@@ -55,6 +55,7 @@ def test_each_flag_does_what_it_says_and_is_given_back(main: Main, folder: Path)
     assert json.loads((folder / "runs/a/best.json").read_text())["step"] == 9
     assert (folder / "runs/a/records.csv").exists()
     assert len(list(folder.glob("runs/a/profile/**/*.xplane.pb"))) == 1
+    assert {path.name for path in (folder / "hlo").iterdir()} == {"step.mlir", "step.hlo"}
     options = json.loads((folder / "runs/a/config.json").read_text())["options"]
     again = ["train", "linear_regression", "--config", "runs/a/config.json", "--run", "b"]
     code, _, err = main(*again, "--profile", "5")

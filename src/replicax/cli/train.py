@@ -141,6 +141,8 @@ class RecordOptions:
     """Measure the gradient noise scale every 10 steps, at the cost of one gradient each time."""
     profile: Annotated[str | None, shown_as("FIRST:LAST", "none")] = None
     """Record these steps with JAX's profiler, in profile/ of the run's folder."""
+    dump_hlo: Annotated[Path | None, shown_as("FOLDER", "none")] = None
+    """Write the step's StableHLO and optimized HLO as text into this folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +203,8 @@ class TrainOptions:
             hooks.append(rx.GradientNorm())
         if record.profile is not None:
             hooks.append(rx.Profile.parse(record.profile))
+        if record.dump_hlo is not None:
+            hooks.append(rx.DumpHLO(record.dump_hlo))
         if self.fault.audit_every is not None:
             hooks.append(rx.Audit(self.fault.audit_every, self.fault.on_divergence))
         if record.measure_noise_scale:

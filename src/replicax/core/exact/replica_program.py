@@ -131,6 +131,12 @@ class ReplicaProgram:
         text = _NOT_THE_PROGRAM.sub("", module.to_string(options))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def as_text(self) -> str:
+        """Return the optimized program."""
+        [module] = self._executable.xla_executable.hlo_modules()
+        text: str = module.to_string()
+        return text
+
     def memory_analysis(self) -> Any:
         """Return XLA's memory statistics for one device."""
         return self._executable.xla_executable.get_compiled_memory_stats()

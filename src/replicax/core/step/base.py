@@ -163,7 +163,7 @@ class CompiledFunction(Protocol[Result]):
         """Return the whole computation as one lowered program, to be analysed."""
 
     def compiled(self, state: TrainState, batch: Batch, /) -> Sequence[Any]:
-        """Return the compiled programs that run, each with a `memory_analysis()`."""
+        """Return the compiled programs that run, each with `as_text()`, `memory_analysis()`."""
 
     def text(self, state: TrainState, batch: Batch, /) -> str:
         """Return the programs that run as text, equal in processes that run the same."""
