@@ -9,12 +9,18 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 from replicax.arguments import Int32Count, check_ranges, fitted
+from replicax.cli.config_file import (
+    field_names,
+    preset_values,
+    read_run,
+    read_toml,
+    started_from,
+)
 from replicax.errors import ConfigError, did_you_mean, require
-from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
-from replicax.train.changes import read_config
+from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
 
 Options = TypeVar("Options")
 
@@ -115,7 +121,7 @@ def parse_with_recipe(
         raise ConfigError(f"{command} needs a recipe before its flags; replicax recipes lists them")
     spec, *flags = arguments
     recipe_class = find_recipe(spec)
-    presets, names = presets_of(recipe_class), _names(options_class)
+    presets, names = presets_of(recipe_class), field_names(options_class)
     own = [field.name for field in dataclasses.fields(recipe_class)]
     if twice := [name for name in own if name in [*names, *(["preset"] if presets else [])]]:
         raise ConfigError(
@@ -133,9 +139,10 @@ def parse_with_recipe(
             raise ConfigError(
                 "--preset and --config both set the initial fields; leave one of them out"
             )
-        recipe = _of_preset(preset, recipe_class)
+        recipe = started_from(recipe_class, preset_values(preset, recipe_class))
     elif path is not None:
-        preset, recipe, options = _of_config(Path(path), spec, recipe_class, options_class)
+        read = read_toml if path.endswith(".toml") else read_run
+        preset, recipe, options = read(Path(path), spec, recipe_class, options_class)
     fields: list[Any] = [
         ("recipe", Annotated[recipe_class, tyro.conf.arg(name="")]),
         (
@@ -206,7 +213,7 @@ def _parsed(
         line = " ".join(first.split()).rstrip(".")
         raise ConfigError(f"{line}; {program} --help lists the flags") from None
     if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in _names(kind)]
+        known = [f"--{name.replace('_', '-')}" for name in field_names(kind)]
         raise ConfigError(
             f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
             "the flags"
@@ -214,81 +221,12 @@ def _parsed(
     return parsed
 
 
-def _names(kind: type[Any]) -> list[str]:
-    """Return the field names of a dataclass; a group is replaced by the names of its fields."""
-    found, hints = list[str](), get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        group = dataclasses.is_dataclass(hints[field.name])
-        found += _names(hints[field.name]) if group else [field.name]
-    return found
-
-
 def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
     """Return the flags with `--json` alone replaced by `--json=-`, which prints."""
-    if "json" not in _names(options_class):
+    if "json" not in field_names(options_class):
         return list(flags)
     following = [*flags[1:], "--"]
     return [
         "--json=-" if flag == "--json" and after.startswith("--") else flag
         for flag, after in zip(flags, following, strict=False)
     ]
-
-
-def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
-    """Return the recipe with the values of a preset; required fields are left to flags."""
-    presets = presets_of(recipe_class)
-    if not presets:
-        raise ConfigError(f"unknown flag '--preset': {recipe_class.__name__} has no presets")
-    if preset not in presets:
-        said = f"unknown preset {preset!r}" if preset else "--preset without the name of a preset"
-        raise ConfigError(
-            f"{said}; those of {recipe_class.__name__} are {', '.join(presets)}"
-            f"{did_you_mean(preset, presets)}"
-        )
-    unset = {
-        field.name: tyro.MISSING
-        for field in dataclasses.fields(recipe_class)
-        if field.init and field.default is field.default_factory is dataclasses.MISSING
-    }
-    return recipe_class(**{**unset, **presets[preset]})
-
-
-class _Saved(TypedDict, total=False):
-    """The parts of a configuration that say what was trained, and how."""
-
-    recipe: str | None
-    preset: str | None
-    fields: dict[str, Any]
-    options: dict[str, Any]
-
-
-def _of_config(
-    path: Path, spec: str, recipe_class: type[Any], options_class: type[Options]
-) -> tuple[str | None, Any, Options]:
-    """Return the preset, the recipe and the options in the `config.json` at `path`."""
-    config = read_config(path, _Saved, edited=True)
-    of = config.get("recipe")
-    if of is None or BUILT_IN.get(of, of) != BUILT_IN.get(spec, spec):
-        raise ConfigError(
-            f"{path} is for {f'the recipe {of}' if of else 'no recipe'}, not for {spec}; recipes "
-            "have different fields: give the file of a run of this recipe"
-        )
-    saved_fields, saved_options = config.get("fields", {}), config.get("options", {})
-    options = {name: value for name, value in saved_options.items() if name != "run"}
-    for kind, values in ((recipe_class, saved_fields), (options_class, options)):
-        if unknown := [name for name in values if name not in _names(kind)]:
-            raise ConfigError(
-                f"{path} has {unknown[0]}, unknown to {kind.__name__}: remove it from a copy"
-            )
-    try:
-        groups = {
-            title: from_json(group, options)
-            for title, group in get_type_hints(options_class).items()
-        }
-        return (
-            config.get("preset"),
-            from_json(recipe_class, saved_fields),
-            options_class(**groups),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; remove it from a copy, and set its flag") from error

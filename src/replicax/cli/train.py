@@ -69,7 +69,7 @@ class StartOptions:
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
     """Name of the run and its folder in runs/; an existing run resumes from its checkpoint."""
     config: Annotated[Path | None, shown_as("FILE", "none")] = None
-    """The config.json of a run to start from, except for its name; other flags override it."""
+    """Flags in a TOML file, or the config.json of a run, except its name; flags override it."""
     accept_changes: bool = False
     """Resume a run although its configuration has changed; each change is printed."""
     show_sharding: bool = False

@@ -216,11 +216,14 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
 
 def from_json(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
     """Return the dataclass with the fields that `values` contains; raises ValueError."""
+    return dataclass(**typed_fields(dataclass, values))
+
+
+def typed_fields(dataclass: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the JSON `values` that are fields, of their types; raises ValueError."""
     hints = get_type_hints(dataclass)
     given = [field.name for field in dataclasses.fields(dataclass) if field.init]
-    return dataclass(
-        **{name: _typed(name, hints[name], values[name]) for name in given if name in values}
-    )
+    return {name: _typed(name, hints[name], values[name]) for name in given if name in values}
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:

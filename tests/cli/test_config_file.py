@@ -1,0 +1,101 @@
+"""`replicax train RECIPE --config FILE.toml`: flags from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import RECIPE, Main, refusal
+
+from replicax.cli.flags import parse_with_recipe
+from replicax.cli.train import TrainOptions
+
+ROOT = Path(__file__).parents[2]
+FIELDS = """
+    root: Path | None = None
+    sizes: tuple[int, ...] = (1, 2)
+    presets: ClassVar = {"small": {"points": 32, "sizes": (7,)}}
+"""
+NEEDED = """
+
+@dataclass(frozen=True, kw_only=True)
+class Needed(Mine):
+    width: int
+"""
+
+
+@pytest.fixture
+def recipe(folder: Path) -> str:
+    imports = (
+        "from dataclasses import dataclass\nfrom pathlib import Path\nfrom typing import ClassVar\n"
+    )
+    (folder / "my_recipe.py").write_text(imports + RECIPE + FIELDS + NEEDED)
+    return "my_recipe.py:Mine"
+
+
+def test_the_keys_are_flags_and_flags_override_them(recipe: str, main: Main, folder: Path) -> None:
+    (folder / "a.toml").write_text(
+        'recipe = "my_recipe.py:Mine"\npoints = 16\nbatch-size = 8\nroot = "a/b"\n'
+        'steps = 2\nsave_minutes = 0\ndevices = 2\nlayout = "zero1"\nrun = "mine"\n'
+    )
+    code, _, err = main("train", recipe, "--config", "a.toml", "--batch-size", "4", "--seed", "5")
+    assert (code, err) == (0, "")
+    config = json.loads((folder / "runs/mine/config.json").read_text())
+    fields, options = config["fields"], config["options"]
+    assert (fields["points"], fields["batch_size"], fields["root"]) == (16, 4, "a/b")
+    assert (options["steps"], options["save_minutes"], options["seed"]) == (2, 0, 5)
+    assert (options["devices"], options["layout"]) == (2, "zero1")
+
+
+@pytest.mark.parametrize(
+    ("text", "points", "sizes"),
+    [
+        ('preset = "small"', 32, (7,)),
+        ('preset = "small"\nsizes = [3, 4]', 32, (3, 4)),
+        ("points = 5", 5, (1, 2)),
+    ],
+)
+def test_a_preset_comes_before_the_other_keys(
+    text: str, points: int, sizes: tuple[int, ...], recipe: str, folder: Path
+) -> None:
+    (folder / "a.toml").write_text(text)
+    parsed = parse_with_recipe("train", TrainOptions, [recipe, "--config=a.toml"])
+    assert (parsed.recipe.points, parsed.recipe.sizes) == (points, sizes)
+    assert parsed.preset == ("small" if "preset" in text else None)
+
+
+def test_what_the_file_lacks_a_flag_may_give(recipe: str, folder: Path) -> None:
+    (folder / "a.toml").write_text("points = 5")
+    given = ["my_recipe.py:Needed", "--config", "a.toml", "--width", "3"]
+    assert parse_with_recipe("train", TrainOptions, given).recipe.width == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning-rat = 0.1", ["'learning_rat'", "'learning_rate'", "--help"]),
+        ("log_evry = 2", ["'log_evry'", "'log_every'"]),
+        ("points = 'many'", ["points='many'", "int"]),
+        ("devices = 2.5", ["devices=2.5"]),
+        ("batch_size = 0", ["batch-size"]),
+        ("recipe = 'mlp'", ["mlp", "my_recipe.py:Mine"]),
+        ("preset = 'smal'", ["'smal'", "'small'"]),
+        ("points = ", ["TOML", "line 1"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    text: str, words: list[str], recipe: str, main: Main, folder: Path
+) -> None:
+    (folder / "a.toml").write_text(text)
+    line = refusal(main, "train", recipe, "--config", "a.toml")
+    assert [word for word in words if word not in line] == []
+    missing = refusal(main, "train", recipe, "--config", "none.toml")
+    assert "none.toml" in missing
+
+
+def test_the_example_is_read() -> None:
+    example: Any = ROOT / "examples/lenet.toml"
+    given = ["lenet", "--config", str(example), "--epochs", "1"]
+    parsed = parse_with_recipe("train", TrainOptions, given)
+    assert (parsed.recipe.epochs, parsed.recipe.batch_size) == (1, 256)
+    assert (parsed.options.compute.devices, parsed.options.record.log_to) == (2, "csv,tensorboard")
