@@ -73,7 +73,7 @@ if typing.TYPE_CHECKING:
     from replicax.train.hooks.figures import GradientNorm as GradientNorm
     from replicax.train.hooks.figures import LearningRate as LearningRate
     from replicax.train.hooks.figures import Throughput as Throughput
-    from replicax.train.hooks.hlo import DumpHLO as DumpHLO
+    from replicax.train.hooks.dump_hlo import DumpHLO as DumpHLO
     from replicax.train.hooks.logger import CSV as CSV
     from replicax.train.hooks.logger import Logger as Logger
     from replicax.train.hooks.profile import Profile as Profile
@@ -97,7 +97,7 @@ _LATER = {
     "CSV": "train.hooks.logger",
     "Comet": "train.hooks.trackers",
     "DeviceMemory": "train.hooks.figures",
-    "DumpHLO": "train.hooks.hlo",
+    "DumpHLO": "train.hooks.dump_hlo",
     "EarlyStopping": "train.hooks.best",
     "Evaluation": "train.evaluator",
     "Fit": "train.summary",

@@ -11,6 +11,11 @@ from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
 
 ROOT = Path(__file__).parents[2]
+IMPORTS = """
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+"""
 FIELDS = """
     root: Path | None = None
     sizes: tuple[int, ...] = (1, 2)
@@ -26,10 +31,7 @@ class Needed(Mine):
 
 @pytest.fixture
 def recipe(folder: Path) -> str:
-    imports = (
-        "from dataclasses import dataclass\nfrom pathlib import Path\nfrom typing import ClassVar\n"
-    )
-    (folder / "my_recipe.py").write_text(imports + RECIPE + FIELDS + NEEDED)
+    (folder / "my_recipe.py").write_text(IMPORTS + RECIPE + FIELDS + NEEDED)
     return "my_recipe.py:Mine"
 
 
@@ -80,7 +82,7 @@ def test_what_the_file_lacks_a_flag_may_give(recipe: str, folder: Path) -> None:
         ("batch_size = 0", ["batch-size"]),
         ("recipe = 'mlp'", ["mlp", "my_recipe.py:Mine"]),
         ("preset = 'smal'", ["'smal'", "'small'"]),
-        ("points = ", ["TOML", "line 1"]),
+        ("points = oops", ["TOML", "line 1"]),
     ],
 )
 def test_what_is_wrong_is_one_line(

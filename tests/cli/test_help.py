@@ -56,11 +56,12 @@ def test_help_of_a_recipe_lists_its_flags_and_the_options(main: Main, folder: Pa
 
 
 FLAGS = """
-accept-changes accumulate audit-every config delay devices dump-hlo early-stopping epochs eval-at-start
-eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help island-axis keep
-keep-best keep-every layout log-every log-to max-bad-steps measure-noise-scale micro-shards mode
-model-parallel on-divergence outer-momentum outer-rate precision preset profile reduction run
-save-every save-minutes schedule seed send show-sharding skip-spikes stages steps steps-per-call
+accept-changes accumulate audit-every config delay devices dump-hlo early-stopping epochs
+eval-at-start eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help
+island-axis keep keep-best keep-every layout log-every log-to max-bad-steps measure-noise-scale
+micro-shards mode model-parallel on-divergence outer-momentum outer-rate precision preset profile
+reduction run save-every save-minutes schedule seed send show-sharding skip-spikes stages steps
+steps-per-call
 """
 """The flags of `replicax train` for any recipe. A change that adds one names, here or in the
 changelog, the flag that it replaces or the user who asked."""

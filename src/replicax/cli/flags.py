@@ -9,10 +9,11 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, get_args
 
 from replicax.arguments import Int32Count, check_ranges, fitted
 from replicax.cli.config_file import (
+    Options,
     field_names,
     preset_values,
     read_run,
@@ -21,8 +22,6 @@ from replicax.cli.config_file import (
 )
 from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
-
-Options = TypeVar("Options")
 
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from replicax.cluster import slurm_step, tpu_pod
 from replicax.cluster.address import derived_port, join_address, split_address, whole_port
+from replicax.cluster.jax_engines import detect_by_jax
 from replicax.cluster.variables import (
+    CLUSTER,
     COORDINATOR,
     PROCESS_ID,
     PROCESSES,
@@ -35,8 +37,11 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
     """Return the engine that started this process itself, or `None` without an engine.
 
     torchrun is always the innermost. An engine with one process only runs another's launcher.
-    Engines that agree are merged, and fill each other's gaps.
+    Engines that agree are merged, and fill each other's gaps. JAX is asked for engines that have no
+    detector here.
     """
+    if CLUSTER in env:
+        return detect_by_jax(env)
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
         return _detect_torch(env)
     found = [place for detect in _DETECTORS if (place := detect(env)) is not None]
@@ -44,7 +49,8 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
     several = [place for place in complete if place.numbers[1] != 1]
     if not several:
         # WORLD_SIZE=1 inside a one-process Slurm step adds no information.
-        return tpu_pod.detect_from_metadata(env) or next(iter(complete or found), None)
+        elsewhere = tpu_pod.detect_from_metadata(env) or detect_by_jax(env)
+        return elsewhere or next(iter(complete or found), None)
     inner = several[0]
     for outer in several[1:]:
         engines = inner.engine, outer.engine

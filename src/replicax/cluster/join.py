@@ -46,8 +46,9 @@ def join_job(
     """Join the other processes of this job, if the environment describes any.
 
     Call it first in the program, and pass the returned job to `rx.DataParallel`. It detects
-    Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods, `RANK`/`WORLD_SIZE`/`MASTER_ADDR` and
-    `REPLICAX_*`. A single process is a job of one; a second call returns the first call's job.
+    Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods, `RANK`/`WORLD_SIZE`/`MASTER_ADDR`,
+    `REPLICAX_*`, and other engines that JAX detects. A single process is a job of one; a second
+    call returns the first call's job.
     Afterwards `jax.devices()` lists the devices of all processes. From then on, a process that is
     lost, stuck, or different from the others ends all of them, and each prints the cause to stderr.
 

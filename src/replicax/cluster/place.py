@@ -40,7 +40,7 @@ class Place:
     """Indices of the visible devices that this process uses; `None` if not set."""
     engine: str = "nothing"
     """The engine that started it: `Slurm`, `Open MPI`, `Kubernetes`, `TPU`, `RANK/WORLD_SIZE`,
-    `REPLICAX_*`, `arguments` or `nothing`."""
+    `REPLICAX_*`, `arguments`, `nothing`, or the name of a class of JAX."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """The source of each field: `{"process": "SLURM_PROCID=3"}`."""
     secret: Secret = field(default_factory=Secret, repr=False, compare=False)
@@ -82,7 +82,8 @@ def find_place(
 
     Each part comes from its argument, else from its REPLICAX_* variable, else from the innermost
     engine that started the process: torchrun and similar launchers (RANK, WORLD_SIZE), a TPU pod,
-    Open MPI, a Slurm step, an indexed Kubernetes Job. Without any, the process is alone. Only a
+    Open MPI, a Slurm step, an indexed Kubernetes Job, one that only JAX knows. Without any, the
+    process is alone. Only a
     TPU VM without TPU variables sends a network request, to its own metadata server.
     """
     arguments = {"process": process, "processes": processes, "coordinator": coordinator}

@@ -22,6 +22,8 @@ SECRET_FILE = "REPLICAX_SECRET_FILE"
 """Path of a file with the secret, in place of `SECRET`."""
 LOCAL_DEVICES = "REPLICAX_LOCAL_DEVICES"
 """Indices of the visible accelerators that this process uses: `0,1`."""
+CLUSTER = "REPLICAX_CLUSTER"
+"""The name of one of JAX's methods to detect a job, which is then the only one: `mpi4py`."""
 FAILURE_FILE = "REPLICAX_FAILURE_FILE"
 """Path of the failure report that a failing process writes: see `replicax.cluster.failure`."""
 

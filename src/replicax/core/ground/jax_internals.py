@@ -6,6 +6,7 @@
 from typing import Any
 
 from jax._src import compilation_cache, compiler
+from jax._src.clusters import ClusterEnv
 from jax._src.compiler import compile_or_get_cached as compile_or_get_cached
 from jax._src.compiler import get_compile_options as get_compile_options
 from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as tpu_chips
@@ -14,6 +15,11 @@ from jax._src.lib import hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.stages import Compiled as Compiled
 
 __all__ = ["hlo", "tpu_chips", "xla_client"]
+
+
+def cluster_types() -> list[type[ClusterEnv]]:
+    """Return the classes by which JAX detects a job of several processes, also those of plugins."""
+    return list(ClusterEnv._cluster_types)
 
 
 def cache_own_programs() -> None:
