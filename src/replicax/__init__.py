@@ -69,11 +69,11 @@ if typing.TYPE_CHECKING:
     from replicax.train.hook import Hook as Hook
     from replicax.train.hooks.best import EarlyStopping as EarlyStopping
     from replicax.train.hooks.best import KeepBest as KeepBest
+    from replicax.train.hooks.dump_hlo import DumpHLO as DumpHLO
     from replicax.train.hooks.figures import DeviceMemory as DeviceMemory
     from replicax.train.hooks.figures import GradientNorm as GradientNorm
     from replicax.train.hooks.figures import LearningRate as LearningRate
     from replicax.train.hooks.figures import Throughput as Throughput
-    from replicax.train.hooks.dump_hlo import DumpHLO as DumpHLO
     from replicax.train.hooks.logger import CSV as CSV
     from replicax.train.hooks.logger import Logger as Logger
     from replicax.train.hooks.profile import Profile as Profile
