@@ -1,6 +1,7 @@
 """Cluster, inside each process: detect its rank, join the others, compare values, watch for hangs.
 
-Read `join.py` (`initialize`), `place.py` with `engines.py` (rank and coordinator, from a launcher),
+Read `join.py` (`initialize`), `place.py` with `engines.py` (rank and coordinator, from a launcher;
+`jax_engines.py` asks JAX for the launchers that it does not know),
 `rendezvous.py`, `hub.py` and `link.py` (process 0, and connections to it), and `cluster_job.py`,
 the `Job` that the core is handed. `same_system.py` tells whether a process of this host is gone.
 It imports `errors`, `arguments`, and of the core only `core.ground`; the core imports nothing here.
