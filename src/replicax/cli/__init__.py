@@ -6,9 +6,9 @@
 An invalid flag raises `ConfigError`, whose one-line message is printed here.
 
 Each command is a file. Read `train.py`, then what commands share: `step_options.py` (the options
-of a step, one set for all), `flags.py` (from argv to options and a recipe) with `config_file.py` (presets,
-and files of `--config`), `output.py`. This room may import every other, and only `__main__` imports
-it. Tests: `tests/cli/`. Public: the flags.
+of a step, one set for all), `flags.py` (from argv to options and a recipe) with `config_file.py`
+(presets, and files of `--config`), `output.py`. This room may import every other, and only
+`__main__` imports it. Tests: `tests/cli/`. Public: the flags.
 """
 
 import contextlib
