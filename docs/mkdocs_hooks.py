@@ -5,6 +5,7 @@ The site also has each page as Markdown beside its HTML, and llms.txt, the list 
 
 import inspect
 import re
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,16 @@ def on_page_context(context: Any, *, page: Any, config: Any, nav: Any, **_: Any)
             lines += ["", f"## {section.title}", ""]
             lines += [
                 f"- [{each.title}]({each.file.src_uri}): {_first_sentence(_whole(each))}"
-                for each in section.children
+                for each in _pages(section)
             ]
         (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return context
+
+
+def _pages(section: Any) -> Iterator[Any]:
+    """Yield the pages of a section of the navigation and of the groups in it."""
+    for each in section.children:
+        yield from _pages(each) if each.is_section else [each]
 
 
 def _whole(page: Any) -> str:
@@ -46,9 +53,11 @@ def _whole(page: Any) -> str:
 
 
 def _documented(name: str) -> str:
-    """Return a public name's signature and docstring as Markdown."""
+    """Return a public name's signature and docstring as Markdown; of other types, the name."""
     import replicax
 
+    if name.count(".") > 1 or name.partition(".")[0] not in replicax.__all__:
+        return f"### `replicax.{name}`\n"
     value = attrgetter(name)(replicax)
     is_error = inspect.isclass(value) and issubclass(value, Exception)
     signature = "" if is_error or not callable(value) else str(inspect.signature(value))

@@ -87,9 +87,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
     assert pages <= {path.stem for path in tmp_path.rglob("*.md")}
-    listed = re.findall(r"^- \[.+\]\((.+\.md)\): \w", (tmp_path / "llms.txt").read_text(), re.M)
+    listed = re.findall(r"^- \[.+\]\((.+\.md)\): \S", (tmp_path / "llms.txt").read_text(), re.M)
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")} == set(listed)
-    assert "Args:" in (tmp_path / "api.md").read_text()  # with the docstrings
+    assert "Args:" in (tmp_path / "api/step.md").read_text()  # with the docstrings
     assert (tmp_path / "search/search_index.json").exists()
     sources = re.findall(r'<script[^>]* src="([^"]+)"', (tmp_path / "index.html").read_text())
     assert all((tmp_path / source).exists() for source in sources)  # nothing is fetched
