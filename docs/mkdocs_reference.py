@@ -23,6 +23,8 @@ def on_config(config: Any) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     config.repo_url = project.get("urls", {}).get("Source", "")
     config.repo_name = "Source"
+    if not config.repo_url:
+        config.edit_uri = ""  # or each page warns of an address that is none
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
