@@ -1,14 +1,12 @@
 """The arrays of a train state, written and read by Orbax.
 
-The format is plain uncompressed zarr (version 2), one folder per array, so each file can be checked
-before anything is read, also by its size, and Orbax alone can read the arrays as a dict. Hundreds
-of small arrays are in a few files instead, which Orbax can read too; see `small.py`.
+    default/        a checkpoint of Orbax: the state as the tree that it is
+    state/, small/  instead, in earlier versions: dicts of arrays by name
+
+The chunks are uncompressed, so that their sizes are known before anything is read.
 """
 
-import concurrent.futures
 import contextlib
-import functools
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,26 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.data.per_row import padded_again, real_rows
-from replicax.core.ground.leaves import is_random_key, numbers
+from replicax.core.ground.leaves import PyTree, is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.train.checkpoints.manifest import ArrayEntry
-from replicax.train.checkpoints.small import (
-    SMALL,
-    STATE,
-    is_small,
-    place_small,
-    read_small,
-    small,
-)
+from replicax.train.checkpoints.small import is_small, place_small, small
 from replicax.train.checkpoints.whole import whole
 from replicax.train.checkpoints.with_orbax import (
     begin_orbax,
+    is_packed,
     quiet_orbax,
     read_orbax,
-    write_packed,
+    read_whole,
 )
 
-_LONGEST_NAME = 200  # bytes of a leaf's name, used as a folder name; most file systems allow 255
+ITEM = "default"
+"""The arrays' folder within a checkpoint's folder, and Orbax's name for an only item."""
+_STATE, _SMALL = "state", "small"
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
@@ -51,36 +45,36 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
-def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
+def begin_writing(
+    state: TrainState, folder: Path, *, packed: bool = True
+) -> Callable[[], None]:
     """Copy `state` to the host and begin to write it into the checkpoint's `folder`.
 
     All processes must call it. Each writes its own shards, and process 0 the small arrays. Returns
     once the copy is made, so that the next step may consume `state`: a function that waits until
-    all is written and raises any error.
+    all is written and raises any error. Then process 0 calls `finish_orbax`.
     """
-    found = _with_elements(_named(real_rows(state)))
-    leaves = {name: numbers(leaf) for name, leaf in found.items()}
-    tiny = {name: leaves.pop(name) for name in small(leaves)}
-    values = whole(tiny)
+    real = real_rows(state)
+    named = _named(real)
+    leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
+    # A thousand small arrays take Orbax seconds to copy.
+    tree: PyTree = leaves | whole({name: leaves[name] for name in small(leaves)})
+    if not _is_ambiguous(real):
+        tree = jax.tree.unflatten(jax.tree.structure(real), map(tree.get, named))
     quiet = contextlib.ExitStack()
     quiet.enter_context(quiet_orbax())
     try:
-        # Another thread, as that of a notebook runs an event loop.
-        with concurrent.futures.ThreadPoolExecutor(1) as own:
-            futures = own.submit(begin_orbax, folder / STATE, leaves).result()
+        futures = begin_orbax(folder / ITEM, tree, packed=packed)
     except BaseException:
         quiet.close()
         raise
 
     def wait() -> None:
-        waits = [future.result for future in futures]
-        if values and jax.process_index() == 0:
-            waits.append(functools.partial(write_packed, folder / SMALL, values))
         errors = []
         with quiet:
-            for finished in waits:  # all of them, so that no write continues
+            for future in futures:  # all of them, so that no write continues
                 try:
-                    finished()
+                    future.result()
                 except Exception as error:
                     errors.append(error)
         if errors:
@@ -95,19 +89,23 @@ def read(like: TrainState, folder: Path) -> TrainState:
     Each process reads its own shards, and all small arrays.
     """
     like, padded = real_rows(like), like
-    leaves = _named(like)
+    older = not (folder / ITEM).is_dir()
+    leaves = _named(like, quoted=older)
     wanted = {
         name: jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=leaf.sharding)
         for name, leaf in _with_elements(leaves).items()
         for plain in [_shape(leaf)]
     }
-    values = read_small(folder)
-    tiny = {name: wanted.pop(name) for name in values.keys() & wanted.keys()}
-    arrays = read_orbax(folder / STATE, wanted)
+    parts = [folder / _SMALL, folder / _STATE] if older else [folder / ITEM]
+    tiny, values = {name: leaf for name, leaf in wanted.items() if is_small(leaf)}, {}
+    for part in filter(is_packed, parts):
+        values |= read_whole(part, tiny)
+    others = {name: leaf for name, leaf in wanted.items() if name not in values}
+    arrays = read_orbax(parts[-1], others)
     if next(iter(jax.tree.leaves(like)[0].sharding.device_set)).platform == "cpu":
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))
-    arrays |= place_small(values, tiny)
+    arrays |= place_small(values, {name: tiny[name] for name in values})
     found = [
         as_key(arrays[name], leaf)
         if name in arrays
@@ -146,17 +144,26 @@ def _shape(leaf: Any) -> Any:
     return jax.eval_shape(numbers, leaf) if is_random_key(leaf) else leaf
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Return leaf name -> leaf. Names are valid folder names such as `params.dense.kernel`."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _named(tree: PyTree, *, quoted: bool = False) -> dict[str, Any]:
+    """Return leaf name -> leaf: names such as `params.dense.kernel`, which are Orbax's as well."""
+    quoted = quoted or _is_ambiguous(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {(_quoted if quoted else _plain)(path): leaf for path, leaf in leaves}
 
 
-def _name(path: Sequence[Any]) -> str:
+def _is_ambiguous(tree: PyTree) -> bool:
+    """Whether Orbax would take two leaves for one, as those of `{"a.b": 1, "a": {"b": 2}}`."""
+    names = [_plain(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return len(set(names)) < len(names)
+
+
+def _plain(path: Sequence[Any]) -> str:
+    return ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _quoted(path: Sequence[Any]) -> str:
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    name = ".".join(quote(part, safe="").replace(".", "%2E") or "%" for part in parts)
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return ".".join(quote(part, safe="").replace(".", "%2E") or "%" for part in parts)
 
 
 def params_not_finite(state: TrainState) -> set[str]:

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.train.checkpoints.arrays import array_entries, begin_writing, params_not_finite
+from replicax.train.checkpoints.arrays import (
+    ITEM,
+    array_entries,
+    begin_writing,
+    params_not_finite,
+)
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
@@ -23,6 +28,7 @@ from replicax.train.checkpoints.manifest import (
     write_manifest,
 )
 from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.with_orbax import finish_orbax
 from replicax.wording import first_line
 
 _Result = TypeVar("_Result")
@@ -80,7 +86,8 @@ class Saver:
         def begun() -> Callable[[], None]:
             if wrong := sorted(params_not_finite(state).difference(self.not_finite)):
                 raise CheckpointError(f"{wrong[0]} is no longer finite")
-            return begin_writing(state, folder)
+            packed = self.store.is_shared or self.job.processes == 1
+            return begin_writing(state, folder, packed=packed)
 
         written, fault = _tried(begun)
         arguments = (
@@ -174,6 +181,8 @@ class Saver:
         return next((error for error, _ in told if error), None), files
 
     def _files(self, folder: Path) -> dict[str, FileEntry]:
+        if self.job.process == 0:
+            finish_orbax(folder / ITEM)
         files = file_entries(folder)
         self.store.upload(folder, files)
         return files

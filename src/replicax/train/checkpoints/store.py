@@ -1,9 +1,10 @@
 """A run's checkpoints: list, verify, commit and delete them.
 
-step-000000120/       complete, committed by one rename
-step-000000120.2/     the same step saved again, such as after its evaluation
+120/                  complete, committed by one rename; the name that Orbax gives to step 120
 .saving-000000160-3-7 being written, or left behind by a killed process
+.replaced-120         the same step saved before, such as before its evaluation, being replaced
 .retired-...          being deleted
+step-000000120.2/     a step as named in an object store, and by earlier versions
 refused-...           a checkpoint that failed verification, kept for inspection
 
 In an object store each process uploads the files it wrote to a separate folder; the manifest is
@@ -13,6 +14,7 @@ Orbax and tensorstore do not verify their input: a missing chunk is read as zero
 goes unnoticed. Anyone who can write to a run's folder is trusted like the code; the disk is not.
 """
 
+import math
 import os
 import re
 import shutil
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError
+from replicax.train.checkpoints.arrays import ITEM
 from replicax.train.checkpoints.manifest import (
     MANIFEST,
     ArrayEntry,
@@ -30,7 +33,7 @@ from replicax.train.checkpoints.manifest import (
     check_files,
     read_manifest,
 )
-from replicax.train.checkpoints.small import STATE, read_small
+from replicax.train.checkpoints.with_orbax import missing_chunks
 from replicax.train.places import (
     copy_files,
     is_remote,
@@ -43,10 +46,12 @@ from replicax.train.places import (
 )
 
 _MOST_NAMED = 3
-_LEFTOVERS = (".saving-", ".retired-")
+_REPLACED = ".replaced-"
+_LEFTOVERS = (".saving-", ".retired-", _REPLACED)
 _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
-_COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
+_COMMITTED = re.compile(r"(?P<step>0|[1-9][0-9]{0,17})")
+_OTHERWISE = re.compile(r"step-(?P<step>[0-9]{9,18})(?:\.(?P<again>[2-9]|[1-9][0-9]{1,17}))?")
 CHECKPOINTS = "checkpoints"
 """The checkpoints' folder within a run's folder."""
 LOSSES = "losses"
@@ -56,19 +61,10 @@ LOSSES = "losses"
 def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
     """Check the checkpoint in `folder`: names and sizes first, then every byte."""
     check_files(folder, manifest.files)
-    chunks = dict.fromkeys(manifest.arrays, 0)
-    for path, file in manifest.files.items():
-        array, _, chunk = path.removeprefix(f"{STATE}/").rpartition("/")
-        if array in chunks and chunk != ".zarray":
-            chunks[array] += file.bytes
-    for array, value in read_small(folder).items():
-        if array in chunks:
-            chunks[array] += len(value)
-    for name, entry in manifest.arrays.items():
-        if chunks[name] < entry.nbytes:
-            raise CheckpointError(
-                f"{name} has {chunks[name]} bytes, but {entry} needs {entry.nbytes}"
-            )
+    if (folder / ITEM).is_dir():  # else of an earlier version
+        shapes = {name: each.shape for name, each in manifest.arrays.items() if each.nbytes}
+        for fault in missing_chunks(folder / ITEM, shapes):
+            raise CheckpointError(fault)
 
 
 def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]) -> None:
@@ -116,9 +112,13 @@ class Store:
 
     def paths(self) -> list[tuple[int, Path]]:
         """Return the steps and folders of all committed checkpoints, oldest first."""
-        found = filter(None, map(_COMMITTED.fullmatch, self._names()))
-        ordered = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in found)
-        return [(step, self.folder / name) for step, _, name in ordered]
+        found = []
+        for name in self._names():
+            if match := _COMMITTED.fullmatch(name):
+                found.append((int(match["step"]), math.inf, name))
+            elif match := _OTHERWISE.fullmatch(name):
+                found.append((int(match["step"]), int(match["again"] or 1), name))
+        return [(step, self.folder / name) for step, _, name in sorted(found)]
 
     def newest_good(
         self, wanted: Mapping[str, ArrayEntry], refuse: Callable[[str], None]
@@ -185,14 +185,14 @@ class Store:
         """Move the `files` written by this process to the shared location."""
 
     def commit(self, temporary: Path, step: int) -> None:
-        """Commit the written checkpoint, next to any existing ones of the same step."""
-        path = first = self.folder / f"step-{step:09d}"
-        again = 1
-        while path.exists():
-            again += 1
-            path = first.with_name(f"{first.name}.{again}")
+        """Commit the written checkpoint, in place of an existing one of the same step."""
+        path, before = self.folder / str(step), self.folder / f"{_REPLACED}{step}"
+        if path.exists():
+            self.discard(before)
+            os.rename(path, before)
         os.rename(temporary, path)
         sync_folder(self.folder)
+        self.discard(before)
 
     def discard(self, leftover: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -202,6 +202,10 @@ class Store:
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"{self.folder} is not a folder; checkpoints go there: remove it")
         for name in self._names():
+            if name.startswith(_REPLACED):
+                path = self.folder / name.removeprefix(_REPLACED)
+                if not path.exists():  # killed between two renames
+                    os.rename(self.folder / name, path)
             if name.startswith(_LEFTOVERS):
                 self.discard(self.folder / name)
 
