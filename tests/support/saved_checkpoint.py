@@ -1,7 +1,5 @@
 """Checkpoints as Orbax writes them, with manifests, for tests that damage them."""
 
-import asyncio
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
+import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.core.ground.train_state import TrainState
+from replicax.train.checkpoints.arrays import ITEM, array_entries, begin_writing
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
@@ -20,6 +19,13 @@ from replicax.train.checkpoints.manifest import (
     Position,
     file_entries,
     write_manifest,
+)
+from replicax.train.checkpoints.store import verify_checkpoint
+from replicax.train.checkpoints.with_orbax import (
+    begin_orbax,
+    finish_orbax,
+    quiet_orbax,
+    write_tree,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool", "float8_e4m3fn")
@@ -44,8 +50,8 @@ def manifest(**changes: Any) -> Manifest:
         "seed": 7,
         "arrays": {"params.w": ArrayEntry("float32", (3, 4)), "step": ArrayEntry("int32", ())},
         "files": {
-            "state/params.w/0.0": FileEntry(48, ("0123456789abcdef" * 4,)),
-            "state/step/0": FileEntry(2**26 + 1, ("ab" * 32, "cd" * 32)),
+            "default/params.w/0.0": FileEntry(48, ("0123456789abcdef" * 4,)),
+            "default/step/0": FileEntry(2**26 + 1, ("ab" * 32, "cd" * 32)),
         },
         "config": {"learning_rate": 0.001, "layers": [1, 2], "name": "é\n", "none": None},
         "extra": {"replicax": "0.1.0", "nested": {"true": True}},
@@ -76,17 +82,26 @@ def tree(devices: int = 2) -> dict[str, jax.Array]:
 
 def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Manifest:
     """Write a checkpoint of `arrays` into `folder`."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
-    state = epath.Path(folder / "state")
-
-    async def written() -> None:
-        for future in await handler.async_save(state, args=ocp.args.PyTreeSave(arrays)) or ():
-            future.result()
-
-    asyncio.run(written())
-    handler.finalize(state)
+    with quiet_orbax():
+        futures = begin_orbax(folder / ITEM, arrays, packed=True)
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        write_tree(folder / ITEM, shapes, futures, packed=True)
+    finish_orbax(folder / ITEM)
     return sealed(folder, arrays=entries(arrays))
+
+
+def write(state: TrainState, folder: Path) -> TrainState:
+    """Write a checkpoint of `state` into `folder`, and compare it with its description."""
+    begin_writing(state, folder)()
+    finish_orbax(folder / ITEM)
+    verify_checkpoint(folder, sealed(folder, arrays=array_entries(state)))
+    return state
+
+
+def chunks(folder: Path) -> Any:
+    """Return the store of the chunks of a checkpoint's arrays, to damage it."""
+    base = {"driver": "file", "path": f"{folder / ITEM}/"}
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
 
 def sealed(folder: Path, **changes: Any) -> Manifest:

@@ -78,8 +78,8 @@ def in_waiting(error: Exception, times: int) -> Callable[..., Any]:
     """Return `begin_writing` whose wait fails."""
     whole, left = module.begin_writing, [times]
 
-    def begin(*arguments: Any) -> Callable[[], None]:
-        wait = whole(*arguments)
+    def begin(*arguments: Any, **settings: Any) -> Callable[[], None]:
+        wait = whole(*arguments, **settings)
         left[0] -= 1
 
         def fail() -> None:
@@ -104,7 +104,7 @@ def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
     assert (manifest.config, manifest.extra) == ({"rate": 1}, {"batch": 3})
     again = read(abstract(state(3)), path)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, state(3)))
-    assert os.listdir(store.folder) == ["step-000000003"]
+    assert os.listdir(store.folder) == ["3"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
@@ -126,7 +126,7 @@ def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
     assert_mentions(alarm, "failed (1 in", f"row): {os.strerror(number)}; step 1 ", "last good")
     assert saver.poll() == []
     assert not saver.wait()
-    assert os.listdir(store.folder) == ["step-000000001"]
+    assert os.listdir(store.folder) == ["1"]
     save(saver, 3)
     assert saver.wait()
     assert saver.poll() == []

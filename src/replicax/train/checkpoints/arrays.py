@@ -6,7 +6,6 @@
 The chunks are uncompressed, so that their sizes are known before anything is read.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from replicax.train.checkpoints.with_orbax import (
     quiet_orbax,
     read_orbax,
     read_whole,
+    write_tree,
 )
 
 ITEM = "default"
@@ -57,28 +57,18 @@ def begin_writing(
     real = real_rows(state)
     named = _named(real)
     leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
-    # A thousand small arrays take Orbax seconds to copy.
-    tree: PyTree = leaves | whole({name: leaves[name] for name in small(leaves)})
+    # Here Orbax would take seconds for a thousand small arrays.
+    tiny = {name: leaves.pop(name) for name in small(leaves)}
+    tree: PyTree = whole(tiny)
+    tree |= {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     if not _is_ambiguous(real):
         tree = jax.tree.unflatten(jax.tree.structure(real), map(tree.get, named))
-    quiet = contextlib.ExitStack()
-    quiet.enter_context(quiet_orbax())
-    try:
-        futures = begin_orbax(folder / ITEM, tree, packed=packed)
-    except BaseException:
-        quiet.close()
-        raise
+    with quiet_orbax():
+        futures = begin_orbax(folder / ITEM, leaves, packed=packed)
 
     def wait() -> None:
-        errors = []
-        with quiet:
-            for future in futures:  # all of them, so that no write continues
-                try:
-                    future.result()
-                except Exception as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+        with quiet_orbax():
+            write_tree(folder / ITEM, tree, futures, packed=packed)
 
     return wait
 

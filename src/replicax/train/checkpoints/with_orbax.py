@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,36 @@ from replicax.train.places import write_whole
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
-def begin_orbax(folder: Path, tree: PyTree, *, packed: bool) -> Any:
-    """Copy the arrays of `tree` and begin to write them into `folder`; return Orbax's futures.
+def begin_orbax(folder: Path, arrays: Mapping[str, jax.Array], *, packed: bool) -> Any:
+    """Copy `arrays` and begin to write them into `folder`; return Orbax's futures.
 
     All processes share a `packed` folder, of few files; else each array has a folder of its own.
     """
-    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(tree)
     folder.mkdir(parents=True, exist_ok=True)
-    return _run(_handler(packed=packed).async_save(_epath(folder), args=args)) or ()
+    if not arrays:
+        return []
+    # By default each replica copies a slice of every replicated array, with a program compiled for
+    # it. A save then stalls training 2.5 times as long on a CPU, and the first one for seconds.
+    handler = _types().ArrayHandler(use_replica_parallel=False)
+    return _run(handler.serialize([*arrays.values()], _places(folder, arrays, packed)))
+
+
+def write_tree(folder: Path, tree: PyTree, futures: Sequence[Any], *, packed: bool) -> None:
+    """Write the NumPy arrays of `tree`, and wait for `futures`, of which it has the shapes.
+
+    Process 0 writes them, and the tree's structure.
+    """
+    errors = []
+    for future in futures:  # all of them, so that no write continues
+        try:
+            future.result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(tree)
+    for future in _run(_handler(packed).async_save(_epath(folder), args=args)):
+        future.result()
 
 
 def finish_orbax(folder: Path) -> None:
@@ -47,16 +69,15 @@ def read_orbax(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     """Return arrays by the names that Orbax gave them, as `like`: each process its own shards."""
     if not like:
         return {}
-    types = require("orbax.checkpoint", "checkpoints").type_handlers
-    context = require("tensorstore", "checkpoints").Context()
-    where = {"parent_dir": _epath(folder), "is_ocdbt_checkpoint": is_packed(folder)}
-    infos = [types.ParamInfo(name=name, ts_context=context, **where) for name in like]
+    infos = _places(folder, like, is_packed(folder))
     arguments = [
-        types.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+        _types().ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
         for leaf in like.values()
     ]
     with _reading(folder), quiet_orbax():
-        arrays = _run(types.ArrayHandler().deserialize(infos, arguments))
+        arrays = _run(_types().ArrayHandler().deserialize(infos, arguments))
     return dict(zip(like, arrays, strict=True))
 
 
@@ -157,16 +178,30 @@ def _epath(folder: Path) -> Any:
     return require("etils.epath", "checkpoints").Path(folder)
 
 
-def _handler(*, packed: bool = True) -> Any:
+def _types() -> Any:
+    return require("orbax.checkpoint", "checkpoints").type_handlers
+
+
+def _places(folder: Path, names: Iterable[str], packed: bool) -> list[Any]:
+    """Return how Orbax writes or reads the arrays of these names in `folder`."""
+    context = _types().get_ts_context(use_ocdbt=packed)
+    where = {"parent_dir": _epath(folder), "is_ocdbt_checkpoint": packed, "ts_context": context}
+    where |= {"use_compression": False, "use_zarr3": False}
+    return [_types().ParamInfo(name=name, **where) for name in names]
+
+
+def _handler(packed: bool = True) -> Any:
     # Not an Orbax checkpointer: its barriers time out if one process fails.
-    orbax = require("orbax.checkpoint", "checkpoints")
-    # By default each replica copies a slice of every replicated array, with a program compiled for
-    # it. A save then stalls training 2.5 times as long on a CPU, and the first one for seconds.
-    arrays = orbax.type_handlers.ArrayHandler(use_replica_parallel=False)
-    hosted = orbax.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-    types = orbax.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (np.ndarray, hosted)
+    types = _types()
+
+    class Begun(types.ArrayHandler):  # type: ignore[misc, name-defined]
+        async def serialize(self, *_: Any, **__: Any) -> list[Any]:
+            return []
+
+    hosted = types.NumpyHandler(deepcopy_host_arrays=False)
+    registry = types.create_type_handler_registry(
+        (jax.ShapeDtypeStruct, Begun()), (np.ndarray, hosted)
     )
-    return orbax.PyTreeCheckpointHandler(
-        use_ocdbt=packed, use_zarr3=False, use_compression=False, type_handler_registry=types
+    return require("orbax.checkpoint", "checkpoints").PyTreeCheckpointHandler(
+        use_ocdbt=packed, use_zarr3=False, use_compression=False, type_handler_registry=registry
     )
