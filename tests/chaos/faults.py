@@ -104,7 +104,7 @@ def corrupted(trial: Trial) -> None:
     start = trial.start()
     if not _strike(trial, start, trial.wait_for(start, trial.moment_in_training(SAVE_EVERY + 1))):
         return
-    folders = sorted(trial.checkpoints.glob("step-*"))
+    folders = sorted(trial.checkpoints.glob("[0-9]*"), key=lambda path: int(path.name))
     if not folders:
         trial.missed = True
         trial.finish()

@@ -97,7 +97,7 @@ def read_checkpoint(run: Path) -> dict[str, str]:
 
     The file that names the devices is only checked.
     """
-    newest = max((run / "checkpoints").glob("step-*"))
+    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     manifest = json.loads((newest / "manifest.json").read_text())
     paths = [path for path in newest.rglob("*") if path.is_file()]
     found = {

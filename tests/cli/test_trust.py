@@ -20,7 +20,7 @@ def gift(made: Ended, recipe: str) -> Path:
     """A run in runs/gift whose files ask for `recipe`, beside code of that name."""
     folder = Path("runs/gift")
     shutil.copytree(made.folder, folder)
-    (*_, checkpoint) = sorted((folder / "checkpoints").glob("step-*"))
+    (*_, checkpoint) = sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     manifest = read_manifest(checkpoint)
     write_manifest(
         checkpoint, dataclasses.replace(manifest, config={**manifest.config, "recipe": recipe})

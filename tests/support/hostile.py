@@ -91,7 +91,7 @@ def trial(kind: str, seed: int, original: Path, at: Path) -> str | None:
 def _folder(chance: random.Random, at: Path) -> tuple[str, int, str]:
     """Put something else in place of a file of a run."""
     files = [path for path in (at / "runs/a").rglob("*") if path.is_file()]
-    small = [path for path in files if "/state/" not in path.as_posix()]
+    small = [path for path in files if "/default/" not in path.as_posix()]
     done = []
     for _ in range(chance.choice([1, 1, 2, 3])):
         path = chance.choice(small)

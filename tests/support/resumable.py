@@ -150,7 +150,7 @@ def check_same(found: rx.Fit, wanted: rx.Fit, folder: Path) -> None:
 
 def steps_saved(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints."""
-    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    return sorted((path.name for path in (folder / "checkpoints").glob("[0-9]*")), key=int)
 
 
 def undisturbed() -> Callable[..., rx.Fit]:

@@ -59,7 +59,7 @@ def make_run(folder: Path) -> None:
 def small_files(folder: Path) -> list[Path]:
     """Return the files that a start reads, without the arrays."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
-    return sorted(path for path in found if "/state/" not in path.as_posix())
+    return sorted(path for path in found if "/default/" not in path.as_posix())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -291,7 +291,7 @@ def test_a_relative_folder_stays_where_the_run_began(
     monkeypatch.chdir(tmp_path)
     result = fit(dp, epochs=2, run_dir="mine", saving=rx.Saving(every=2), hooks=[Leaves()])
     assert (result.steps, result.failed_hooks) == (6, ())
-    assert any((tmp_path / "mine/checkpoints").glob("step-000000006*"))
+    assert any((tmp_path / "mine/checkpoints").glob("6*"))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fit(dp, epochs=2, run_dir="~/mine").steps == 0
     with pytest.raises(ConfigError):

@@ -47,7 +47,7 @@ class TestRunFolder:
         names = sorted(path.name for path in run[1].iterdir())
         files = ["config.json", "curves.png", "goodput.jsonl", "records.jsonl"]
         assert names == sorted([*files, "checkpoints", "lease"])
-        assert [path.name for path in (run[1] / "checkpoints").iterdir()] == ["step-000000009"]
+        assert [path.name for path in (run[1] / "checkpoints").iterdir()] == ["9"]
 
     def test_without_checkpoints_it_has_three_files(
         self, dp: rx.DataParallel, tmp_path: Path
@@ -189,7 +189,7 @@ class TestInterrupt:
         assert result.rows == 48
         assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1
         assert (tmp_path / "run" / "curves.png").exists()
-        assert (tmp_path / "run" / "checkpoints" / "step-000000003").is_dir()
+        assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
         assert (result.saved, result.exit_code) == (True, 75)
         how, last = capsys.readouterr().out.splitlines()[5:7]
         assert how.startswith("stopped after 3 of 50 steps, 48 rows in ")

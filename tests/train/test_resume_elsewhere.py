@@ -215,18 +215,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     folder = tmp_path / "run"
     with crashing(7):
         fit(dp, folder, log_every=2)
-    damage(folder / "checkpoints/step-000000006")
+    damage(folder / "checkpoints/6")
     found = fit(dp, folder, log_every=2, progress=True)
     assert found.steps == STEPS - 3
     out, alarm = capsys.readouterr()
     assert alarm.startswith("ALARM  refused step 6: state/params.out/0.0")
     assert "(set aside" in alarm
-    assert alarm.endswith(" refused-step-000000006-1)\n")
+    assert alarm.endswith(" refused-6-1)\n")
     (said,) = (line for line in out.splitlines() if line.startswith("resume"))
     assert said.startswith(f"resume {folder}: step 3, saved ")
     assert said.endswith(" repeat: 3")
     check_same(found, run(dp, log_every=2), folder)
-    assert (folder / "checkpoints/refused-step-000000006-1").is_dir()
+    assert (folder / "checkpoints/refused-6-1").is_dir()
 
 
 def test_where_all_are_damaged_it_begins_anew(
@@ -253,7 +253,7 @@ def test_what_a_system_leaves_in_a_folder_is_no_damage(dp: rx.DataParallel, tmp_
     with crashing(7):
         fit(dp, folder)
     for name in (".DS_Store", "state/._params.out", "state/.nfs0000000000a1b2c3"):
-        (folder / "checkpoints/step-000000006" / name).write_bytes(b"x")
+        (folder / "checkpoints/6" / name).write_bytes(b"x")
     assert fit(dp, folder).steps == STEPS - 6
 
 

@@ -165,7 +165,7 @@ def test_bad_steps_in_a_row_are_counted_on(dp: rx.DataParallel, tmp_path: Path) 
     settings = {"source": source, "shuffle": False, "max_bad_steps": 4}
     with crashing(3):
         fit(dp, tmp_path / "run", **settings)
-    assert steps_saved(tmp_path / "run") == ["step-000000003"]
+    assert steps_saved(tmp_path / "run") == ["3"]
     with pytest.raises(rx.errors.DivergedError, match=r"4 steps in\b.*2 to 5"):
         fit(dp, tmp_path / "run", **settings)
 

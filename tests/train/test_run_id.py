@@ -40,7 +40,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"))
+    return sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
 
 
 def forget(folder: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_run_within_a_run_leaves_the_outer_one_to_save_and_raise(
     with pytest.raises(Terminated) as stopped:
         outer()
     assert (stopped.value.code, stopped.value.result.step) == (75, 1)
-    assert steps_saved(tmp_path / "outer") == ["step-000000001"]
+    assert steps_saved(tmp_path / "outer") == ["1"]
 
 
 @pytest.mark.parametrize("stuck", [(signal.SIGTERM, 0)], indirect=True)

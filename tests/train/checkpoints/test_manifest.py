@@ -77,7 +77,7 @@ def test_that_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 def test_it_is_json_that_anyone_can_check(tmp_path: Path, whole: bytes) -> None:
     content = json.loads(whole)
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["position"] == dataclasses.asdict(manifest().position)
     assert content["arrays"]["params.w"] == {"dtype": "float32", "shape": [3, 4]}
     checksum = content.pop("checksum")
@@ -134,8 +134,8 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_later_format_is_told_from_damage(tmp_path: Path, whole: bytes) -> None:
-    later = whole.replace(b'"format":1', b'"format":2')
-    reason = r"^manifest\.json .*\b2;.*\b1: upgrade\b"
+    later = whole.replace(b'"format":2', b'"format":3')
+    reason = r"^manifest\.json .*\b3;.*\b2: upgrade\b"
     assert re.search(reason, refusal(tmp_path, later))
 
 

@@ -143,8 +143,8 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "name", "reason"),
     [
-        (flip, "state/params.w/0", "checksum"),
-        (Path.unlink, "state/params.w/0", "is missing"),
+        (flip, "default/_METADATA", "checksum"),
+        (Path.unlink, "default/_METADATA", "is missing"),
         (flip, MANIFEST, "damaged"),
     ],
 )

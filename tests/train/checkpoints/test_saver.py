@@ -285,7 +285,7 @@ def test_older_ones_go(saver: Saver, store: Store) -> None:
         save(saver, step)
     assert saver.wait()
     assert saved(store) == [3, 4, 5]
-    assert sorted(os.listdir(store.folder)) == [f"step-{step:09d}" for step in (3, 4, 5)]
+    assert sorted(os.listdir(store.folder)) == ["3", "4", "5"]
 
 
 def test_what_is_pinned_when_it_is_saved_stays(store: Store) -> None:

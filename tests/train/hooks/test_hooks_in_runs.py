@@ -60,7 +60,7 @@ def fit(dp: rx.DataParallel, *hooks: rx.Hook, **settings: Any) -> rx.Fit:
 
 
 def checkpoints(run: Path) -> set[int]:
-    return {int(path.name[5:14]) for path in (run / "checkpoints").glob("step-*")}
+    return {int(path.name) for path in (run / "checkpoints").glob("[0-9]*")}
 
 
 def test_early_stopping_ends_a_run_as_if_it_were_done(dp: rx.DataParallel) -> None:
