@@ -88,8 +88,8 @@ def _atomic_rename() -> None:
     numbers = itertools.count(2)
 
     def in_place(self: Any, step: int, token: int, number: int) -> Any:
-        path = self.folder / f"step-{step:09d}"
-        return path.with_name(f"{path.name}.{next(numbers)}") if path.exists() else path
+        path = self.folder / str(step)
+        return path.with_name(f"step-{step:09d}.{next(numbers)}") if path.exists() else path
 
     Store.temporary = in_place  # type: ignore[method-assign]
     Store.commit = lambda *arguments: None  # type: ignore[method-assign]

@@ -69,8 +69,7 @@ class References:
         """Restore an older checkpoint once, to compile what that needs."""
         ended = Trial(self._server, self._folder / name, "none", 0, processes, data, env)
         newest = ended.disk().newest
-        for path in ended.checkpoints.glob(f"step-{newest:09d}*"):
-            shutil.rmtree(path)
+        shutil.rmtree(ended.checkpoints / str(newest))
         start = ended.start()
         self._server.wait(start.children, 300.0)
         ended.clear()

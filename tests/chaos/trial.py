@@ -26,7 +26,7 @@ PEERS_SECONDS = 10.0
 """Seconds in which the other processes must end once one is gone."""
 STEPS_IN_FLIGHT = 4
 SAVED = 75
-_COMMITTED = re.compile(r"step-(\d+)(?:\.\d+)?")
+_COMMITTED = re.compile(r"(\d+)")
 _ports = itertools.count(20_000 + os.getpid() * 37 % 10_000)
 _choosing = threading.Lock()
 

@@ -12,6 +12,7 @@ from typing import Any
 from chaos_islands.sizes import EPOCHS, STEPS
 from chaos_islands.trial import SAVED, Reference, Trial
 from support.counted_rows import seen_once_an_epoch
+from support.saved_checkpoint import chunks
 
 _OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
 _OF_ISLANDS = "islands"
@@ -84,7 +85,7 @@ def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _check_checkpoint(trial: Trial, reference: Reference) -> None:
     """Check that the newest checkpoint is complete, and has the final state."""
     checkpoints = trial.folder / "run" / "checkpoints"
-    left = [path.name for path in checkpoints.iterdir() if not path.name.startswith("step-")]
+    left = [path.name for path in checkpoints.iterdir() if not path.name.isdigit()]
     trial.check(not left, f"left in the checkpoints' folder: {left}")
     trial.check(
         read_checkpoint(trial.folder / "run") == reference.checkpoint,
@@ -93,10 +94,7 @@ def _check_checkpoint(trial: Trial, reference: Reference) -> None:
 
 
 def read_checkpoint(run: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of the newest state, and check the sums in its manifest.
-
-    The file that names the devices is only checked.
-    """
+    """Return the SHA-256 of each chunk of the newest state, and check the sums in its manifest."""
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     manifest = json.loads((newest / "manifest.json").read_text())
     paths = [path for path in newest.rglob("*") if path.is_file()]
@@ -108,8 +106,11 @@ def read_checkpoint(run: Path) -> dict[str, str]:
     told = {name: file["sha256"][0] for name, file in manifest["files"].items()}
     if told != found:
         raise AssertionError(f"{newest} does not have the files of its manifest")
-    del found["state/_sharding"]
-    return {"step": manifest["position"]["step"], **found}
+    store = chunks(newest)
+    keys = store.list().result()
+    values = {key.decode(): store.read(key).result().value for key in keys}
+    sums = {key: hashlib.sha256(value).hexdigest() for key, value in values.items()}
+    return {"step": manifest["position"]["step"], **sums}
 
 
 def usual_step_seconds(trial: Trial) -> float | None:

@@ -112,11 +112,11 @@ def test_a_user_error_is_one_line(
 def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], folder: Path) -> None:
     shutil.copytree(there["mlp"].folder, folder / "harmed")
     _, newest = Store(folder / "harmed/checkpoints", 1, None).paths()[-1]
-    chunk = newest / "state/step/0"
+    chunk = newest / "default/_METADATA"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
     code, _, err = main("evaluate", folder / "harmed")
     assert code == 1
-    assert "state/step/0" in one_line(err)
+    assert "default/_METADATA" in one_line(err)
     assert newest.is_dir()
 
 

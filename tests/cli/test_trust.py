@@ -1,7 +1,6 @@
 """Runs of strangers: their folders are data, and their code never runs."""
 
 import dataclasses
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Main, refusal
 from support.recipe_runs import Ended
+from support.saved_checkpoint import data_file
 
 from replicax.train.checkpoints.manifest import read_manifest, write_manifest
 from replicax.train.places import write_whole
@@ -20,7 +20,7 @@ def gift(made: Ended, recipe: str) -> Path:
     """A run in runs/gift whose files ask for `recipe`, beside code of that name."""
     folder = Path("runs/gift")
     shutil.copytree(made.folder, folder)
-    (*_, checkpoint) = sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    checkpoint = max((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     manifest = read_manifest(checkpoint)
     write_manifest(
         checkpoint, dataclasses.replace(manifest, config={**manifest.config, "recipe": recipe})
@@ -88,7 +88,7 @@ def test_damage_is_found_and_a_link_is_refused(
     assert main("evaluate", "gift")[0] == 1
     checkpoint.unlink()
     shutil.move(outside, checkpoint)
-    file = max((checkpoint / "state").rglob("0*"), key=os.path.getsize)
+    file = data_file(checkpoint)
     write_whole(file, bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     code, _, err = main("evaluate", "gift")
     assert code == 1

@@ -98,6 +98,11 @@ def write(state: TrainState, folder: Path) -> TrainState:
     return state
 
 
+def data_file(folder: Path) -> Path:
+    """Return the largest file of a checkpoint, which has values of its arrays."""
+    return max((folder / ITEM).glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
+
+
 def chunks(folder: Path) -> Any:
     """Return the store of the chunks of a checkpoint's arrays, to damage it."""
     base = {"driver": "file", "path": f"{folder / ITEM}/"}

@@ -11,6 +11,7 @@ import pytest
 from support.command_line import RECIPE
 from support.recipe_runs import MLP, TINY_GPT2, Ended, train, write_texts
 from support.resumable import bits, data_parallel, fit, model, rows, told
+from support.saved_checkpoint import data_file
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -171,7 +172,7 @@ def test_another_optimizer_is_refused_by_its_arrays(mine: tuple[Path, rx.Fit]) -
 def harm(folder: Path) -> Path:
     """Flip a bit of a parameter in the newest checkpoint."""
     _, newest = Store(folder / "checkpoints", 1, None).paths()[-1]
-    (chunk,) = (path for path in (newest / "state/params.out").iterdir() if path.name[0] != ".")
+    chunk = data_file(newest)
     content = bytearray(chunk.read_bytes())
     content[5] ^= 1
     chunk.write_bytes(content)
@@ -185,7 +186,7 @@ def test_a_harmed_checkpoint_is_refused_and_left_in_its_place(mine: tuple[Path, 
     with pytest.raises(CheckpointError) as caught:
         rx.load(folder, dp=dp, state=dp.abstract_state(model()))
     said = str(caught.value)
-    assert "params.out" in said
+    assert "default/" in said
     assert str(newest) in said
     assert "another step (12, 9)" in said
     assert "\n" not in said

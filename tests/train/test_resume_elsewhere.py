@@ -27,6 +27,7 @@ from support.resumable import (
     watching,
     written,
 )
+from support.saved_checkpoint import data_file
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -122,7 +123,7 @@ def test_a_batch_size_that_divides_goes_on_at_the_same_row(
 ) -> None:
     with crashing(BATCHES + 4):
         fit(dp, tmp_path / "run", save_every=2)
-    assert steps_saved(tmp_path / "run")[-1] == f"step-{BATCHES + 3:09d}"
+    assert steps_saved(tmp_path / "run")[-1] == str(BATCHES + 3)
     seen: list[tuple[int, list[int]]] = []
     with watching(seen):
         found = fit(dp, tmp_path / "run", save_every=2, batch_size=8, accept_changes=True)
@@ -203,7 +204,7 @@ def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_p
 
 
 def damage(path: Path) -> None:
-    file = path / "state/params.out/0.0"
+    file = data_file(path)
     content = bytearray(file.read_bytes())
     content[7] ^= 4
     file.write_bytes(content)
@@ -219,7 +220,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     found = fit(dp, folder, log_every=2, progress=True)
     assert found.steps == STEPS - 3
     out, alarm = capsys.readouterr()
-    assert alarm.startswith("ALARM  refused step 6: state/params.out/0.0")
+    assert alarm.startswith("ALARM  refused step 6: default/")
     assert "(set aside" in alarm
     assert alarm.endswith(" refused-6-1)\n")
     (said,) = (line for line in out.splitlines() if line.startswith("resume"))
@@ -236,7 +237,7 @@ def test_where_all_are_damaged_it_begins_anew(
     with crashing(7):
         fit(dp, folder, log_every=2)
     for step in (3, 6):
-        damage(folder / f"checkpoints/step-{step:09d}")
+        damage(folder / f"checkpoints/{step}")
     before = (folder / "records.jsonl").read_bytes()
     found = fit(dp, folder, log_every=2)
     assert found.steps == STEPS
@@ -252,7 +253,7 @@ def test_what_a_system_leaves_in_a_folder_is_no_damage(dp: rx.DataParallel, tmp_
     folder = tmp_path / "run"
     with crashing(7):
         fit(dp, folder)
-    for name in (".DS_Store", "state/._params.out", "state/.nfs0000000000a1b2c3"):
+    for name in (".DS_Store", "default/._d", "default/.nfs0000000000a1b2c3"):
         (folder / "checkpoints/6" / name).write_bytes(b"x")
     assert fit(dp, folder).steps == STEPS - 6
 
@@ -281,12 +282,12 @@ def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
     with crashing(7):
         fit(dp, tmp_path / "run")
 
-    class Broken:
-        def restore(self, *arguments: Any, **settings: Any) -> None:
-            raise ValueError("NOT_FOUND: a chunk\nat another line")
+    def broken(*arguments: Any) -> None:
+        raise ValueError("NOT_FOUND: a chunk\nat another line")
 
-    monkeypatch.setattr("replicax.train.checkpoints.with_orbax._handler", Broken)
-    with pytest.raises(CheckpointError, match=r"state .*read: NOT_FOUND: a chunk$"):
+    monkeypatch.setattr("replicax.train.checkpoints.with_orbax._run", broken)
+    monkeypatch.setattr("replicax.train.checkpoints.arrays.is_small", lambda leaf: False)
+    with pytest.raises(CheckpointError, match=r"default .*read: NOT_FOUND: a chunk$"):
         fit(dp, tmp_path / "run")
 
 

@@ -123,7 +123,7 @@ def test_a_loop_that_is_left_early_goes_on_later(
         *(leave_at, False, None),
         True,
     )
-    assert steps_saved(tmp_path)[-1] == f"step-{leave_at:09d}"
+    assert steps_saved(tmp_path)[-1] == str(leave_at)
     counts = Counts()
     found = whole(run(dp, counts, run_dir=tmp_path))
     assert found.steps == STEPS - leave_at
@@ -243,7 +243,7 @@ def test_a_hook_has_the_run_saved(dp: rx.DataParallel, tmp_path: Path) -> None:
     rare = rx.Saving(every=1000, keep=9)
     asks = Asks(lambda run: run.save(), 2, 7)
     whole(run(dp, asks, run_dir=tmp_path, saving=rare))
-    assert steps_saved(tmp_path) == [f"step-{step:09d}" for step in (2, 7, STEPS)]
+    assert steps_saved(tmp_path) == ["2", "7", str(STEPS)]
     with pytest.raises(ConfigError, match="run_dir"):
         whole(run(dp, asks))
 

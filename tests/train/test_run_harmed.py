@@ -128,7 +128,7 @@ def check_harmed(original: Path, tmp_path: Path, seeds: range) -> collections.Co
     for seed in seeds:
         beside, chance = tmp_path / str(seed), random.Random(seed)
         shutil.copytree(original, beside)
-        older, newest = (beside / f"run/checkpoints/step-{step:09d}" for step in STEPS)
+        older, newest = (beside / f"run/checkpoints/{step}" for step in STEPS)
         for _ in range(chance.choice([1, 1, 2, 5])):
             corrupt(chance.choice([newest, newest, older, beside / "run"]), older, chance)
         found[check_opened(beside, chance.random() < 0.5)] += 1

@@ -68,7 +68,7 @@ def test_a_signal_ends_the_program_with_75_while_the_loader_waits(
         fit(dp, tmp_path / "run", source=stuck, batch_size=None, save_every=100, hooks=[stuck])
     assert isinstance(stopped.value, Terminated)
     assert (stopped.value.code, stopped.value.result.step) == (75, STEPS)
-    assert steps_saved(tmp_path / "run") == [f"step-{STEPS:09d}"]
+    assert steps_saved(tmp_path / "run") == [str(STEPS)]
     assert stopped.value.result.goodput.seconds["waiting"] > 0.05
 
 

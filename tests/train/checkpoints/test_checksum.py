@@ -27,7 +27,7 @@ def first_difference(folder: Path, files: dict[str, FileEntry]) -> str | None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A few small files, in a folder of a folder."""
-    inside = tmp_path / "step-1"
+    inside = tmp_path / "1"
     for path, text in TEXTS.items():
         (inside / path).parent.mkdir(parents=True, exist_ok=True)
         (inside / path).write_bytes(text)

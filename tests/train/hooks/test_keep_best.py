@@ -26,7 +26,7 @@ def run(hook: rx.KeepBest, tmp_path: Path) -> WatchedRun:
 
 def saved(run: WatchedRun, step: int) -> None:
     """A checkpoint is in its place."""
-    (run.folder / "checkpoints" / f"step-{step:09d}").mkdir(parents=True)
+    (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
 
 
 def best(run: WatchedRun, file: str = "best.json") -> Any:
@@ -110,7 +110,7 @@ def test_several_have_files_of_their_own(tmp_path: Path) -> None:
         run.evaluated(10, accuracy=0.5, loss=2.0)
         run.evaluated(20, accuracy=0.5, loss=1.0)
         for step in (10, 20):
-            (tmp_path / "checkpoints" / f"step-{step:09d}").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
         hook.end(run)
     assert (best(run)["step"], best(run, "best-loss.json")["step"]) == (10, 20)
 

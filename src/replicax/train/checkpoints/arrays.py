@@ -45,9 +45,7 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
-def begin_writing(
-    state: TrainState, folder: Path, *, packed: bool = True
-) -> Callable[[], None]:
+def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Callable[[], None]:
     """Copy `state` to the host and begin to write it into the checkpoint's `folder`.
 
     All processes must call it. Each writes its own shards, and process 0 the small arrays. Returns

@@ -71,9 +71,7 @@ def read_orbax(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         return {}
     infos = _places(folder, like, is_packed(folder))
     arguments = [
-        _types().ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-        )
+        _types().ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
         for leaf in like.values()
     ]
     with _reading(folder), quiet_orbax():
