@@ -236,7 +236,7 @@ def first_rows(source: Any, rows: int) -> Any:
     """Return the first rows of a source, or of its first batches, as host arrays."""
     opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
     parts, count = list[Any](), 0
-    for data, index in opened.epoch(0):
+    for data, index, _ in opened.epoch(0):
         parts.append(data)
         count += len(index)
         if count >= rows:

@@ -98,7 +98,7 @@ def some_rows(source: Source) -> PyTree | None:
         return None
     own = source.own if isinstance(source, PerProcessSource) else source
     assert own.batches is not None
-    data, _ = next(own.epoch(0, np.zeros(1, np.int64), own.batches - 1))
+    data, *_ = next(own.epoch(0, np.zeros(1, np.int64), own.batches - 1))
     return data
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from replicax.core.data.loader_state import LoaderState
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Job
@@ -35,6 +36,8 @@ class RunState:
     records: list[Record] = dataclasses.field(default_factory=list)
     evaluated_at: int = -1
     """Step of the last evaluation."""
+    source_state: LoaderState | None = None
+    """State of this process's source before the next batch, if it has any."""
     closed_at: int = -1
     """Step at which an epoch or the run was last closed, after its evaluation."""
 
@@ -44,6 +47,7 @@ class RunState:
         here, steps = self.place, len(rows)
         self.place = RunPosition(here.step + steps, here.epoch, here.batch + steps)
         self.rows += sum(each or 0 for each in rows)
+        self.source_state = batch.source_state
         self.reread.trained_on(batch.hosts[1] if isinstance(batch, Batches) else batch.host)
 
     def next_epoch(self) -> None:
@@ -71,6 +75,7 @@ class RunState:
             "evaluated": self.evaluated_at,
             "meter": self.meter.save_state(),
             "hooks": self.hooks.save_state(self.place.step),
+            "source_states": [self.source_state],
             **parts_of_processes(self.source),
         }
 
@@ -79,6 +84,8 @@ class RunState:
         position, extra = self.position(), self.extra()
         if self.source.batches is None:
             extra |= self.reread.save_state()
+            own = self.source_state and dataclasses.asdict(self.source_state)
+            extra["source_states"] = self.job.gather("the state of the data", own)
         if self.evaluator is not None:
             extra["evaluation"] = self.evaluator.save_state()
         return position, extra
@@ -94,6 +101,10 @@ class RunState:
         self.rows, self.closed_at = position.rows_trained, position.evaluated_step
         self.evaluated_at = extra.get("evaluated", position.evaluated_step)
         self.reread.load_state(extra)
+        states = extra.get("source_states", [None])
+        mine = states[self.job.process if len(states) == self.job.processes else 0]
+        self.source_state = LoaderState(**mine) if isinstance(mine, dict) else mine
+        self.source.restore(self.source_state)
         if self.evaluator is not None:
             self.evaluator.load_state(extra.get("evaluation", {}))
         self.job.in_flight.forget()

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax.core.data.batch import Batch, pad, with_padded_sets
+from replicax.core.data.loader_state import LoaderState
 from replicax.core.data.share import FeedItem, Share
 from replicax.core.data.sources import ArraySource, PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
@@ -212,7 +213,7 @@ class Feed:
             )
         share = Share(self._sharding, self.split.padded(source.batch_size))
         epoch = source.epoch(self.epoch, share.held, self.first)
-        for number, (data, index) in enumerate(epoch, self.first):
+        for number, (data, index, _) in enumerate(epoch, self.first):
             rows = min(source.batch_size, source.rows - number * source.batch_size)
             mask = (share.held < rows).astype(np.float32)
             yield Batch(data, mask, index.astype(np.int32), rows), share
@@ -224,11 +225,12 @@ class Feed:
             source = source.own
         else:
             job = Alone()
-        # If this process's rows end before `first`, its last batch provides the shapes.
-        skipped = min(self.first, source.batches - 1) if source.batches else 0
+        skipped = source.starts(self.first)
         read = partial(source.epoch, self.epoch, first=skipped)
         parts = itertools.chain(self._read_apart(read, closing), itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
+        before: LoaderState | None = None
+        after: LoaderState | None = None
         for number in itertools.count(skipped):
             rows: int | None = 0
             try:
@@ -239,7 +241,7 @@ class Feed:
                 rows = None
             else:
                 if part is not None:
-                    data, index = part
+                    data, index, (before, after) = part
                     rows = len(index)
                     size = size or rows * job.processes
                     if rows > size // job.processes:
@@ -251,7 +253,7 @@ class Feed:
                 if number < self.first:
                     self.skipped = data
                     continue
-                if data is None:
+                if data is None and not self.first:
                     raise DataError("this process's source has no batches; it must have at least 1")
             counts = job.gather(topic, rows, cancelled=closing.is_set)
             if None in counts:
@@ -271,7 +273,10 @@ class Feed:
             data = with_padded_sets(data, padded)
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
-            yield dataclasses.replace(batch, mask=mask, rows=sum(counts), host=host), share
+            if job.processes > 1 and before is not None:  # others may have more batches
+                after = dataclasses.replace(before, again=1)
+            told = {"rows": sum(counts), "host": host, "source_state": after}
+            yield dataclasses.replace(batch, mask=mask, **told), share
 
     def _padded_set(self, rows: int, real: int, size: int) -> int:
         if self._job.processes > 1:

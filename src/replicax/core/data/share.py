@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.data.batch import Batch, host_rows
+from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.leaves import PyTree, is_here, whole_on_host
 from replicax.errors import ConfigError, DataError
 
@@ -32,6 +33,8 @@ class Batches:
     feed_padding: int | None = None
     hosts: tuple[PyTree, PyTree] = (None, None)
     """`Batch.host` of the first and of the last."""
+    source_state: LoaderState | None = None
+    """`Batch.source_state` of the last."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -95,7 +98,9 @@ class Share:
             int(np.count_nonzero(whole_on_host(each.mask))) if each.rows is None else each.rows
             for each in apart
         )
-        return Batches(self._placed(stack, 1), rows, apart[0].feed_padding, hosts)
+        return Batches(
+            self._placed(stack, 1), rows, apart[0].feed_padding, hosts, apart[-1].source_state
+        )
 
     def place_rows(
         self,

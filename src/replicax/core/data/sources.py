@@ -6,21 +6,31 @@ import json
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.host_arrays import host_array, is_array_like, opened
+from replicax.core.data.loader_state import Loader, LoaderState
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
 from replicax.errors import ConfigError, DataError
 
 _OF_LOADER = ("sampler", "batch_sampler", "dataset")
 """Attributes of a PyTorch loader that may have `set_epoch`."""
-_Rows = tuple[PyTree, np.ndarray]
-"""New host arrays of at most `batch_size` rows, and the index of each row in the source."""
+
+
+class Rows(NamedTuple):
+    """A part of an epoch."""
+
+    data: PyTree
+    """New host arrays of at most `batch_size` rows."""
+    places: np.ndarray
+    """The index of each row in the source."""
+    states: tuple[LoaderState | None, LoaderState | None] = (None, None)
+    """The states of the source before and after it, if the source has any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +77,20 @@ class Source(abc.ABC):
             self.last_rows = sum(max(rows - before, 0) for rows in parts)
 
     @abc.abstractmethod
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         """Return the batches of epoch `number`, counted from 0.
 
         If `rows` is known, start from batch `first` and return the rows at the positions `held` of
         each batch; positions wrap around in a shorter batch.
         """
+
+    def restore(self, state: LoaderState | None) -> None:  # noqa: B027  (others need none)
+        """Begin the next pass, which reads the rest of an epoch, with this state."""
+
+    def starts(self, first: int) -> int:
+        """Return the batch at which a pass from batch `first` has to begin to read."""
+        # If this process's rows end before `first`, its last batch provides the shapes.
+        return min(first, self.batches - 1) if self.batches else 0
 
     def set_epoch(self, number: int) -> None:  # noqa: B027  (others need no telling)
         """Tell a loader which epoch is read next, as far as it asks for it."""
@@ -163,13 +181,13 @@ class _Ordered(Source):
 class ArraySource(_Ordered):
     """Arrays in memory (or memory-mapped)."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         order = self.order(number)
         for start in range(first * self.batch_size, self.rows, self.batch_size):
             index = order[start : start + self.batch_size]
             if held is not None:
                 index = index[held % len(index)]
-            yield self.taken(index), index
+            yield Rows(self.taken(index), index)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the indices of the rows of an epoch in their order: int `[rows]`."""
@@ -189,7 +207,7 @@ class ArraySource(_Ordered):
 class GrainSource(_Ordered):
     """A Grain MapDataset whose elements are rows; Grain shuffles, prefetches and batches them."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         rows, size = self._data.map_with_index(lambda index, row: (row, index)), self.batch_size
         if self._shuffle:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
@@ -201,7 +219,7 @@ class GrainSource(_Ordered):
             picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
             rows, size = picked.map(lambda place: all_rows[int(place)]), len(held)
         for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
-            yield host_rows(data, copy=True), np.asarray(index)
+            yield Rows(host_rows(data, copy=True), np.asarray(index))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._about(self._data[0])
@@ -214,6 +232,14 @@ class IterableSource(Source):
         super().__init__(batch_size)
         self.any_size, self.can_repeat = any_size, not isinstance(batches, Iterator)
         self._batches, self._was_read = batches, False
+        self._loader = Loader(batches)
+        self._restored: LoaderState | None = None
+
+    def restore(self, state: LoaderState | None) -> None:
+        self._restored = state
+
+    def starts(self, first: int) -> int:
+        return first - self._restored.again if self._restored and first else 0
 
     def set_epoch(self, number: int) -> None:
         parts = (getattr(self._batches, name, None) for name in _OF_LOADER)
@@ -221,14 +247,19 @@ class IterableSource(Source):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
-        start = 0
-        for batch in self._batches:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+        saved, self._restored = self._restored, None
+        start = saved.rows if saved is not None and saved.epoch == number else 0
+        batches = self._loader.read(saved, number)
+        before = self._state(number, start)
+        for batch in batches:
             data = host_rows(batch, copy=True)
             rows = row_count(data)
             if not rows:
                 raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
-            yield data, np.arange(start, start + rows)
+            after = self._state(number, start + rows)
+            yield Rows(data, np.arange(start, start + rows), (before, after))
+            before = after
             start += rows
         if not start and self._was_read:
             raise DataError(
@@ -236,6 +267,10 @@ class IterableSource(Source):
                 "be read only once: pass a list, or a loader that can be iterated again"
             )
         self._was_read = True
+
+    def _state(self, epoch: int, rows: int) -> LoaderState | None:
+        state = self._loader.state()
+        return None if state is None else LoaderState(epoch, rows, state)
 
 
 class PerProcessSource(Source):
@@ -248,10 +283,13 @@ class PerProcessSource(Source):
         super().__init__(own.batch_size * job.processes, [] if None in parts else parts)
         self.own, self.can_repeat = own, own.can_repeat
 
+    def restore(self, state: LoaderState | None) -> None:
+        self.own.restore(state)
+
     def set_epoch(self, number: int) -> None:
         self.own.set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[_Rows]:
+    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         return self.own.epoch(number, first=first)
 
     def fingerprint(self) -> dict[str, Any]:

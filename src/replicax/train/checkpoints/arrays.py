@@ -85,7 +85,8 @@ def read(like: TrainState, folder: Path) -> TrainState:
         for plain in [_shape(leaf)]
     }
     parts = [folder / _SMALL, folder / _STATE] if older else [folder / ITEM]
-    tiny, values = {name: leaf for name, leaf in wanted.items() if is_small(leaf)}, {}
+    tiny = {name: leaf for name, leaf in wanted.items() if is_small(leaf)}
+    values: dict[str, bytes] = {}
     for part in filter(is_packed, parts):
         values |= read_whole(part, tiny)
     others = {name: leaf for name, leaf in wanted.items() if name not in values}

@@ -19,7 +19,8 @@ _FEWEST = 256
 
 def is_small(leaf: Any) -> bool:
     """Whether an array or its shape is small, on all its devices together."""
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize <= _MOST_BYTES
+    size: int = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+    return size <= _MOST_BYTES
 
 
 def small(leaves: Mapping[str, jax.Array]) -> list[str]:

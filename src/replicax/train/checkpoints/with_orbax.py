@@ -60,8 +60,9 @@ def finish_orbax(folder: Path) -> None:
     with quiet_orbax():
         _handler().finalize(_epath(folder))
     now = time.time_ns()
-    about = {"item_handlers": {folder.name: _HANDLER}, "metrics": {}, "performance_metrics": {}}
-    about |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "custom_metadata": {}}
+    about: dict[str, Any] = {"item_handlers": {folder.name: _HANDLER}, "custom_metadata": {}}
+    about |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
+    about |= {"metrics": {}, "performance_metrics": {}}
     write_whole(folder.parent / "_CHECKPOINT_METADATA", json.dumps(about).encode())
 
 
@@ -89,7 +90,11 @@ def read_whole(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         chunks = _chunks(store)
         reads = {name: store.read(chunks[name][0]) for name in like if len(chunks[name]) == 1}
         values = {name: read.result().value for name, read in reads.items()}
-    return {name: each for name, each in values.items() if len(each) == _bytes(like[name])}
+    return {
+        name: each
+        for name, each in values.items()
+        if len(each) == math.prod(like[name].shape) * np.dtype(like[name].dtype).itemsize
+    }
 
 
 def missing_chunks(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -160,10 +165,6 @@ def _chunks(store: Any) -> dict[str, list[str]]:
         if name and chunk != ".zarray":
             found[name].append(key.decode())
     return found
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
