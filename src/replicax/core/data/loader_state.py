@@ -51,26 +51,32 @@ class Loader:
         if saved is None or (saved.epoch != epoch and not self._of_loader):
             self._iterator = iter(self._batches)
         elif self._of_loader:
-            self._take(self._batches.load_state_dict, saved)
+            state, generator = decoded(saved.state)
+            self._take(self._batches.load_state_dict, state)
             self._iterator = iter(self._batches)
+            if generator is not None:  # from which each pass draws more than the state tells
+                self._batches.generator.set_state(generator)
             if saved.epoch != epoch:  # at its end
                 collections.deque(self._iterator, maxlen=0)
                 self._iterator = iter(self._batches)
         else:
             self._iterator = iter(self._batches)
-            self._take(getattr(self._iterator, "set_state", None), saved)
+            state, _ = decoded(saved.state)
+            self._take(getattr(self._iterator, "set_state", None), state)
         iterator: Iterator[Any] = self._iterator
         return iterator
 
     def state(self) -> Any:
         """Return the state before the next batch as JSON values, or None if there is none."""
         if self._of_loader:
-            return encoded(self._batches.state_dict())
+            generator: Any = getattr(self._batches, "generator", None)
+            drawn = generator.get_state() if _has(generator, "get_state", "set_state") else None
+            return encoded([self._batches.state_dict(), drawn])
         if not _has(self._iterator, "get_state", "set_state"):
             return None
-        return encoded(self._iterator.get_state())
+        return encoded([self._iterator.get_state(), None])
 
-    def _take(self, take: Callable[[Any], Any] | None, saved: LoaderState) -> None:
+    def _take(self, take: Callable[[Any], Any] | None, state: Any) -> None:
         name = type(self._batches).__name__
         if take is None:
             raise ConfigError(
@@ -78,7 +84,7 @@ class Loader:
                 f"is now a {name}, which has none: pass that loader, or start a new run"
             )
         try:
-            take(decoded(saved.state))
+            take(state)
         except Exception as error:  # of any type
             lines = str(error).strip().splitlines() or [""]
             raise ConfigError(

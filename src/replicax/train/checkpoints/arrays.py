@@ -26,7 +26,7 @@ from replicax.train.checkpoints.with_orbax import (
     begin_orbax,
     is_packed,
     quiet_orbax,
-    read_orbax,
+    read_arrays,
     read_whole,
     write_tree,
 )
@@ -90,7 +90,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
     for part in filter(is_packed, parts):
         values |= read_whole(part, tiny)
     others = {name: leaf for name, leaf in wanted.items() if name not in values}
-    arrays = read_orbax(parts[-1], others)
+    arrays = read_arrays(parts[-1], others)
     if next(iter(jax.tree.leaves(like)[0].sharding.device_set)).platform == "cpu":
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))

@@ -66,7 +66,7 @@ def finish_orbax(folder: Path) -> None:
     write_whole(folder.parent / "_CHECKPOINT_METADATA", json.dumps(about).encode())
 
 
-def read_orbax(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read_arrays(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Return arrays by the names that Orbax gave them, as `like`: each process its own shards."""
     if not like:
         return {}
