@@ -5,6 +5,7 @@ Read in this order:
     batch.py         `Batch`, rows with their mask and index, of one size; padding, `Shared` and
                      `RowSet`
     host_arrays.py   arrays and mappings of other libraries as NumPy arrays and dicts
+    loader_state.py  the state of a loader, from which it goes on, as JSON
     sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process
     per_row.py       `PerRow`: values with an entry for each row, next to means
     merged.py        `Merged` and `AllRows`: metrics that are no means
