@@ -282,10 +282,10 @@ def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
     with crashing(7):
         fit(dp, tmp_path / "run")
 
-    def broken(*arguments: Any) -> None:
+    async def broken(*arguments: Any) -> None:
         raise ValueError("NOT_FOUND: a chunk\nat another line")
 
-    monkeypatch.setattr("replicax.train.checkpoints.with_orbax._run", broken)
+    monkeypatch.setattr("orbax.checkpoint.type_handlers.ArrayHandler.deserialize", broken)
     monkeypatch.setattr("replicax.train.checkpoints.arrays.is_small", lambda leaf: False)
     with pytest.raises(CheckpointError, match=r"default .*read: NOT_FOUND: a chunk$"):
         fit(dp, tmp_path / "run")

@@ -37,7 +37,7 @@ def test_an_epoch_lasts_as_long_as_one_process_has_rows(
 ) -> None:
     source = opened(np.arange(19), other)
     assert (source.rows, source.batches, source.last_rows) == (rows, batches, last)
-    assert [len(index) for _, index in source.epoch(0)] == [8, 8, 3]
+    assert [len(index) for _, index, _ in source.epoch(0)] == [8, 8, 3]
 
 
 def test_the_length_is_not_known_where_one_process_does_not_know_it() -> None:

@@ -20,11 +20,11 @@ def opened(data: Any, size: int | None = 4, *, shuffle: bool = False, seed: int 
 
 
 def order(source: Source, epoch: int = 0) -> list[int]:
-    return [int(row) for _, index in source.epoch(epoch) for row in index]
+    return [int(row) for _, index, _ in source.epoch(epoch) for row in index]
 
 
 def values(source: Source, epoch: int = 0) -> list[Any]:
-    return [row for data, _ in source.epoch(epoch) for row in np.asarray(data).tolist()]
+    return [row for data, *_ in source.epoch(epoch) for row in np.asarray(data).tolist()]
 
 
 def grain_rows(rows: int) -> grain.MapDataset:
@@ -46,12 +46,16 @@ def grain_rows(rows: int) -> grain.MapDataset:
 def test_arrays_are_cut_in_order(data: Any) -> None:
     source = opened(data)
     assert (source.rows, source.batch_size) == (10, 4)
-    assert [index.tolist() for _, index in source.epoch(0)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [index.tolist() for _, index, _ in source.epoch(0)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
 
 
 def test_rows_stay_together_with_their_index_when_shuffled() -> None:
     data = {"x": np.arange(10) * 10, "y": {"z": np.arange(10) * 100}}
-    for rows, index in opened(data, shuffle=True).epoch(0):
+    for rows, index, _ in opened(data, shuffle=True).epoch(0):
         np.testing.assert_array_equal(rows["x"], index * 10)
         np.testing.assert_array_equal(rows["y"]["z"], index * 100)
 
@@ -97,7 +101,7 @@ def test_a_grain_iter_dataset_is_batched_in_its_own_order() -> None:
 
 def test_a_grain_row_may_be_a_pytree() -> None:
     dataset = grain.MapDataset.range(6).map(lambda n: {"x": np.full(2, n, np.float64), "n": n})
-    ((data, index),) = opened(dataset, 8).epoch(0)
+    ((data, index, _),) = opened(dataset, 8).epoch(0)
     assert data["x"].dtype == np.float32
     assert data["x"].shape == (6, 2)
     assert data["n"].tolist() == index.tolist() == list(range(6))
@@ -124,7 +128,7 @@ class ReusingLoader:
 
 
 def test_a_loader_may_reuse_its_buffer() -> None:
-    batches = [data["x"] for data, _ in opened(ReusingLoader()).epoch(0)]
+    batches = [data["x"] for data, *_ in opened(ReusingLoader()).epoch(0)]
     assert [batch.tolist() for batch in batches] == [[number] * 4 for number in range(5)]
 
 

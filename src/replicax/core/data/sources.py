@@ -22,7 +22,7 @@ _OF_LOADER = ("sampler", "batch_sampler", "dataset")
 """Attributes of a PyTorch loader that may have `set_epoch`."""
 
 
-class Rows(NamedTuple):
+class RowsRead(NamedTuple):
     """A part of an epoch."""
 
     data: PyTree
@@ -77,7 +77,9 @@ class Source(abc.ABC):
             self.last_rows = sum(max(rows - before, 0) for rows in parts)
 
     @abc.abstractmethod
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(
+        self, number: int, held: np.ndarray | None = None, first: int = 0
+    ) -> Iterator[RowsRead]:
         """Return the batches of epoch `number`, counted from 0.
 
         If `rows` is known, start from batch `first` and return the rows at the positions `held` of
@@ -181,13 +183,15 @@ class _Ordered(Source):
 class ArraySource(_Ordered):
     """Arrays in memory (or memory-mapped)."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(
+        self, number: int, held: np.ndarray | None = None, first: int = 0
+    ) -> Iterator[RowsRead]:
         order = self.order(number)
         for start in range(first * self.batch_size, self.rows, self.batch_size):
             index = order[start : start + self.batch_size]
             if held is not None:
                 index = index[held % len(index)]
-            yield Rows(self.taken(index), index)
+            yield RowsRead(self.taken(index), index)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the indices of the rows of an epoch in their order: int `[rows]`."""
@@ -207,7 +211,9 @@ class ArraySource(_Ordered):
 class GrainSource(_Ordered):
     """A Grain MapDataset whose elements are rows; Grain shuffles, prefetches and batches them."""
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(
+        self, number: int, held: np.ndarray | None = None, first: int = 0
+    ) -> Iterator[RowsRead]:
         rows, size = self._data.map_with_index(lambda index, row: (row, index)), self.batch_size
         if self._shuffle:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
@@ -219,7 +225,7 @@ class GrainSource(_Ordered):
             picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
             rows, size = picked.map(lambda place: all_rows[int(place)]), len(held)
         for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
-            yield Rows(host_rows(data, copy=True), np.asarray(index))
+            yield RowsRead(host_rows(data, copy=True), np.asarray(index))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._about(self._data[0])
@@ -247,7 +253,9 @@ class IterableSource(Source):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(
+        self, number: int, held: np.ndarray | None = None, first: int = 0
+    ) -> Iterator[RowsRead]:
         saved, self._restored = self._restored, None
         start = saved.rows if saved is not None and saved.epoch == number else 0
         batches = self._loader.read(saved, number)
@@ -258,7 +266,7 @@ class IterableSource(Source):
             if not rows:
                 raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
             after = self._state(number, start + rows)
-            yield Rows(data, np.arange(start, start + rows), (before, after))
+            yield RowsRead(data, np.arange(start, start + rows), (before, after))
             before = after
             start += rows
         if not start and self._was_read:
@@ -289,7 +297,9 @@ class PerProcessSource(Source):
     def set_epoch(self, number: int) -> None:
         self.own.set_epoch(number)
 
-    def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
+    def epoch(
+        self, number: int, held: np.ndarray | None = None, first: int = 0
+    ) -> Iterator[RowsRead]:
         return self.own.epoch(number, first=first)
 
     def fingerprint(self) -> dict[str, Any]:
