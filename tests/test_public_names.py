@@ -16,7 +16,7 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     exec("from replicax import *", taken)
     assert dir(replicax) == replicax.__all__ == sorted(taken.keys() - {"__builtins__"})
     modules = {name for name in replicax.__all__ if isinstance(taken[name], ModuleType)}
-    assert modules == {"losses", "remat"}
+    assert modules == {"losses", "remat", "weights"}
 
 
 def test_a_former_name_works_and_is_not_listed() -> None:

@@ -1,7 +1,7 @@
 """Data-parallel training for JAX that proves itself.
 
-Importing the package loads the core only. `fit`, `load`, `initialize`, `verify`, `plan` and `bench`
-are imported on first use.
+Importing the package loads the core only. `fit`, `load`, `initialize`, `verify`, `plan`, `bench`
+and others are imported on first use.
 """
 
 import importlib
@@ -53,6 +53,7 @@ from replicax.errors import StateError as StateError
 if typing.TYPE_CHECKING:
     from replicax import losses as losses
     from replicax import remat as remat
+    from replicax import weights as weights
     from replicax.bench.bench_result import Bench as Bench
     from replicax.bench.run import bench as bench
     from replicax.cluster.watchdog import Patience as Patience
@@ -90,6 +91,8 @@ if typing.TYPE_CHECKING:
     from replicax.verified import verify as verify
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verification import Verification as Verification
+    from replicax.weights.load_weights import load_weights as load_weights
+    from replicax.weights.save_weights import save_weights as save_weights
 
 _LATER = {
     "Audit": "train.audit",
@@ -125,14 +128,16 @@ _LATER = {
     "fit": "train.fit",
     "initialize": "islands.initialize",
     "load": "load_run",
+    "load_weights": "weights.load_weights",
     "plan": "plan.planner",
+    "save_weights": "weights.save_weights",
     "verify": "verified",
     "verify_step": "verify.step",
 }
 
 _FORMER = {"Patience": "cluster.watchdog"}
 """Names that still work and are no longer listed."""
-_MODULES = ("losses", "remat")
+_MODULES = ("losses", "remat", "weights")
 
 _at_once = {
     name

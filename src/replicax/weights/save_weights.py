@@ -1,0 +1,133 @@
+"""`rx.save_weights`: a file of a model's weights, under the names of a table."""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax.arguments import typed
+from replicax.core.ground.leaves import whole_on_host
+from replicax.errors import ConfigError, DataError, require
+from replicax.weights.leaf_parts import Tied, UnfitError
+from replicax.weights.model_leaves import leaves_of
+from replicax.weights.rename_table import NoLeafError, Placed, Rename, RenameTable
+from replicax.weights.tensor_files import open_tensors
+from replicax.wording import named
+
+
+@typed
+def save_weights(
+    model: Any,
+    file: str | Path,
+    *,
+    rename: Rename | None = None,
+    skip: Sequence[str] = (),
+    like: str | Path | None = None,
+) -> dict[str, np.ndarray]:
+    r"""Write a model's weights as a .safetensors file, by the table that `load_weights` reads.
+
+    Weights are parameters, and statistics such as BatchNorm's. What no rule names is written under
+    its dotted path. An existing file is replaced, once the new one is complete.
+
+    Examples:
+        >>> net = {"out": {"kernel": jnp.zeros((4, 3)), "bias": jnp.ones(3)}}
+        >>> rename = {"linear.weight": rx.weights.transposed("out.kernel")}
+        >>> written = rx.save_weights(net, "model.safetensors", rename=rename)
+        >>> {name: array.shape for name, array in written.items()}
+        {'linear.weight': (3, 4), 'out.bias': (3,)}
+
+    Args:
+        model: a model of any kind that `dp.init` accepts, such as `dp.model(state)`.
+        file: the file to write.
+        rename: as in `load_weights`; a pattern must be plain text outside of its groups `(...)`,
+            unless `like` has the names. Of several rules for one leaf, the first is used.
+        skip: patterns of names and paths to leave out on purpose.
+        like: a file (as in `load_weights`) whose names and dtypes are used, to which numbers are
+            rounded; tensors that `rename` and `skip` leave out are copied. A file that was loaded
+            without `cast` is written back byte for byte.
+
+    Returns:
+        The written tensors by name, on the host.
+
+    Raises:
+        ConfigError: a leaf has no name or several, a pattern stands for several names, or the file
+            cannot be written.
+        DataError: a tensor of `like` does not fit the model, or a leaf is in none.
+        MissingDependencyError: safetensors is not installed.
+    """
+    path, table = Path(file), RenameTable(rename or {}, skip)
+    numpy_format = require("safetensors.numpy", "text")
+    leaves = leaves_of(model)
+    host = {p: whole_on_host(leaf) for p, leaf in leaves.by_path.items()}
+    weights = {p: host[p] for p in leaves.weights}
+    if like is None:
+        placed = table.names(host, leaves.weights)
+        tensors = {name: place.take(host, groups) for name, (place, groups) in placed.items()}
+    else:
+        placed, tensors = _named_like(Path(like), table, host)
+    _check_complete(path, placed, weights, host, table)
+    whole = {name: np.asarray(each, order="C") for name, each in tensors.items()}
+    try:
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+            complete = Path(folder, path.name)
+            numpy_format.save_file(whole, complete, metadata={"format": "pt"})
+            os.replace(complete, path)
+    except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}); choose another") from error
+    return whole
+
+
+def _named_like(
+    like: Path, table: RenameTable, host: dict[str, np.ndarray]
+) -> tuple[dict[str, Placed], dict[str, np.ndarray]]:
+    """Return the places of a file's tensors, and all of its tensors, with the model's numbers."""
+    placed: dict[str, Placed] = {}
+    tensors: dict[str, np.ndarray] = {}
+    with open_tensors(like) as opened:
+        for name, kind in opened.kinds.items():
+            try:
+                found = table.placed(name, host)
+                if found is None:
+                    tensors[name] = opened.read(name)
+                    continue
+                place, groups = placed[name] = found
+                tensors[name] = place.take(host, groups).astype(kind.dtype)
+                if tensors[name].shape != kind.shape:
+                    raise UnfitError(f"has {list(tensors[name].shape)}, not {list(kind.shape)}")
+            except NoLeafError as error:
+                raise DataError(
+                    f"{like}: {name} has no leaf in the model ({error}); name it in rename=, or "
+                    "skip= it"
+                ) from error
+            except UnfitError as error:
+                raise DataError(
+                    f"{like}: {name} does not fit, its leaf {error}; pass the file that the model "
+                    "was loaded from"
+                ) from error
+    return placed, tensors
+
+
+def _check_complete(
+    path: Path,
+    placed: dict[str, Placed],
+    weights: dict[str, np.ndarray],
+    host: dict[str, np.ndarray],
+    table: RenameTable,
+) -> None:
+    """Raise unless each weight is written once."""
+    written = Counter[str]()
+    for place, groups in placed.values():
+        if not isinstance(place, Tied):
+            sizes = place.sizes(host, groups)
+            for each, size in zip(place.paths(groups), sizes, strict=True):
+                written[each] += size
+    wrong = [p for p, leaf in weights.items() if written[p] != leaf.size and not table.skips(p)]
+    if wrong:
+        raise DataError(
+            f"{path}: {len(wrong):,} of the model's {len(weights):,} weights would not be written "
+            f"once: {named(wrong, 3)}; give each one rule in rename=, or skip= it"
+        )

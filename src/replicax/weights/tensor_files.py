@@ -1,0 +1,154 @@
+"""Files of tensors, read one by one: safetensors, torch's, in shards too, and Orbax's folders."""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ConfigError, DataError, MissingDependencyError, require
+
+_IN_FOLDER = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+"""Files of a folder that transformers saved, the first of which is read."""
+_OF_TORCH = (".bin", ".pt", ".pth")
+_DTYPES = {
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "C64": "complex64",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+"""NumPy's dtypes by the names that safetensors files have for them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The tensors of an open file, each read when it is asked for."""
+
+    kinds: dict[str, jax.ShapeDtypeStruct]
+    """Shapes and dtypes by name, in the file's order."""
+    read: Callable[[str], np.ndarray]
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """Open a file of tensors, an index of such files, or a folder of them.
+
+    Raises:
+        ConfigError: no such file.
+        DataError: not such a file.
+        MissingDependencyError: the package that reads it is not installed.
+    """
+    if path.is_dir():
+        names = [name for name in _IN_FOLDER if (path / name).is_file()]
+        if not names:
+            yield _of_orbax(path)
+            return
+        path = path / names[0]
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; provide a .safetensors, .pt, .pth or .bin file")
+    with contextlib.ExitStack() as stack:
+        if path.suffix == ".json":
+            files = sorted(set(_index(path).values()))
+            yield _joined([_opened(path.parent / file, stack) for file in files])
+        else:
+            yield _opened(path, stack)
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} has no weight_map; the index of a model in several files names the file of "
+            "each tensor: pass such an index, or a .safetensors file"
+        ) from error
+    return found
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
+    if path.suffix in _OF_TORCH:
+        return _of_torch(path)
+    safetensors = require("safetensors", "text")
+    try:
+        file = stack.enter_context(safetensors.safe_open(path, "np"))
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(f"{path} is not a .safetensors file ({error}); convert it") from error
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    if odd := [name for name, each in slices.items() if each.get_dtype() not in _DTYPES]:
+        raise DataError(
+            f"{path}: {odd[0]} is {slices[odd[0]].get_dtype()}, which cannot be read here; "
+            f"dtypes are {', '.join(_DTYPES)}: convert it"
+        )
+    kinds = {
+        name: jax.ShapeDtypeStruct(tuple(each.get_shape()), np.dtype(_DTYPES[each.get_dtype()]))
+        for name, each in slices.items()
+    }
+    return Tensors(kinds, file.get_tensor)
+
+
+def _of_torch(path: Path) -> Tensors:
+    """Return the tensors in a state_dict, or in dicts of them, whose names are joined by dots."""
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"torch is not installed, but reads {path}; pip install torch, or convert the file to "
+            ".safetensors"
+        ) from error
+    try:
+        mapped = zipfile.is_zipfile(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # the library has no narrower exception
+        said = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"{path} is not a file of tensors that torch saved ({said}); save the model's "
+            "state_dict()"
+        ) from error
+    found = {name: each.detach() for name, each in _flat(loaded) if torch.is_tensor(each)}
+    kinds = {
+        name: jax.ShapeDtypeStruct(
+            tuple(each.shape), np.dtype(str(each.dtype).removeprefix("torch."))
+        )
+        for name, each in found.items()
+    }
+
+    def read(name: str) -> np.ndarray:
+        # NumPy has no array of torch's bfloat16, but of its bytes.
+        flat = found[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+        array: np.ndarray = flat.view(kinds[name].dtype).reshape(kinds[name].shape)
+        return array
+
+    return Tensors(kinds, read)
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        yield f"{prefix}{name}", value
+        yield from _flat(value, f"{prefix}{name}.")
+
+
+def _joined(files: list[Tensors]) -> Tensors:
+    file_of = {name: file for file in files for name in file.kinds}
+    kinds = {name: file.kinds[name] for name, file in file_of.items()}
+    return Tensors(kinds, lambda name: file_of[name].read(name))
+
+
+def _of_orbax(path: Path) -> Tensors:
+    from replicax.train.checkpoints.orbax_folder import read_orbax
+
+    arrays = read_orbax(path)
+    kinds = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+    return Tensors(kinds, arrays.__getitem__)
