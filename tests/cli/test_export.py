@@ -1,6 +1,5 @@
 """`replicax export`: the parameters to the bit, under the names of other libraries."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from support.command_line import Main, refusal
-from support.recipe_runs import Ended, train
+from support.recipe_runs import MLP, Ended, train
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -45,9 +44,19 @@ def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], fol
         assert opened.metadata() == {"format": "pt"}
         assert {"wte.weight", "h.1.attn.c_attn.weight"} <= set(opened.keys())
     run = rx.load(there["gpt2"].folder)
-    from_file = dataclasses.replace(run.recipe, init_from=file)
-    read = from_file.model(jax.random.key(0))
+    new = run.recipe.model(jax.random.key(0))
+    read = rx.load_weights(new, file, rename=run.recipe.weight_names())
     jax.tree.map(np.testing.assert_array_equal, read, there["gpt2"].result.state.params)
+
+
+def test_a_run_begins_with_weights_from_a_file(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    file = folder / "mlp.safetensors"
+    assert main("export", "mlp", file)[0] == 0
+    begun = train("begun", *MLP, "--learning-rate", "0", "--steps", "1", "--init-from", file)
+    wanted = there["mlp"].result.state.params
+    jax.tree.map(np.testing.assert_array_equal, begun.result.state.params, wanted)
 
 
 def test_statistics_are_exported_and_counters_are_not(main: Main, folder: Path) -> None:

@@ -199,13 +199,6 @@ def test_without_a_sample_nothing_is_said() -> None:
     assert GPT2(**TINY).after_training({}) is None
 
 
-def test_it_starts_from_a_file(texts: Path, tmp_path: Path) -> None:
-    other = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(5))
-    save_file(published(other), tmp_path / "model.safetensors")
-    recipe = GPT2(data=texts, **TINY, init_from=tmp_path / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, recipe.model(jax.random.key(0)), other)
-
-
 @pytest.mark.parametrize("name", GPT2.presets)
 def test_the_presets_parse(name: str) -> None:
     flags = ["--preset", name, "--epochs", "3"]
@@ -281,7 +274,7 @@ def weights(folder: Path) -> list[object]:
         (text, ["--remat", "some"], ["'some'", "--remat", "selective"]),
         (text, ["--preset", "125m"], ["'125m'", "nano, 124m", "mean '124m'"]),
         (text, ["--init-from", "nowhere"], ["nowhere is not", ".safetensors"]),
-        (weights, [], ["wte.weight is [300, 16]", "[257, 16]", "--vocab-size"]),
+        (weights, [], ["1 tensor", "wte.weight [300, 16]", "takes [257, 16]"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )

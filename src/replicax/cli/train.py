@@ -32,6 +32,7 @@ from replicax.islands.island_place import find_island
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
+from replicax.recipes.recipe import weight_names
 from replicax.table import labelled
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
@@ -68,6 +69,8 @@ class StartOptions:
     """Seed of the initial model, the data order, and all other randomness."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
     """Name of the run and its folder in runs/; an existing run resumes from its checkpoint."""
+    init_from: Annotated[Path | None, shown_as("FILE", "none")] = None
+    """Weights to begin with: a file of safetensors or torch, or a folder of them."""
     config: Annotated[Path | None, shown_as("FILE", "none")] = None
     """Flags in a TOML file, or the config.json of a run, except its name; flags override it."""
     accept_changes: bool = False
@@ -268,6 +271,8 @@ def _run(
             print(*labelled("cache", said), sep="\n", flush=True)
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
     model = recipe.model(jax.random.key(start.seed))
+    if start.init_from is not None:
+        model = rx.load_weights(model, start.init_from, rename=weight_names(recipe))
     if compute.accumulate is None:
         dp = in_micro_batches(dp, model, source, recipe.batch_size, job)
     state = dp.init(model, seed=start.seed)

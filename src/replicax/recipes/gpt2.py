@@ -20,8 +20,9 @@ from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
 from replicax.recipes.corpus import Document, read_corpus
-from replicax.recipes.gpt2_weights import load_weights, published
+from replicax.recipes.gpt2_weights import NAMES
 from replicax.recipes.text import TextDataset, packed, text_dataset
+from replicax.weights.rename_table import Rename
 
 SMALLEST_WINDOW = 32
 
@@ -62,8 +63,6 @@ class GPT2:
     """Maximum global norm of the gradient; larger gradients are clipped."""
     remat: transformer.Remat = "selective"
     """Activations to recompute in the backward pass: none, norms and GELU, or whole blocks."""
-    init_from: Path | None = None
-    """Initial weights: a .safetensors file with the published names."""
     sample: str | None = None
     """Text to continue after training."""
     sample_tokens: Natural = 200
@@ -86,9 +85,7 @@ class GPT2:
             check_sampling(self.sample, self.sample_tokens, self.temperature)
 
     def model(self, key: jax.Array) -> transformer.Params:
-        """Return new parameters, or those in `init_from`."""
-        if self.init_from is not None:
-            return load_weights(self.init_from, self._shape)
+        """Return new parameters."""
         return transformer.init(self._shape, key)
 
     def loss(
@@ -193,9 +190,9 @@ class GPT2:
         )
         return text + tokenizer.decode(drawn)
 
-    def published_weights(self, model: transformer.Params) -> dict[str, np.ndarray]:
-        """Return the parameters under GPT-2's published names, in float32."""
-        return published(model)
+    def weight_names(self) -> Rename:
+        """Return GPT-2's published names of the parameters."""
+        return NAMES
 
     @cached_property
     def _text(self) -> TextDataset:

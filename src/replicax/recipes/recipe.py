@@ -19,6 +19,7 @@ from replicax.core.models.definition import Definition
 from replicax.core.models.split import split_model
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file
+from replicax.weights.rename_table import Rename
 
 BUILT_IN: Mapping[str, str] = {
     "cnn": "replicax.recipes.cnn:CNN",
@@ -38,8 +39,8 @@ class Recipe(Protocol):
     - `after_training(model) -> str | None`: text to show after training;
     - `eval_data(path) -> source`: like `eval_source`, for the data at `path`;
     - `continued(model, text, *, tokens, temperature, seed) -> str`: `text` with a continuation;
-    - `published_weights(model) -> dict[str, np.ndarray]`: the parameters under the names that other
-      programs read;
+    - `weight_names() -> Mapping`: the names that other programs have for the parameters, as
+      `rename=` of `rx.load_weights`; for `--init-from` and `replicax export`;
     - `rules() -> Rules`: how parameters are split over the mesh axes `model` and `stage`, for
       `--model-parallel` and `--stages`; see `rx.layout`;
     - `tokens_per_row: int`: the number of tokens in a row;
@@ -132,6 +133,12 @@ def presets_of(recipe: type[Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the recipe's presets, which map names to field values; empty if it has none."""
     presets: Mapping[str, Mapping[str, Any]] = getattr(recipe, "presets", {})
     return presets
+
+
+def weight_names(recipe: Any) -> Rename:
+    """Return the recipe's names of weights; without any, they are named by their paths."""
+    names: Rename = recipe.weight_names() if hasattr(recipe, "weight_names") else {}
+    return names
 
 
 def _check_presets(recipe: type[Any], where: str) -> None:

@@ -36,9 +36,9 @@ def load_weights(
     tensor by tensor, and prints one line that says what it did.
 
     Examples:
-        >>> weights = {"linear.weight": np.ones((3, 4), np.float32), "linear.bias": np.zeros(3)}
-        >>> weights = {name: array.astype(np.float32) for name, array in weights.items()}
-        >>> safetensors.numpy.save_file(weights, "model.safetensors")
+        >>> from safetensors.numpy import save_file
+        >>> linear = {"linear.weight": jnp.ones((3, 4)), "linear.bias": jnp.zeros(3)}
+        >>> save_file({name: np.asarray(each) for name, each in linear.items()}, "model.safetensors")
         >>> net = {"out": {"kernel": jnp.zeros((4, 3)), "bias": jnp.ones(3)}}
         >>> loaded = rx.load_weights(
         ...     net,

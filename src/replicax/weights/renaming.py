@@ -6,7 +6,7 @@ towards the file: `transposed(stacked("layers.kernel"))` is the transpose of one
 
 from collections.abc import Sequence
 
-from replicax.arguments import Natural, typed
+from replicax.arguments import Natural, typed, typed_but
 from replicax.errors import ConfigError
 from replicax.weights.leaf_parts import (
     Part,
@@ -38,8 +38,8 @@ def transposed(target: Target, axes: Sequence[int] = ()) -> Place:
     return Transposed(target, tuple(axes))
 
 
-@typed
-def rearranged(target: Target, pattern: str, **sizes: Natural) -> Place:
+@typed_but("sizes")
+def rearranged(target: Target, pattern: str, **sizes: int) -> Place:
     r"""Return the place of a tensor whose dims the model has split, merged or in another order.
 
     Args:

@@ -1,6 +1,5 @@
 """`rx.save_weights`: a file of a model's weights, under the names of a table."""
 
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -59,26 +58,43 @@ def save_weights(
         DataError: a tensor of `like` does not fit the model, or a leaf is in none.
         MissingDependencyError: safetensors is not installed.
     """
-    path, table = Path(file), RenameTable(rename or {}, skip)
+    path = Path(file)
     numpy_format = require("safetensors.numpy", "text")
-    leaves = leaves_of(model)
-    host = {p: whole_on_host(leaf) for p, leaf in leaves.by_path.items()}
-    weights = {p: host[p] for p in leaves.weights}
+    tensors = named_weights(model, rename or {}, skip, like)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+            whole = Path(folder, path.name)
+            numpy_format.save_file(tensors, whole, metadata={"format": "pt"})
+            whole.replace(path)
+    except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}); choose another") from error
+    return tensors
+
+
+def named_weights(
+    model: Any, rename: Rename, skip: Sequence[str] = (), like: str | Path | None = None
+) -> dict[str, np.ndarray]:
+    """Return the tensors that `save_weights` writes."""
+    table, leaves = RenameTable(rename, skip), leaves_of(model)
+    host = {path: whole_on_host(leaf) for path, leaf in leaves.by_path.items()}
     if like is None:
         placed = table.names(host, leaves.weights)
         tensors = {name: place.take(host, groups) for name, (place, groups) in placed.items()}
     else:
         placed, tensors = _named_like(Path(like), table, host)
-    _check_complete(path, placed, weights, host, table)
-    whole = {name: np.asarray(each, order="C") for name, each in tensors.items()}
-    try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
-            complete = Path(folder, path.name)
-            numpy_format.save_file(whole, complete, metadata={"format": "pt"})
-            os.replace(complete, path)
-    except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be written ({error}); choose another") from error
-    return whole
+    written = Counter[str]()
+    for place, groups in placed.values():
+        if not isinstance(place, Tied):
+            for path, size in zip(place.paths(groups), place.sizes(host, groups), strict=True):
+                written[path] += size
+    wrong = [p for p in leaves.weights if written[p] != host[p].size and not table.skips(p)]
+    if wrong:
+        raise DataError(
+            f"{len(wrong):,} of the model's {len(leaves.weights):,} weights would not be written "
+            f"once: {named(wrong, 3)}; give each one rule in rename=, or skip= it"
+        )
+    # The format ignores strides.
+    return {name: np.asarray(each, order="C") for name, each in tensors.items()}
 
 
 def _named_like(
@@ -109,25 +125,3 @@ def _named_like(
                     "was loaded from"
                 ) from error
     return placed, tensors
-
-
-def _check_complete(
-    path: Path,
-    placed: dict[str, Placed],
-    weights: dict[str, np.ndarray],
-    host: dict[str, np.ndarray],
-    table: RenameTable,
-) -> None:
-    """Raise unless each weight is written once."""
-    written = Counter[str]()
-    for place, groups in placed.values():
-        if not isinstance(place, Tied):
-            sizes = place.sizes(host, groups)
-            for each, size in zip(place.paths(groups), sizes, strict=True):
-                written[each] += size
-    wrong = [p for p, leaf in weights.items() if written[p] != leaf.size and not table.skips(p)]
-    if wrong:
-        raise DataError(
-            f"{path}: {len(wrong):,} of the model's {len(weights):,} weights would not be written "
-            f"once: {named(wrong, 3)}; give each one rule in rename=, or skip= it"
-        )
