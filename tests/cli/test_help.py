@@ -56,9 +56,32 @@ def test_help_of_a_recipe_lists_its_flags_and_the_options(main: Main, folder: Pa
 
 
 FLAGS = """
-accept-changes accumulate audit-every config delay devices early-stopping epochs eval-at-start
-eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help init-from
-island-axis keep keep-best keep-every layout log-every log-to max-bad-steps measure-noise-scale
-micro-shards mode model-parallel on-divergence outer-momentum outer-rate precision preset profile
-reduction run save-every save-minutes schedule seed send show-sharding skip-spikes stages steps
-steps-per-call
+accept-changes accumulate audit-every config delay devices dump-hlo early-stopping epochs
+eval-at-start eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help
+init-from island-axis keep keep-best keep-every layout log-every log-to max-bad-steps
+measure-noise-scale micro-shards mode model-parallel on-divergence outer-momentum outer-rate
+precision preset profile reduction run save-every save-minutes schedule seed send show-sharding
+skip-spikes stages steps steps-per-call
+"""
+"""The flags of `replicax train` for any recipe. A change that adds one names, here or in the
+changelog, the flag that it replaces or the user who asked."""
+
+
+def test_train_has_no_flag_that_nobody_asked_for(main: Main) -> None:
+    def flags(*arguments: str) -> set[str]:
+        return set(re.findall(r"--([a-z][a-z-]+)", main(*arguments, "--help")[1]))
+
+    of_recipe = set(re.findall(r"\w+", "batch_size hidden inputs layers learning_rate rows"))
+    known = flags("train", "mlp") - {name.replace("_", "-") for name in of_recipe}
+    assert {name for name in known if not name.startswith("no-")} == set(FLAGS.split())
+
+
+def test_help_is_a_code_and_no_exit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "linear_regression", "--help"]) == 0
+    assert "--points" in capsys.readouterr().out
+
+
+def test_version(main: Main) -> None:
+    code, out, err = main("--version")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"replicax \d+\.\d+\.\d+\n", out)

@@ -189,7 +189,10 @@ class Rearranged(_Within):
     def __init__(self, target: Target, pattern: str, sizes: Mapping[str, int]) -> None:
         super().__init__(target)
         halves = [re.findall(r"\([^()]*\)|\w+", half) for half in pattern.split("->")]
-        self._file, self._leaf = ([dim.strip("()").split() for dim in half] for half in halves)
+        self._file, self._leaf = (
+            [[name for name in dim.strip("()").split() if name != "1"] for dim in half]
+            for half in halves
+        )
         self._sizes, self._pattern = sizes, pattern
         names, of_leaf = (
             [name for dim in half for name in dim] for half in (self._file, self._leaf)
@@ -222,7 +225,7 @@ class Rearranged(_Within):
             raise UnfitError(f"has {array.ndim} dims, not {len(self._leaf)} as in {self._pattern}")
         dims: list[int] = []
         for size, names in zip(array.shape, self._leaf, strict=True):
-            found = [self._sizes[name] for name in names] if len(names) > 1 else [size]
+            found = [self._sizes[name] for name in names] if len(names) != 1 else [size]
             if math.prod(found) != size:
                 raise UnfitError(f"has a dim of {size}, not {' x '.join(map(str, found))}")
             dims += found

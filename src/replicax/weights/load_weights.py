@@ -37,18 +37,15 @@ def load_weights(
 
     Examples:
         >>> from safetensors.numpy import save_file
-        >>> linear = {"linear.weight": jnp.ones((3, 4)), "linear.bias": jnp.zeros(3)}
-        >>> save_file({name: np.asarray(each) for name, each in linear.items()}, "model.safetensors")
-        >>> net = {"out": {"kernel": jnp.zeros((4, 3)), "bias": jnp.ones(3)}}
-        >>> loaded = rx.load_weights(
-        ...     net,
-        ...     "model.safetensors",
-        ...     rename={
-        ...         "linear.weight": rx.weights.transposed("out.kernel"),
-        ...         "linear.(bias)": r"out.\1",
-        ...     },
-        ... )
-        weight model.safetensors: 2 tensors fill 2 leaves of the model
+        >>> file = {"linear.weight": np.ones((3, 4)), "linear.bias": np.zeros(3)}
+        >>> save_file({name: np.float32(each) for name, each in file.items()}, "linear.safetensors")
+        >>> net = {"out": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
+        >>> rename = {
+        ...     "linear.weight": rx.weights.transposed("out.kernel"),
+        ...     "linear.(bias)": r"out.\1",
+        ... }
+        >>> net = rx.load_weights(net, "linear.safetensors", rename=rename)
+        weight linear.safetensors: 2 tensors fill 2 leaves of the model
 
     Args:
         model: a model of any kind that `dp.init` accepts, or its shapes (`jax.eval_shape`).

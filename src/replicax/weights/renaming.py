@@ -1,4 +1,4 @@
-"""What `rename=` may say for a tensor besides the path of a leaf: `rx.weights`.
+"""Places of tensors for `rename=`, besides the paths of leaves: `rx.weights`.
 
 Each function takes a path, or what another of them returned, and goes one step from the leaf
 towards the file: `transposed(stacked("layers.kernel"))` is the transpose of one entry of the leaf.
@@ -45,7 +45,7 @@ def rearranged(target: Target, pattern: str, **sizes: int) -> Place:
     Args:
         target: a dotted path of a leaf, or a place.
         pattern: names of the tensor's dims, `->`, and of the leaf's, as in einops; names in
-            parentheses share a dim.
+            parentheses share a dim, and 1 is a dim of that size.
         **sizes: sizes of dims that share one of the leaf's.
 
     Raises:
