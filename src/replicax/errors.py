@@ -214,6 +214,22 @@ def require(module: str, extra: str) -> ModuleType:
         raise missing(package, extra) from error
 
 
+def require_package(module: str, use: str) -> Any:
+    """Import a `module` of a package that no extra has, or raise `MissingDependencyError`.
+
+    `use` says what it does here, after "but": "reads file.pt".
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise MissingDependencyError(
+            f"{package} is not installed, but {use}; pip install {package}"
+        ) from error
+
+
 def missing(package: str, extra: str) -> MissingDependencyError:
     """Return the error that an optional `package` of `extra` is not installed."""
     command = install_command(extra) if extra else f"pip install {package}"

@@ -15,7 +15,8 @@ from support.figures import figures
 
 from replicax.errors import DataError
 from replicax.recipes import corpus
-from replicax.recipes.corpus import Corpus, Document, read_corpus, split
+from replicax.recipes.corpus import Corpus, hold_out, read_corpus
+from replicax.recipes.text_columns import Document
 
 
 def write(folder: Path, **contents: bytes) -> Path:
@@ -169,13 +170,13 @@ def test_what_cannot_be_read_is_an_error(
 def test_every_20th_of_20_documents_or_more_is_held_out() -> None:
     for count, expected in {20: [19], 39: [19], 40: [19, 39], 41: [19, 39]}.items():
         found = of(*(b"%d" % i for i in range(count)))
-        train, held_out = split(found)
+        train, held_out = hold_out(found)
         assert [int(d.content) for d in held_out] == expected
         assert [int(d.content) for d in train] == [i for i in range(count) if i not in expected]
 
 
 def test_of_fewer_documents_the_last_twentieth_is_held_out() -> None:
-    train, held_out = split(of(b"a" * 19, b"b" * 20, bytes(range(100))))
+    train, held_out = hold_out(of(b"a" * 19, b"b" * 20, bytes(range(100))))
 
     assert train == (
         Document("0", b"a" * 19),
@@ -191,7 +192,7 @@ TEXTS = st.text("aé€😀", min_size=1, max_size=120)
 @given(st.lists(TEXTS.map(str.encode), min_size=1, max_size=4))
 def test_a_cut_is_between_characters(contents: list[bytes]) -> None:
     try:
-        train, held_out = split(of(*contents))
+        train, held_out = hold_out(of(*contents))
     except DataError:
         characters = [content.decode()[-1].encode() for content in contents]
         assert all(len(x) < 20 * len(y) for x, y in zip(contents, characters, strict=True))
@@ -207,7 +208,7 @@ def test_a_cut_is_between_characters(contents: list[bytes]) -> None:
 
 
 def test_bytes_that_are_not_utf8_are_cut_too() -> None:
-    train, held_out = split(of(b"\x80" * 200))
+    train, held_out = hold_out(of(b"\x80" * 200))
 
     assert len(train[0].content) == 193
     assert len(held_out[0].content) == 7
@@ -215,7 +216,7 @@ def test_bytes_that_are_not_utf8_are_cut_too() -> None:
 
 def test_too_little_to_hold_any_out_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
-        split(of(b"a" * 19, b"b"))
+        hold_out(of(b"a" * 19, b"b"))
 
     assert str(caught.value).startswith("numbers ")
     assert figures(str(caught.value)) == ["2", "19", "5", "20"]

@@ -44,7 +44,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @EXHAUSTIVE
 def test_it_learns(texts: Path) -> None:
     recipe = GPT2(
-        data=texts, **TINY, epochs=8, learning_rate=1e-2, sample=LINE[:20].decode(), temperature=0
+        data=(texts,),
+        **TINY,
+        epochs=8,
+        learning_rate=1e-2,
+        sample=LINE[:20].decode(),
+        temperature=0,
     )
     dp = rx.DataParallel(recipe.loss, recipe.optimizer(), mode="single")
     result = rx.fit(
@@ -65,7 +70,7 @@ def test_it_learns(texts: Path) -> None:
 
 
 def test_bits_per_byte_are_those_of_a_hand_count(texts: Path) -> None:
-    recipe = GPT2(data=texts, **TINY)
+    recipe = GPT2(data=(texts,), **TINY)
     source = recipe.eval_source()
     # As far from equal probabilities as a trained one.
     model = jax.tree.map(lambda leaf: 5 * leaf, recipe.model(jax.random.key(0)))
@@ -124,9 +129,9 @@ def test_padding_never_counts() -> None:
 
 def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        GPT2(data=texts, vocab_size=256, **TINY).model(jax.random.key(0))
+        GPT2(data=(texts,), vocab_size=256, **TINY).model(jax.random.key(0))
     assert_mentions(str(caught.value), "vocab_size=256 ", "has 257 tokens", "it to 257")
-    recipe = GPT2(data=texts, vocab_size=400, **TINY, sample="one", temperature=1e6)
+    recipe = GPT2(data=(texts,), vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
     assert model["wte"]["weight"].shape == (400, 16)
     # Ids without a token are never drawn, however untrained the network is.
@@ -134,13 +139,13 @@ def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
 
 
 def test_a_bpe_that_is_trained_has_the_size_asked_for(texts: Path) -> None:
-    recipe = GPT2(data=texts, tokenizer="bpe", vocab_size=270, **TINY)
+    recipe = GPT2(data=(texts,), tokenizer="bpe", vocab_size=270, **TINY)
     assert recipe.model(jax.random.key(0))["wte"]["weight"].shape == (270, 16)
     assert "(vocabulary 270)" in recipe.data_description()
 
 
 def test_what_decays_are_the_matrices(texts: Path) -> None:
-    recipe = GPT2(data=texts, **TINY, weight_decay=0.5, learning_rate=0.1)
+    recipe = GPT2(data=(texts,), **TINY, weight_decay=0.5, learning_rate=0.1)
     optimizer = recipe.optimizer()
     shapes = jax.eval_shape(recipe.model, jax.random.key(0))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
@@ -165,7 +170,7 @@ def test_what_decays_are_the_matrices(texts: Path) -> None:
 
 
 def test_the_rate_rises_and_falls_over_the_run(texts: Path) -> None:
-    recipe = GPT2(data=texts, **TINY, epochs=7, batch_size=23, weight_decay=1.0)
+    recipe = GPT2(data=(texts,), **TINY, epochs=7, batch_size=23, weight_decay=1.0)
     rows = len(recipe.train_source()["length"])
     steps = 7 * math.ceil(rows / 23)
     assert 300 < steps < 400
@@ -186,7 +191,7 @@ def test_the_rate_rises_and_falls_over_the_run(texts: Path) -> None:
 
 
 def test_a_long_gradient_is_shortened(texts: Path) -> None:
-    optimizer = GPT2(data=texts, **TINY, clip_norm=0.5).optimizer()
+    optimizer = GPT2(data=(texts,), **TINY, clip_norm=0.5).optimizer()
     params = {"wte": {"weight": jnp.ones(4)}}
     for norm, expected in ((30.0, 0.5), (0.3, 0.3)):
         gradient = {"wte": {"weight": jnp.full(4, norm / 2)}}

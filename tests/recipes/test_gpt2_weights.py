@@ -16,7 +16,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError
-from replicax.recipes.gpt2_weights import NAMES, published
+from replicax.recipes.gpt2_weights import GPT2_NAMES, published
 from replicax.recipes.transformer import Params, Shape, init, logits
 
 SHAPE = Shape(layers=2, heads=1, width=4, context=8, vocab_size=11)
@@ -24,7 +24,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def load_weights(path: Path, shape: Shape) -> Params:
-    return rx.load_weights(init(shape, jax.random.key(0)), path, rename=NAMES)
+    return rx.load_weights(init(shape, jax.random.key(0)), path, rename=GPT2_NAMES)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def targets(rows: dict[str, np.ndarray]) -> list[int]:
 
 
 def test_bytes(folder: Path) -> None:
-    data = text_dataset(folder, "bytes", None, context=100)
+    data = text_dataset([folder], "bytes", None, context=100)
 
     assert data.source.startswith(
         f"{folder}: 21 files, 408 bytes; bytes (vocabulary 257); 420 training"
@@ -45,7 +45,7 @@ def test_bytes(folder: Path) -> None:
 
 
 def test_bpe_learns_from_the_training_documents_alone(folder: Path) -> None:
-    data = text_dataset(folder, "bpe", 1000, context=8)
+    data = text_dataset([folder], "bpe", 1000, context=8)
 
     tokenizer = data.tokenizer
     held_out = targets(data.heldout)
@@ -58,13 +58,13 @@ def test_bpe_learns_from_the_training_documents_alone(folder: Path) -> None:
 
 
 def test_bpe_is_as_large_as_asked(folder: Path) -> None:
-    assert text_dataset(folder, "bpe", 260, context=8).tokenizer.vocab_size == 260
+    assert text_dataset([folder], "bpe", 260, context=8).tokenizer.vocab_size == 260
 
 
 def test_thousands_are_separated(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(LINE * 2000)
 
-    data = text_dataset(tmp_path / "text", "bytes", None, context=64)
+    data = text_dataset([tmp_path / "text"], "bytes", None, context=64)
 
     assert re.search(r"; 38,001 .* tokens, 2,001 held out$", data.source)
 
@@ -73,20 +73,20 @@ def test_a_context_that_the_training_text_does_not_fill_is_an_error(tmp_path: Pa
     path = tmp_path / "text"
     path.write_bytes(LINE * 50)
 
-    assert text_dataset(path, "bytes", None, context=950).train["length"].tolist() == [950]
+    assert text_dataset([path], "bytes", None, context=950).train["length"].tolist() == [950]
     with pytest.raises(DataError) as caught:
-        text_dataset(path, "bytes", None, context=1024)
+        text_dataset([path], "bytes", None, context=1024)
     assert figures(str(caught.value)) == ["1,024", "1,025", "951"]
     assert_mentions(str(caught.value), "for one", "lower --context or", "more text")
     with pytest.raises(DataError):
-        text_dataset(path, "bytes", None, context=951)
+        text_dataset([path], "bytes", None, context=951)
 
 
 def test_what_takes_long_is_announced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def said(spec: str) -> str:
-        assert isinstance(text_dataset(folder, spec, None, context=8), TextDataset)
+        assert isinstance(text_dataset([folder], spec, None, context=8), TextDataset)
         out, err = capfd.readouterr()
         assert out == ""
         return err
@@ -103,7 +103,7 @@ def test_what_takes_long_is_announced(
 
 @EXHAUSTIVE
 def test_the_standard_library_with_bpe() -> None:
-    data = text_dataset(None, "bpe", 1024, context=256)
+    data = text_dataset([], "bpe", 1024, context=256)
 
     tokens = data.train["tokens"]
     bytes_per_token = data.tokenizer.token_bytes[tokens].mean()

@@ -17,7 +17,7 @@ from support.figures import assert_mentions
 
 from replicax.errors import ConfigError, DataError, MissingDependencyError
 from replicax.recipes import tokenizer as module
-from replicax.recipes.corpus import Document
+from replicax.recipes.text_columns import Document
 from replicax.recipes.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -96,7 +96,7 @@ def test_a_text_with_few_pairs_has_a_small_vocabulary_that_says_so() -> None:
 def test_training_is_deterministic() -> None:
     script = (
         "import sys\n"
-        "from replicax.recipes.corpus import Document\n"
+        "from replicax.recipes.text_columns import Document\n"
         "from replicax.recipes.tokenizer import train_bpe\n"
         "content = sys.stdin.buffer.read()\n"
         "tokenizer = train_bpe([Document('text', content)], 300)\n"

@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from replicax.errors import DataError
+from replicax.recipes.text_columns import Document, is_table, read_column
 from replicax.wording import counted
-
-
-@dataclass(frozen=True)
-class Document:
-    """The bytes of a file, or of a part of it starting at byte `offset`."""
-
-    name: str
-    content: bytes
-    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +24,8 @@ class Corpus:
     name: str
     source: str
     documents: tuple[Document, ...]
+    noun: str = "file"
+    """The name of a document."""
 
 
 NOT_THE_LIBRARY = frozenset(
@@ -42,17 +36,19 @@ BINARY_LOOKUP_BYTES = 8192
 HELD_OUT_ONE_IN = 20
 
 
-def read_corpus(path: Path | None = None) -> Corpus:
+def read_corpus(path: Path | None = None, column: str = "text") -> Corpus:
     """Read the documents at `path`, or the source code of Python's standard library.
 
-    A file is one document, whatever it contains. In a folder, every file at any depth is a
-    document, ordered by relative path, except those that are skipped and counted in `source`: empty
-    files, binary files (a NUL in the first 8 KiB), hidden files and folders (with a leading dot),
-    symlinked folders, and anything that is not a regular file. The standard library's documents are
-    its .py files, excluding tests and installed packages.
+    A table has a document in each row of `column`: a .jsonl or .parquet file, or a folder that
+    `datasets` saved. Any other file is one document, whatever it contains. In a folder, every file
+    at any depth is a document or a table, ordered by relative path, except those that are skipped
+    and counted in `source`: empty files, binary files (a NUL in the first 8 KiB), hidden files and
+    folders (with a leading dot), symlinked folders, and anything that is not a regular file. The
+    standard library's documents are its .py files, excluding tests and installed packages.
 
     Raises:
-        DataError: `path` does not exist, a file or folder cannot be read, or there is no text.
+        DataError: `path` does not exist, a file or folder cannot be read, there is no text, or a
+            table has no such column.
     """
     skipped: Counter[str] = Counter()
     try:
@@ -60,27 +56,33 @@ def read_corpus(path: Path | None = None) -> Corpus:
             folder = Path(sysconfig.get_paths()["stdlib"])
             name = what = f"Python {platform.python_version()}'s standard library"
             where = f" in {folder}"
-            documents = _read(folder, skipped, suffix=".py", passed_over=NOT_THE_LIBRARY)
+            files = _files(folder, skipped, suffix=".py", passed_over=NOT_THE_LIBRARY)
         else:
             name, what, where = path.resolve().name, str(path), ""
-            if path.is_dir():
-                documents = _read(path, skipped)
-            elif path.exists():
-                documents = [Document(str(path), path.read_bytes())]
-            else:
+            if not path.exists():
                 raise DataError(f"{path} does not exist; provide a file or folder of text")
+            files = _files(path, skipped) if path.is_dir() and not is_table(path) else [path]
+        documents = []
+        for file in files:
+            if is_table(file):
+                documents += read_column(file, column)
+            elif file == path:
+                documents += [Document(str(path), path.read_bytes())]
+            else:
+                documents += _read(file, skipped)
     except OSError as error:
         _cannot_read(error)
+    noun = "document" if any(map(is_table, files)) else "file"
     counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()) if count)
     total = sum(len(document.content) for document in documents)
-    source = f"{what}: {counted(len(documents), 'file')}, {_size(total)}{where}"
+    source = f"{what}: {counted(len(documents), noun)}, {_size(total)}{where}"
     source += f"; skipped {counts}" if counts else ""
     if total == 0:
         raise DataError(f"no text in {source}; provide a file or folder of text")
-    return Corpus(name, source, tuple(documents))
+    return Corpus(name, source, tuple(documents), noun)
 
 
-def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def hold_out(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     """Split into training and held-out documents; neither part, nor any document, is empty.
 
     With 20 or more documents, every 20th is held out. With fewer, the last 5 % of each document's
@@ -100,10 +102,10 @@ def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     held_out = tuple(after for _, after in parts if after.content)
     if not held_out:
         raise DataError(
-            f"{corpus.name} has {counted(len(documents), 'file')} of at most "
-            f"{_size(max(len(d.content) for d in documents))}; holding out 5 % of a file without "
-            f"splitting its last character takes {HELD_OUT_ONE_IN} bytes of the file for each byte "
-            "of that character; provide more text"
+            f"{corpus.name} has {counted(len(documents), corpus.noun)} of at most "
+            f"{_size(max(len(d.content) for d in documents))}; holding out 5 % of one without "
+            f"splitting its last character takes {HELD_OUT_ONE_IN} of its bytes for each byte of "
+            "that character; provide more text"
         )
     return tuple(before for before, _ in parts), held_out
 
@@ -117,10 +119,10 @@ def _cut(document: Document) -> tuple[Document, Document]:
     return Document(name, content[:cut], offset), Document(name, content[cut:], offset + cut)
 
 
-def _read(
+def _files(
     folder: Path, skipped: Counter[str], suffix: str = "", passed_over: Container[str] = ()
-) -> list[Document]:
-    """Read the files below `folder`, except linked folders and folders named in `passed_over`."""
+) -> list[Path]:
+    """Return the files below `folder`, except linked folders and folders named in `passed_over`."""
     paths = []
     for parent, folders, files in os.walk(folder, onerror=_cannot_read):
         for names in (folders, files):
@@ -131,19 +133,20 @@ def _read(
         skipped["linked folders"] += sum(Path(parent, name).is_symlink() for name in folders)
         paths += [Path(parent, name) for name in files if name.endswith(suffix)]
 
-    documents = []
-    for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix()):
-        if not path.is_file():
-            skipped["not regular files"] += 1
-            continue
-        with path.open("rb") as file:
-            first = file.read(BINARY_LOOKUP_BYTES)
-            content = b"" if b"\0" in first else first + file.read()
-        if content:
-            documents.append(Document(str(path), content))
-        else:
-            skipped["binary" if first else "empty"] += 1
-    return documents
+    found = [path for path in paths if path.is_file()]
+    skipped["not regular files"] += len(paths) - len(found)
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _read(path: Path, skipped: Counter[str]) -> list[Document]:
+    """Return the document in a file, if it is text."""
+    with path.open("rb") as file:
+        first = file.read(BINARY_LOOKUP_BYTES)
+        content = b"" if b"\0" in first else first + file.read()
+    if not content:
+        skipped["binary" if first else "empty"] += 1
+        return []
+    return [Document(str(path), content)]
 
 
 def _size(size_bytes: int) -> str:

@@ -14,14 +14,15 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.arguments import Count, Int32Count, Natural, NotNegative, check_ranges
+from replicax.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
-from replicax.recipes.corpus import Document, read_corpus
-from replicax.recipes.gpt2_weights import NAMES
+from replicax.recipes.corpus import read_corpus
+from replicax.recipes.gpt2_weights import GPT2_NAMES
 from replicax.recipes.text import TextDataset, packed, text_dataset
+from replicax.recipes.text_columns import Document
 from replicax.weights.rename_table import Rename
 
 SMALLEST_WINDOW = 32
@@ -51,8 +52,14 @@ class GPT2:
     """Context length in tokens."""
     vocab_size: Count | None = None
     """Vocabulary size of the embedding and of a trained BPE; the tokenizer's size by default."""
-    data: Path | None = None
-    """File or folder of text; by default the source code of Python's standard library."""
+    data: tuple[Path, ...] = ()
+    """Files and folders of text or of tables with a column of text; else Python's source code."""
+    data_weights: tuple[Positive, ...] = ()
+    """Shares of the training rows that come from each --data; else each row is read once."""
+    column: str = "text"
+    """Column of a .jsonl or .parquet file, or of a folder that datasets saved."""
+    separate_documents: bool = False
+    """Attend to the own document only, whose positions count from 0."""
     tokenizer: str = "bytes"
     """bytes; bpe, trained on the text; or the path of a tokenizer.json."""
     learning_rate: float = 2e-3
@@ -93,10 +100,11 @@ class GPT2:
     ) -> tuple[rx.Weighted, dict[str, rx.Weighted]]:
         """Return cross-entropy `[rows, context]` in nats per token, and bits per byte of text.
 
-        Positions beyond a row's `length` have zero weight.
+        Positions beyond a row's `length` have zero weight. Where documents are separate, one begins
+        with the end-of-text token before it, so that no target is lost.
         """
         tokens = batch["tokens"].astype(jnp.int32)
-        hidden = transformer.hidden(model, tokens[:, :-1], self.heads, self.remat)
+        hidden = transformer.hidden(model, tokens[:, :-1], self.heads, self.remat, self._separator)
         embedding, labels = model["wte"]["weight"], tokens[:, 1:]
         nats = linear_cross_entropy(hidden, embedding, labels.ravel()).reshape(labels.shape)
         real = jnp.arange(self.context) < batch["length"][:, None]
@@ -114,7 +122,7 @@ class GPT2:
 
     def schedule(self) -> optax.Schedule:
         """Return the learning rate as a function of the update count."""
-        steps = self.epochs * -(-len(self._text.train["length"]) // self.batch_size)
+        steps = self.epochs * -(-self._text.train_rows // self.batch_size)
         return optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, steps // 100, steps, self.learning_rate / 10
         )
@@ -133,7 +141,7 @@ class GPT2:
             ("", P()),
         ]
 
-    def train_source(self) -> dict[str, np.ndarray]:
+    def train_source(self) -> Any:
         """Return `tokens` `[rows, context + 1]`, `length`, `bytes` `[rows]`; see `TextDataset`."""
         return self._text.train
 
@@ -143,7 +151,7 @@ class GPT2:
 
     def eval_data(self, path: Path) -> dict[str, np.ndarray]:
         """Return the same arrays for all text at `path`."""
-        return packed(self._text.tokenizer, read_corpus(path).documents, self.context)
+        return packed(self._text.tokenizer, read_corpus(path, self.column).documents, self.context)
 
     def data_description(self) -> str:
         """Describe the text and its tokenization."""
@@ -176,12 +184,17 @@ class GPT2:
         known = tokenizer.vocab_size  # rows beyond it are untrained
 
         def logits(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-            return transformer.logits(params, tokens, self.heads)[..., :known]
+            found = transformer.logits(params, tokens, self.heads, separator=self._separator)
+            return found[..., :known]
+
+        prompt = tokenizer.encode(Document("the text to continue", text.encode())).tolist()
+        if self.separate_documents:  # each begins with it
+            prompt = [tokenizer.end_of_text, *prompt]
 
         drawn = sample(
             logits,
             jax.device_put(model, jax.devices()[0]),
-            tokenizer.encode(Document("the text to continue", text.encode())).tolist(),
+            prompt,
             count=tokens,
             context=self.context,
             end=tokenizer.end_of_text,
@@ -192,12 +205,18 @@ class GPT2:
 
     def weight_names(self) -> Rename:
         """Return GPT-2's published names of the parameters."""
-        return NAMES
+        return GPT2_NAMES
 
     @cached_property
     def _text(self) -> TextDataset:
         trained_size = self.vocab_size if self.tokenizer == "bpe" else None
-        return text_dataset(self.data, self.tokenizer, trained_size, self.context)
+        return text_dataset(
+            self.data, self.tokenizer, trained_size, self.context, self.column, self.data_weights
+        )
+
+    @property
+    def _separator(self) -> int | None:
+        return self._text.tokenizer.end_of_text if self.separate_documents else None
 
     @cached_property
     def _shape(self) -> transformer.Shape:

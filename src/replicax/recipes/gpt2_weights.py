@@ -20,10 +20,10 @@ def _names(prefix: str) -> Rename:
     }
 
 
-NAMES: Rename = {**_names(""), **_names("transformer."), "lm_head.weight": tied("wte.weight")}
+GPT2_NAMES: Rename = {**_names(""), **_names("transformer."), "lm_head.weight": tied("wte.weight")}
 """The table for `rx.load_weights` and `rx.save_weights`; without a prefix when written."""
 
 
 def published(params: Params) -> dict[str, np.ndarray]:
     """Return `params` under the published names, on the host."""
-    return named_weights(params, NAMES)
+    return named_weights(params, GPT2_NAMES)

@@ -1,14 +1,17 @@
 """Training text: find it, split it, tokenize it and pack it into rows."""
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from replicax.errors import ConfigError, DataError
-from replicax.recipes.corpus import Document, read_corpus, split
+from replicax.errors import ConfigError, DataError, require
+from replicax.recipes.corpus import hold_out, read_corpus
+from replicax.recipes.text_columns import Document
 from replicax.recipes.tokenizer import Tokenizer, open_tokenizer
 
 # Rates on two cores; work of less than a second is not announced.
@@ -23,26 +26,40 @@ class TextDataset:
 
     `train` and `heldout` each hold `tokens`, uint16 or int32 [rows, context + 1], and `length`,
     int32 [rows], as described in `pack`, and `bytes`, int32 [rows]: the bytes of text that a row's
-    targets represent. `source` is a printable line on the text, the tokenizer and the number of
-    tokens.
+    targets represent. Of a mixture, `train` is a Grain MapDataset of such rows. `source` is a
+    printable line on the text, the tokenizer and the number of tokens.
     """
 
     source: str
     tokenizer: Tokenizer
-    train: dict[str, np.ndarray]
+    train: Any
+    train_rows: int
     heldout: dict[str, np.ndarray]
 
 
 def text_dataset(
-    path: Path | None, tokenizer_spec: str, vocab_size: int | None, context: int
+    paths: Sequence[Path],
+    tokenizer_spec: str,
+    vocab_size: int | None,
+    context: int,
+    column: str = "text",
+    weights: Sequence[float] = (),
 ) -> TextDataset:
-    """Load the text at `path`, or of Python's standard library, in rows of `context` targets.
+    """Load the text at `paths`, or of Python's standard library, in rows of `context` targets.
 
     `tokenizer_spec` and `vocab_size` are as in `replicax.recipes.tokenizer.open_tokenizer`; a BPE
-    is trained only on the training documents.
+    is trained only on the training documents. Without `weights`, the documents of all paths are
+    read once; with one for each path, rows are mixed as in `mixed`.
     """
-    corpus = read_corpus(path)
-    train, held_out = split(corpus)
+    if weights and len(weights) != len(paths):
+        raise ConfigError(
+            f"{len(weights)} weights for {len(paths)} paths of text; a mixture has one for each: "
+            "give as many --data-weights as --data"
+        )
+    corpora = [read_corpus(path, column) for path in paths] or [read_corpus()]
+    parts = [hold_out(corpus) for corpus in corpora]
+    train = [document for documents, _ in parts for document in documents]
+    held_out = [document for _, documents in parts for document in documents]
     if tokenizer_spec == "bpe":
         _announce("training a BPE tokenizer on", train, BPE_TRAINING_BYTES_PER_SECOND)
     tokenizer = open_tokenizer(tokenizer_spec, train, vocab_size)
@@ -50,19 +67,64 @@ def text_dataset(
     rate = BYTES_ENCODING_BYTES_PER_SECOND if is_bytes else BPE_ENCODING_BYTES_PER_SECOND
     _announce("encoding", train + held_out, rate)
 
-    rows, heldout_rows = (packed(tokenizer, each, context) for each in (train, held_out))
-    # All targets, and the first token, which is not a target.
-    tokens, heldout_tokens = (int(each["length"].sum()) + 1 for each in (rows, heldout_rows))
-    if rows["length"][0] < context:
-        raise DataError(
-            f"context {context:,} needs {context + 1:,} tokens for one row, but the training text "
-            f"has {tokens:,}; lower --context or provide more text"
-        )
-    source = (
-        f"{corpus.source}; {tokenizer.name}; {tokens:,} training tokens, "
-        f"{heldout_tokens:,} held out"
+    each = [documents for documents, _ in parts] if weights else [train]
+    rows = [packed(tokenizer, documents, context) for documents in each]
+    heldout_rows = packed(tokenizer, held_out, context)
+    for found, corpus in zip(rows, corpora, strict=False):
+        if found["length"][0] < context:
+            text = f"that of {corpus.name}" if weights else "the training text"
+            raise DataError(
+                f"context {context:,} needs {context + 1:,} tokens for one row, but {text} has "
+                f"{_tokens(found):,}; lower --context or provide more text"
+            )
+    source = "; ".join(corpus.source for corpus in corpora)
+    source += f"; {tokenizer.name}; {sum(map(_tokens, rows)):,} training tokens, "
+    source += f"{_tokens(heldout_rows):,} held out"
+    if not weights:
+        return TextDataset(source, tokenizer, rows[0], len(rows[0]["length"]), heldout_rows)
+    mixture, times = mixed(rows, weights)
+    source += f"; an epoch is {len(mixture):,} rows: " + ", ".join(
+        f"{corpus.name} {time:,.3g} times" for corpus, time in zip(corpora, times, strict=True)
     )
-    return TextDataset(source, tokenizer, rows, heldout_rows)
+    return TextDataset(source, tokenizer, mixture, len(mixture), heldout_rows)
+
+
+def mixed(
+    parts: Sequence[dict[str, np.ndarray]], weights: Sequence[float]
+) -> tuple[Any, list[float]]:
+    """Return a Grain MapDataset of the rows of all parts, and how often each part is in it.
+
+    Any stretch of it has the rows of each part in proportion to its weight. The part that lasts
+    longest is in it once; the others are repeated, shuffled anew.
+    """
+    grain = require("grain", "data")
+    shares = [weight / sum(weights) for weight in weights]
+    counts = [len(part["length"]) for part in parts]
+    rows = math.ceil(max(count / share for count, share in zip(counts, shares, strict=True)))
+    sources = [
+        grain.MapDataset.source(_Rows(part)).shuffle(seed=number).repeat()
+        for number, part in enumerate(parts)
+    ]
+    mixture = grain.MapDataset.mix(sources, weights)[:rows]
+    return mixture, [rows * share / count for count, share in zip(counts, shares, strict=True)]
+
+
+class _Rows:
+    """The rows of arrays, one by one, as Grain reads them."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays["length"])
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        return {name: array[row] for name, array in self._arrays.items()}
+
+
+def _tokens(rows: dict[str, np.ndarray]) -> int:
+    """Return the number of tokens: all targets, and the first, which is not a target."""
+    return int(rows["length"].sum()) + 1
 
 
 def packed(

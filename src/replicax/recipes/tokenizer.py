@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replicax.errors import ConfigError, DataError, did_you_mean, require
-from replicax.recipes.corpus import Document
+from replicax.recipes.text_columns import Document
 
 if TYPE_CHECKING:
     import tokenizers

@@ -91,19 +91,38 @@ def init(shape: Shape, key: jax.Array) -> Params:
     }
 
 
-def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
+def logits(
+    params: Params,
+    tokens: jax.Array,
+    heads: int,
+    remat: Remat = "none",
+    separator: int | None = None,
+) -> jax.Array:
     """Return next-token logits `[rows, tokens, vocab_size]`; see `hidden`."""
-    scores: jax.Array = hidden(params, tokens, heads, remat) @ params["wte"]["weight"].T
+    scores: jax.Array = hidden(params, tokens, heads, remat, separator) @ params["wte"]["weight"].T
     return scores.reshape(*tokens.shape, -1)
 
 
-def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
+def hidden(
+    params: Params,
+    tokens: jax.Array,
+    heads: int,
+    remat: Remat = "none",
+    separator: int | None = None,
+) -> jax.Array:
     """Return final activations `[rows * tokens, width]`; times the embedding, they are logits.
 
     `tokens` are ints `[rows, tokens]`, at most `context` per row. `remat` sets what the backward
-    pass recomputes: nothing; norms and GELU (`selective`); or whole blocks (`full`).
+    pass recomputes: nothing; norms and GELU (`selective`); or whole blocks (`full`). With a
+    `separator`, each of these tokens begins a document: tokens attend to their own document only,
+    and its positions count from 0.
     """
     rows, count = tokens.shape
+    document = positions = None
+    if separator is not None:
+        begins, index = tokens == separator, jnp.arange(count)
+        document = jnp.cumsum(begins, axis=1)
+        positions = index - lax.cummax(jnp.where(begins, index, 0), axis=1)
     on_gpu = cuda_capability() is not None
     sizes = (rows, count, heads)
     layer: Callable[..., jax.Array] = functools.partial(_block, sizes=sizes, on_gpu=on_gpu)
@@ -113,9 +132,9 @@ def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
     def next_layer(x: jax.Array, block: Params) -> tuple[jax.Array, None]:
         if on_gpu and remat != "none":
             x, block = in_turn(x, block)
-        return layer(x, block), None
+        return layer(x, block, document), None
 
-    x = _embedded(params, tokens).reshape(rows * count, -1)
+    x = _embedded(params, tokens, positions).reshape(rows * count, -1)
     # With a loop on a GPU, copies of saved activations would take a third of a step.
     x, _ = lax.scan(next_layer, x, params["h"], unroll=on_gpu)
     return _layer_norm(params["ln_f"], x)
@@ -127,14 +146,20 @@ _KEPT = {
 }
 
 
-def _block(x: jax.Array, params: Params, sizes: tuple[int, int, int], on_gpu: bool) -> jax.Array:
+def _block(
+    x: jax.Array,
+    params: Params,
+    document: jax.Array | None,
+    sizes: tuple[int, int, int],
+    on_gpu: bool,
+) -> jax.Array:
     rows, tokens, heads = sizes
     normal = _layer_norm(params["ln_1"], x)
     q, k, v = (
         each.reshape(rows, tokens, heads, -1)
         for each in _query_key_value(params["attn"]["c_attn"], normal, on_gpu)
     )
-    attended = _attention(q, k, v).reshape(x.shape)
+    attended = _attention(q, k, v, document).reshape(x.shape)
     x = x + _dense(params["attn"]["c_proj"], attended)
     fc, normal = params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x)
     # On a GPU, save its input instead of the six arrays that its derivative uses.
@@ -142,22 +167,38 @@ def _block(x: jax.Array, params: Params, sizes: tuple[int, int, int], on_gpu: bo
     return x + _dense(params["mlp"]["c_proj"], gelu(_product(fc, normal), fc["bias"]))
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Apply causal attention to `[rows, tokens, heads, head_dim]`, with cuDNN if it supports it."""
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array | None = None
+) -> jax.Array:
+    """Apply causal attention to `[rows, tokens, heads, head_dim]`, with cuDNN if it supports it.
+
+    `document` `[rows, tokens]` numbers the documents that are kept apart.
+    """
+    operands: tuple[jax.Array, ...] = (q, k, v)
+    on_cpu: Callable[..., jax.Array] = cpu.causal_attention
+    if document is not None:
+        mask = document[:, None, :, None] == document[:, None, None, :]
+        operands, on_cpu = (q, k, v, mask), _plain_attention
     attended: jax.Array = lax.platform_dependent(
-        q, k, v, cpu=cpu.causal_attention, cuda=_cuda_attention, default=_plain_attention
+        *operands, cpu=on_cpu, cuda=_cuda_attention, default=_plain_attention
     )
     return attended
 
 
-def _plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def _plain_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
 
 
-def _cuda_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _cuda_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
     # JAX never selects cuDNN by default, and raises if cuDNN does not support the inputs.
     implementation: Literal["cudnn"] | None = "cudnn" if cudnn_takes(q) else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, implementation=implementation
+    )
 
 
 def cudnn_takes(q: jax.Array) -> bool:
@@ -195,9 +236,10 @@ def _biased_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
 # over all tokens, are too. In bfloat16, a token seen 4,096 times has an error of up to a third.
 
 
-def _embedded(params: Params, tokens: jax.Array) -> jax.Array:
-    embedding, positions = params["wte"]["weight"], params["wpe"]["weight"]
-    x = to_sum(embedding)[tokens] + to_sum(positions)[: tokens.shape[1]]
+def _embedded(params: Params, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
+    embedding, table = params["wte"]["weight"], params["wpe"]["weight"]
+    places = slice(tokens.shape[1]) if positions is None else positions
+    x = to_sum(embedding)[tokens] + to_sum(table)[places]
     return x.astype(embedding.dtype)
 
 

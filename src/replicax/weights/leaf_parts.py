@@ -11,8 +11,8 @@ from replicax.errors import ConfigError
 
 Groups = Mapping[int, str]
 """The texts of a pattern's groups `(...)`, by number."""
-Leaves = Mapping[str, np.ndarray]
-"""Leaves of a model by their dotted paths."""
+HostLeaves = Mapping[str, np.ndarray]
+"""HostLeaves of a model by their dotted paths."""
 _REFERENCE = re.compile(r"\\(\d)")
 
 
@@ -41,26 +41,26 @@ def _along(array: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(array, axis, 0)
 
 
-class Place(Protocol):
+class TensorPlace(Protocol):
     """A rule's place for a tensor; `take` and `give` see it in the tensor's shape."""
 
     def paths(self, groups: Groups) -> list[str]:
         """Return the leaves that it is in."""
 
-    def sizes(self, leaves: Leaves, groups: Groups) -> list[int]:
+    def sizes(self, leaves: HostLeaves, groups: Groups) -> list[int]:
         """Return how many numbers of each of these leaves it holds."""
 
-    def take(self, leaves: Leaves, groups: Groups) -> np.ndarray:
+    def take(self, leaves: HostLeaves, groups: Groups) -> np.ndarray:
         """Return what a file has of it, a view where possible; UnfitError if it has none."""
 
-    def give(self, leaves: Leaves, groups: Groups, tensor: np.ndarray) -> None:
+    def give(self, leaves: HostLeaves, groups: Groups, tensor: np.ndarray) -> None:
         """Write a file's tensor into the leaves."""
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         """Yield the groups of each such place in a model; none if it is not to be written."""
 
 
-Target = str | Place
+PathOrPlace = str | TensorPlace
 """A dotted path, or what the functions of this module return for it."""
 
 
@@ -73,16 +73,16 @@ class Leaf:
     def paths(self, groups: Groups) -> list[str]:
         return [filled_in(self.template, groups)]
 
-    def sizes(self, leaves: Leaves, groups: Groups) -> list[int]:
+    def sizes(self, leaves: HostLeaves, groups: Groups) -> list[int]:
         return [self.take(leaves, groups).size]
 
-    def take(self, leaves: Leaves, groups: Groups) -> np.ndarray:
+    def take(self, leaves: HostLeaves, groups: Groups) -> np.ndarray:
         return leaves[filled_in(self.template, groups)]
 
-    def give(self, leaves: Leaves, groups: Groups, tensor: np.ndarray) -> None:
+    def give(self, leaves: HostLeaves, groups: Groups, tensor: np.ndarray) -> None:
         self.take(leaves, groups)[...] = tensor
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         pieces = _REFERENCE.split(self.template)
         pieces[::2] = map(re.escape, pieces[::2])
         seen: set[str] = set()
@@ -96,7 +96,7 @@ class Leaf:
                 yield {int(name[1:]): text for name, text in match.groupdict().items()}
 
 
-def place_of(target: Target) -> Place:
+def place_of(target: PathOrPlace) -> TensorPlace:
     """Return the place that a rule names."""
     return Leaf(target) if isinstance(target, str) else target
 
@@ -104,26 +104,26 @@ def place_of(target: Target) -> Place:
 class _Within:
     """Part of another place, or another view of it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: PathOrPlace) -> None:
         self.outer = place_of(target)
 
     def paths(self, groups: Groups) -> list[str]:
         return self.outer.paths(groups)
 
-    def sizes(self, leaves: Leaves, groups: Groups) -> list[int]:
+    def sizes(self, leaves: HostLeaves, groups: Groups) -> list[int]:
         return [self.take(leaves, groups).size]
 
-    def take(self, leaves: Leaves, groups: Groups) -> np.ndarray:
+    def take(self, leaves: HostLeaves, groups: Groups) -> np.ndarray:
         return self.view(self.outer.take(leaves, groups), groups)
 
-    def give(self, leaves: Leaves, groups: Groups, tensor: np.ndarray) -> None:
+    def give(self, leaves: HostLeaves, groups: Groups, tensor: np.ndarray) -> None:
         array = self.outer.take(leaves, groups)
         self.put(array, groups, tensor)
         (path,) = self.paths(groups)
         if not np.may_share_memory(array, leaves[path]):  # a copy, which was changed
             self.outer.give(leaves, groups, array)
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         return self.outer.found_in(leaves)
 
     def view(self, array: np.ndarray, groups: Groups) -> np.ndarray:
@@ -136,7 +136,7 @@ class _Within:
 class Transposed(_Within):
     """A place whose dims a file has in another order."""
 
-    def __init__(self, target: Target, axes: Sequence[int]) -> None:
+    def __init__(self, target: PathOrPlace, axes: Sequence[int]) -> None:
         super().__init__(target)
         self.axes = axes
 
@@ -149,7 +149,7 @@ class Transposed(_Within):
 class Stacked(_Within):
     """The entry of a place along an axis whose number is a group's text."""
 
-    def __init__(self, target: Target, group: int, axis: int) -> None:
+    def __init__(self, target: PathOrPlace, group: int, axis: int) -> None:
         super().__init__(target)
         self.group, self.axis = group, axis
 
@@ -160,7 +160,7 @@ class Stacked(_Within):
         entry: np.ndarray = along[int(text)]
         return entry
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         for groups in self.outer.found_in(leaves):
             for number in range(len(_along(self.outer.take(leaves, groups), self.axis))):
                 yield {**groups, self.group: str(number)}
@@ -169,7 +169,7 @@ class Stacked(_Within):
 class Part(_Within):
     """A range of an axis of a place."""
 
-    def __init__(self, target: Target, number: int, sizes: Sequence[int], axis: int) -> None:
+    def __init__(self, target: PathOrPlace, number: int, sizes: Sequence[int], axis: int) -> None:
         super().__init__(target)
         self.number, self.proportions, self.axis = number, sizes, axis
 
@@ -186,7 +186,7 @@ class Part(_Within):
 class Rearranged(_Within):
     """A place whose dims a file has merged, split, or in another order."""
 
-    def __init__(self, target: Target, pattern: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, target: PathOrPlace, pattern: str, sizes: Mapping[str, int]) -> None:
         super().__init__(target)
         halves = [re.findall(r"\([^()]*\)|\w+", half) for half in pattern.split("->")]
         self._file, self._leaf = (
@@ -238,36 +238,36 @@ class Tied(_Within):
     def view(self, array: np.ndarray, groups: Groups) -> np.ndarray:
         return array
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         return iter(())
 
 
-class Split:
+class Joined:
     """Several places, side by side in one tensor of the file."""
 
-    def __init__(self, targets: Sequence[Target], axis: int) -> None:
+    def __init__(self, targets: Sequence[PathOrPlace], axis: int) -> None:
         self.parts, self.axis = [place_of(target) for target in targets], axis
 
     def paths(self, groups: Groups) -> list[str]:
         return [path for part in self.parts for path in part.paths(groups)]
 
-    def sizes(self, leaves: Leaves, groups: Groups) -> list[int]:
+    def sizes(self, leaves: HostLeaves, groups: Groups) -> list[int]:
         return [size for part in self.parts for size in part.sizes(leaves, groups)]
 
-    def take(self, leaves: Leaves, groups: Groups) -> np.ndarray:
+    def take(self, leaves: HostLeaves, groups: Groups) -> np.ndarray:
         try:
             parts = [part.take(leaves, groups) for part in self.parts]
             return np.concatenate(parts, self.axis)
         except ValueError as error:
             raise UnfitError("are not alike except along that dim") from error
 
-    def give(self, leaves: Leaves, groups: Groups, tensor: np.ndarray) -> None:
+    def give(self, leaves: HostLeaves, groups: Groups, tensor: np.ndarray) -> None:
         dims = [part.take(leaves, groups).shape[self.axis] for part in self.parts]
         cuts = np.split(tensor, np.cumsum(dims)[:-1], self.axis)
         for part, cut in zip(self.parts, cuts, strict=True):
             part.give(leaves, groups, cut)
 
-    def found_in(self, leaves: Leaves) -> Iterator[dict[int, str]]:
+    def found_in(self, leaves: HostLeaves) -> Iterator[dict[int, str]]:
         for groups in self.parts[0].found_in(leaves):
             if all(path in leaves for path in self.paths(groups)):
                 yield groups

@@ -13,7 +13,7 @@ from replicax.errors import DataError
 from replicax.table import labelled
 from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import ModelLeaves, leaves_of, like_leaf
-from replicax.weights.rename_table import NoLeafError, Placed, Rename, RenameTable
+from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
 from replicax.weights.tensor_files import Tensors, open_tensors
 from replicax.wording import counted, named
 
@@ -80,7 +80,7 @@ def load_weights(
 
 def _placed(
     path: Path, table: RenameTable, leaves: ModelLeaves, tensors: Tensors, cast: bool
-) -> dict[str, Placed]:
+) -> dict[str, PlacedTensor]:
     """Return the place of each tensor that has one.
 
     Raises:
@@ -88,7 +88,7 @@ def _placed(
     """
     # Arrays of the leaves' shapes that take no memory: each number is the same one.
     hollow = {p: np.broadcast_to(np.int8(0), leaf.shape) for p, leaf in leaves.by_path.items()}
-    placed: dict[str, Placed] = {}
+    placed: dict[str, PlacedTensor] = {}
     filled = Counter[str]()
     unknown, odd, inexact = list[str](), list[str](), list[str]()
     for name, kind in tensors.kinds.items():
@@ -156,7 +156,7 @@ def _refuse(path: Path, *faults: tuple[list[str], str, str, str]) -> None:
 
 
 def _read(
-    path: Path, placed: dict[str, Placed], leaves: ModelLeaves, tensors: Tensors
+    path: Path, placed: dict[str, PlacedTensor], leaves: ModelLeaves, tensors: Tensors
 ) -> dict[str, Any]:
     """Return the filled leaves; each leaves the host's memory when its last tensor is read."""
     ties = {name: each for name, each in placed.items() if isinstance(each[0], Tied)}
@@ -186,7 +186,7 @@ def _read(
     return done | {each: like_leaf(array, leaves.by_path[each]) for each, array in host.items()}
 
 
-def _paths(placed: Placed) -> list[str]:
+def _paths(placed: PlacedTensor) -> list[str]:
     place, groups = placed
     return place.paths(groups)
 
@@ -194,7 +194,7 @@ def _paths(placed: Placed) -> list[str]:
 def _say(
     path: Path,
     table: RenameTable,
-    placed: dict[str, Placed],
+    placed: dict[str, PlacedTensor],
     leaves: ModelLeaves,
     tensors: Tensors,
 ) -> None:

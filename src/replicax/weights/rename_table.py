@@ -7,11 +7,11 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from replicax.errors import ConfigError, DataError
-from replicax.weights.leaf_parts import Groups, Leaf, Place, Target, UnfitError, place_of
+from replicax.weights.leaf_parts import Groups, Leaf, PathOrPlace, TensorPlace, UnfitError, place_of
 
-Rename = Mapping[str, Target | None]
+Rename = Mapping[str, PathOrPlace | None]
 """Patterns of names in a file, which must match whole names, and their places; None for none."""
-Placed = tuple[Place, Groups]
+PlacedTensor = tuple[TensorPlace, Groups]
 _GROUP = re.compile(r"\((?!\?)[^()]*\)")
 _SPECIAL = re.compile(r"\\[A-Za-z0-9]|(?<!\\)[\^$*+?{}\[\]|()]")
 
@@ -32,7 +32,7 @@ class RenameTable:
         """Whether a name of the file, or a path of the model, is left out on purpose."""
         return any(pattern.fullmatch(name) for pattern in self._skip)
 
-    def placed(self, name: str, paths: Container[str]) -> Placed | None:
+    def placed(self, name: str, paths: Container[str]) -> PlacedTensor | None:
         """Return the place of a tensor: the first rule's that matches, or the leaf of its name.
 
         Returns None if it is left out on purpose.
@@ -42,7 +42,7 @@ class RenameTable:
         """
         if self.skips(name):
             return None
-        place: Place | None = Leaf(name)
+        place: TensorPlace | None = Leaf(name)
         groups: Groups = {}
         for pattern, of_rule in self._rules:
             if match := pattern.fullmatch(name):
@@ -57,7 +57,7 @@ class RenameTable:
 
     def names(
         self, leaves: Mapping[str, np.ndarray], otherwise: Sequence[str]
-    ) -> dict[str, Placed]:
+    ) -> dict[str, PlacedTensor]:
         """Return the names in a file of the leaves, by the rules; of the others `otherwise`, own.
 
         Of several rules for one leaf, the first writes it.
@@ -66,7 +66,7 @@ class RenameTable:
             ConfigError: a pattern stands for several names.
             DataError: a leaf has no such part as a rule says.
         """
-        found: dict[str, Placed] = {}
+        found: dict[str, PlacedTensor] = {}
         filled = Counter[str]()
         for pattern, place in self._rules:
             try:
@@ -91,7 +91,7 @@ class RenameTable:
         return found
 
     def _leads_to(
-        self, name: str, place: Place | None, groups: Groups, leaves: Mapping[str, np.ndarray]
+        self, name: str, place: TensorPlace | None, groups: Groups, leaves: Mapping[str, np.ndarray]
     ) -> bool:
         """Whether the name, in a file, is of this place; None for the leaf of its name."""
         try:

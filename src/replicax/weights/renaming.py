@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from replicax.arguments import Natural, typed, typed_but
 from replicax.errors import ConfigError
 from replicax.weights.leaf_parts import (
+    Joined,
     Part,
-    Place,
+    PathOrPlace,
     Rearranged,
-    Split,
     Stacked,
-    Target,
+    TensorPlace,
     Tied,
     Transposed,
 )
 
 
 @typed
-def transposed(target: Target, axes: Sequence[int] = ()) -> Place:
+def transposed(target: PathOrPlace, axes: Sequence[int] = ()) -> TensorPlace:
     r"""Return the place of a tensor that the model has with its dims in another order.
 
     Args:
@@ -39,7 +39,7 @@ def transposed(target: Target, axes: Sequence[int] = ()) -> Place:
 
 
 @typed_but("sizes")
-def rearranged(target: Target, pattern: str, **sizes: int) -> Place:
+def rearranged(target: PathOrPlace, pattern: str, **sizes: int) -> TensorPlace:
     r"""Return the place of a tensor whose dims the model has split, merged or in another order.
 
     Args:
@@ -62,7 +62,7 @@ def rearranged(target: Target, pattern: str, **sizes: int) -> Place:
 
 
 @typed
-def stacked(target: Target, group: Natural = 1, axis: Natural = 0) -> Place:
+def stacked(target: PathOrPlace, group: Natural = 1, axis: Natural = 0) -> TensorPlace:
     r"""Return the place of a tensor that is one entry of a leaf, such as of layers under `scan`.
 
     Args:
@@ -77,7 +77,9 @@ def stacked(target: Target, group: Natural = 1, axis: Natural = 0) -> Place:
 
 
 @typed
-def part(target: Target, number: Natural, sizes: Sequence[Natural], axis: int = -1) -> Place:
+def part(
+    target: PathOrPlace, number: Natural, sizes: Sequence[Natural], axis: int = -1
+) -> TensorPlace:
     r"""Return the place of a tensor that is concatenated with others in a leaf, such as a query.
 
     Args:
@@ -98,7 +100,7 @@ def part(target: Target, number: Natural, sizes: Sequence[Natural], axis: int = 
 
 
 @typed
-def split(*targets: Target, axis: int = 0) -> Place:
+def split(*targets: PathOrPlace, axis: int = 0) -> TensorPlace:
     r"""Return the place of a tensor that the model has as several leaves, in their sizes.
 
     Args:
@@ -108,11 +110,11 @@ def split(*targets: Target, axis: int = 0) -> Place:
     Examples:
         >>> rename = {"attn.qkv.weight": rx.weights.split("attn.q", "attn.k", "attn.v")}
     """
-    return Split(targets, axis)
+    return Joined(targets, axis)
 
 
 @typed
-def tied(target: Target) -> Place:
+def tied(target: PathOrPlace) -> TensorPlace:
     r"""Return the place of a tensor that must equal another one of the file, which fills the place.
 
     It is not written again, unless the file to write is `like=` one that has it.

@@ -13,7 +13,7 @@ from replicax.core.ground.leaves import whole_on_host
 from replicax.errors import ConfigError, DataError, require
 from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import leaves_of
-from replicax.weights.rename_table import NoLeafError, Placed, Rename, RenameTable
+from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
 from replicax.weights.tensor_files import open_tensors
 from replicax.wording import named
 
@@ -99,9 +99,9 @@ def named_weights(
 
 def _named_like(
     like: Path, table: RenameTable, host: dict[str, np.ndarray]
-) -> tuple[dict[str, Placed], dict[str, np.ndarray]]:
+) -> tuple[dict[str, PlacedTensor], dict[str, np.ndarray]]:
     """Return the places of a file's tensors, and all of its tensors, with the model's numbers."""
-    placed: dict[str, Placed] = {}
+    placed: dict[str, PlacedTensor] = {}
     tensors: dict[str, np.ndarray] = {}
     with open_tensors(like) as opened:
         for name, kind in opened.kinds.items():

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.errors import ConfigError, DataError, MissingDependencyError, require
+from replicax.errors import ConfigError, DataError, require, require_package
 
 _IN_FOLDER = (
     "model.safetensors.index.json",
@@ -101,13 +100,7 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
 
 def _of_torch(path: Path) -> Tensors:
     """Return the tensors in a state_dict, or in dicts of them, whose names are joined by dots."""
-    try:
-        torch = importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"torch is not installed, but reads {path}; pip install torch, or convert the file to "
-            ".safetensors"
-        ) from error
+    torch = require_package("torch", f"reads {path}")
     try:
         mapped = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
