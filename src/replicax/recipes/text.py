@@ -84,7 +84,7 @@ def text_dataset(
         return TextDataset(source, tokenizer, rows[0], len(rows[0]["length"]), heldout_rows)
     mixture, times = mixed(rows, weights)
     source += f"; an epoch is {len(mixture):,} rows: " + ", ".join(
-        f"{corpus.name} {time:,.3g} times" for corpus, time in zip(corpora, times, strict=True)
+        f"{corpus.name} x {time:,.3g}" for corpus, time in zip(corpora, times, strict=True)
     )
     return TextDataset(source, tokenizer, mixture, len(mixture), heldout_rows)
 
