@@ -119,11 +119,14 @@ def test_documents_kept_apart_are_those_alone() -> None:
         lambda leaf: leaf + 0.5 * jnp.sin(jnp.arange(leaf.size) * 1.7).reshape(leaf.shape), params
     )
     documents = [[1, 2, 3], [end, 4, 5, 1, 7], [end, 8, 1]]
+    logits = jax.jit(transformer.logits, static_argnames=("heads", "separator"))
     packed = jnp.array([[token for each in documents for token in each]])
-    found = transformer.logits(params, packed, heads, separator=end)[0]
-    alone = [transformer.logits(params, jnp.array([each]), heads)[0] for each in documents]
-    np.testing.assert_allclose(found, jnp.concatenate(alone), rtol=0, atol=1e-5)
-    assert abs(found - transformer.logits(params, packed, heads)[0]).max() > 1e-3
+    found = logits(params, packed, heads=heads, separator=end)[0]
+    padded = jnp.array([[*each, *[0] * (5 - len(each))] for each in documents])
+    alone = logits(params, padded, heads=heads)
+    alone = jnp.concatenate([row[: len(each)] for row, each in zip(alone, documents, strict=True)])
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    assert abs(found - logits(params, packed, heads=heads)[0]).max() > 1e-3
 
 
 def test_a_step_on_a_mixture_has_the_loss_of_one_device(tmp_path: Path) -> None:
