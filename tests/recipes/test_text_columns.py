@@ -101,10 +101,11 @@ def test_a_mixture_has_its_shares_and_loses_no_row_of_the_longest(
     assert drawn == [int(again[at]["tokens"]) for at in range(len(again))]
 
 
-def test_weights_are_one_for_each_source(tmp_path: Path) -> None:
+def test_weights_are_positive_and_one_for_each_source(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(ConfigError, match="--data-weights"):
-        text_dataset([path, path], "bytes", None, 8, weights=[1.0])
+    for weights in ([1.0], [1.0, 0.0]):
+        with pytest.raises(ConfigError, match="--data-weights"):
+            text_dataset([path, path], "bytes", None, 8, weights=weights)
     twice = text_dataset([path, path], "bytes", None, 8)
     assert twice.train_rows == pytest.approx(
         2 * text_dataset([path], "bytes", None, 8).train_rows, abs=1

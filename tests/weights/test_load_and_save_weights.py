@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -239,6 +240,14 @@ def test_a_model_in_several_files(asked: str, tmp_path: Path) -> None:
     index.write_text("{}")
     with pytest.raises(DataError, match="weight_map"):
         rx.load_weights(model, index)
+
+
+def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
+    dp = rx.DataParallel(lambda model, batch, key: (model["w"] * batch).sum(1), optax.sgd(0.1))
+    saved = {"w": jnp.asarray(numbers(3))}
+    rx.fit(dp, dp.init(saved), np.ones((2, 3), np.float32), batch_size=2, steps=1, run_dir=tmp_path)
+    loaded = rx.load_weights({"kernel": jnp.zeros(3)}, tmp_path, rename={"w": "kernel"})
+    np.testing.assert_allclose(loaded["kernel"], numbers(3) - 0.1, rtol=1e-6)
 
 
 STACK = rx.weights.stacked("a")

@@ -52,9 +52,9 @@ class GPT2:
     """Context length in tokens."""
     vocab_size: Count | None = None
     """Vocabulary size of the embedding and of a trained BPE; the tokenizer's size by default."""
-    data: tuple[Path, ...] = ()
-    """Files and folders of text or of tables with a column of text; else Python's source code."""
-    data_weights: tuple[Positive, ...] = ()
+    data: tuple[Path, ...] | None = None
+    """Files and folders of text or of tables with a column of text; by default Python's source code."""
+    data_weights: tuple[Positive, ...] | None = None
     """Shares of the training rows that come from each --data; else each row is read once."""
     column: str = "text"
     """Column of a .jsonl or .parquet file, or of a folder that datasets saved."""
@@ -211,7 +211,12 @@ class GPT2:
     def _text(self) -> TextDataset:
         trained_size = self.vocab_size if self.tokenizer == "bpe" else None
         return text_dataset(
-            self.data, self.tokenizer, trained_size, self.context, self.column, self.data_weights
+            self.data or (),
+            self.tokenizer,
+            trained_size,
+            self.context,
+            self.column,
+            self.data_weights or (),
         )
 
     @property

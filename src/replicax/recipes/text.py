@@ -51,10 +51,10 @@ def text_dataset(
     is trained only on the training documents. Without `weights`, the documents of all paths are
     read once; with one for each path, rows are mixed as in `mixed`.
     """
-    if weights and len(weights) != len(paths):
+    if weights and (len(weights) != len(paths) or min(weights) <= 0):
         raise ConfigError(
-            f"{len(weights)} weights for {len(paths)} paths of text; a mixture has one for each: "
-            "give as many --data-weights as --data"
+            f"weights {', '.join(f'{each:g}' for each in weights)} for {len(paths)} paths of text; "
+            "a mixture has a positive one for each: give as many --data-weights as --data"
         )
     corpora = [read_corpus(path, column) for path in paths] or [read_corpus()]
     parts = [hold_out(corpus) for corpus in corpora]

@@ -236,7 +236,7 @@ def _biased_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
 # over all tokens, are too. In bfloat16, a token seen 4,096 times has an error of up to a third.
 
 
-def _embedded(params: Params, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
+def _embedded(params: Params, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     embedding, table = params["wte"]["weight"], params["wpe"]["weight"]
     places = slice(tokens.shape[1]) if positions is None else positions
     x = to_sum(embedding)[tokens] + to_sum(table)[places]

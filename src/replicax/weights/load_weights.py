@@ -66,6 +66,7 @@ def load_weights(
     Raises:
         ConfigError: no such file; `model` is no model; a pattern is none.
         DataError: not such a file, or file and model do not fit; one line of each kind.
+        CheckpointError: a folder of Orbax cannot be read.
         MissingDependencyError: the package that reads the file is not installed.
     """
     path, table = Path(file), RenameTable(rename or {}, skip)
