@@ -53,7 +53,7 @@ class GPT2:
     vocab_size: Count | None = None
     """Vocabulary size of the embedding and of a trained BPE; the tokenizer's size by default."""
     data: tuple[Path, ...] | None = None
-    """Files and folders of text or of tables with a column of text; by default Python's source code."""
+    """Text, or tables with a column of it: files and folders; by default Python's source code."""
     data_weights: tuple[Positive, ...] | None = None
     """Shares of the training rows that come from each --data; else each row is read once."""
     column: str = "text"
