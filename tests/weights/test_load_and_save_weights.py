@@ -245,7 +245,7 @@ def test_a_model_in_several_files(asked: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
     dp = rx.DataParallel(lambda model, batch, key: (model["w"] * batch).sum(1), optax.sgd(0.1))
     saved = {"w": jnp.asarray(numbers(3))}
-    rx.fit(dp, dp.init(saved), np.ones((2, 3), np.float32), batch_size=2, steps=1, run_dir=tmp_path)
+    rx.fit(dp, dp.init(saved), np.ones((8, 3), np.float32), batch_size=8, steps=1, run_dir=tmp_path)
     loaded = rx.load_weights({"kernel": jnp.zeros(3)}, tmp_path, rename={"w": "kernel"})
     np.testing.assert_allclose(loaded["kernel"], numbers(3) - 0.1, rtol=1e-6)
 
