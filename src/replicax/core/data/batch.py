@@ -1,4 +1,340 @@
 """A batch of fixed size: the user's rows, their mask, and values without rows."""
 
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, register_dataclass, register_pytree_node
+
+from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.data.loader_state import LoaderState
+from replicax.core.ground.array_table import arrays_html, arrays_text
+from replicax.core.ground.leaves import PyTree
+from replicax.errors import DataError
 
 
+class Shared:
+    """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
+
+    Every replica and micro-batch sees the whole value, and changing it does not recompile. A loss
+    receives the value itself; a custom step reads it as `batch["clip"].value`. In a job of several
+    processes, all must pass the same value.
+
+    Examples:
+        >>> def loss(model, batch, key):
+        ...     errors = batch["x"] @ model["w"] - batch["y"]
+        ...     return jnp.clip(errors, -batch["clip"], batch["clip"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), {**source, "clip": rx.Shared(0.2)})
+
+    Args:
+        value: a number, an array of any shape, or a pytree of these.
+    """
+
+    def __init__(self, value: PyTree) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Shared({self.value!r})"
+
+
+class RowSet:
+    """Mark rows in a batch of another number than its own: boundary points, labelled rows.
+
+    A custom step passes it to `rx.value_and_grad` or `rx.mean` instead of the batch, and these use
+    all rows of the set: it is padded and split over the replicas by itself. The other arrays of the
+    batch are its own rows.
+
+    Examples:
+        >>> def step(state, batch, key):
+        ...     means, gradient = rx.value_and_grad(loss)(state, batch["labelled"], key)
+        ...     spread = rx.mean(batch["labelled"].map(lambda rows: rows["y"] ** 2))
+        ...     state = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state, gradient)
+        ...     return state, {**means, "spread": spread, "all": rx.mean(batch["x"][:, 0])}
+        >>> dp = rx.DataParallel(step=step)
+        >>> labelled = rx.RowSet({"x": source["x"][:10], "y": source["y"][:10]})
+        >>> state, metrics = dp.step(dp.init(model), {"x": source["x"], "labelled": labelled})
+
+    Args:
+        value: a pytree of arrays `[rows of the set, ...]`.
+    """
+
+    def __init__(self, value: PyTree) -> None:
+        self.rows: Batch | None = value if isinstance(value, Batch) else None
+        """The set as a batch of its own, once it is padded; that is when it has a mask."""
+        self.value = value.data if isinstance(value, Batch) else value
+        """In a step, the rows that it sees."""
+
+    def __repr__(self) -> str:
+        return f"RowSet({self.value!r})"
+
+    def map(self, function: Callable[[PyTree], PyTree]) -> "RowSet":
+        """Return the set with `function` of its value, which must have the same rows."""
+        found = function(self.value)
+        return RowSet(found if self.rows is None else dataclasses.replace(self.rows, data=found))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """The value of a `Shared`, kept out of its leaves so that maps over rows skip it."""
+
+    value: PyTree
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+register_pytree_node(
+    Shared, lambda shared: ((), _Held(shared.value)), lambda held, _: Shared(held.value)
+)
+register_pytree_node(
+    RowSet,
+    lambda rows: ((), _Held(rows.value if rows.rows is None else rows.rows)),
+    lambda held, _: RowSet(held.value),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Input of `DataParallel.step`: every array has the same leading row dim.
+
+    Padding repeats real rows, so a model sees ordinary inputs, and has mask 0, so padded rows have
+    zero weight in the loss, the gradient, and the metrics.
+
+    Examples:
+        >>> batch = next(iter(dp.feed(source, batch_size=32)))
+        >>> batch
+        Batch(32 rows: x float32[32, 3], y float32[32])
+        >>> float(batch.mask.sum())
+        32.0
+    """
+
+    data: PyTree
+    """The user's batch: a pytree of arrays `[rows, ...]`."""
+    mask: Any
+    """float32 `[rows]`: 1 for a real row, 0 for padding."""
+    index: Any
+    """int32 `[rows]`: the row's index in its source. Padding has the index of the repeated row."""
+    rows: int | None = None
+    """Number of real rows, known on the host without a device sync; None if unknown."""
+    feed_padding: int | None = None
+    """Maximum number of padding rows in any batch of the same feed, if known in advance."""
+    shared: tuple[PyTree, ...] = ()
+    """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
+    sets: tuple["Batch", ...] = ()
+    """Each `RowSet` in `data`, in order, as a batch of its own, once it is on the devices."""
+    host: PyTree = None
+    """This process's rows on the host, if the feed has to read them in order."""
+    source_state: LoaderState | None = None
+    """State of this process's source after this batch, if it has any."""
+    number: int = 0
+    """Which of the sets of a batch it is, from 1; 0 for a batch that is none."""
+
+    def __repr__(self) -> str:
+        return f"Batch({self._rows_text()}: {arrays_text(self.data, 'data')})"
+
+    def _repr_html_(self) -> str:
+        return arrays_html(f"Batch of {self._rows_text()}", self.data, "data")
+
+    def _rows_text(self) -> str:
+        shape = getattr(self.mask, "shape", ())  # of arrays; a tree of others has none
+        size = f"{shape[0]:,}" if shape else "?"
+        real = (
+            "" if self.rows is None or size == f"{self.rows:,}" else f", {self.rows:,} of them real"
+        )
+        shared = len(self.shared)
+        return f"{size} rows{real}{f', {shared} shared' if shared else ''}"
+
+    def apart(self) -> "Batch":
+        """Return the batch with the values of each `Shared` and `RowSet` moved out of `data`.
+
+        They are then in `shared` and `sets`, unchanged.
+        """
+        nodes = jax.tree.leaves(self.data, is_leaf=_is_marked)
+        values = tuple(node.value for node in nodes if isinstance(node, Shared))
+        sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
+        if not (values or sets):
+            return self
+        data = _map_marked(lambda node: type(node)(None), self.data)
+        return dataclasses.replace(self, data=data, shared=values, sets=sets)
+
+    def whole(self) -> "Batch":
+        """Return the batch with `shared` and `sets` moved back into `data`, undoing `apart`."""
+        if not (self.shared or self.sets):
+            return self
+        values, sets = iter(self.shared), iter(self.sets)
+
+        def with_value(node: Shared | RowSet) -> Shared | RowSet:
+            return Shared(next(values)) if isinstance(node, Shared) else RowSet(next(sets))
+
+        data = _map_marked(with_value, self.data)
+        return dataclasses.replace(self, data=data, shared=(), sets=())
+
+    def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
+        """Return the batch with `function` of each array of its rows, not of `shared` or `sets`."""
+        rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=(), sets=()))
+        return dataclasses.replace(rows, shared=self.shared, sets=self.sets)
+
+    @property
+    def first(self) -> "Batch":
+        """The batch itself, which a feed may also yield as the first of several."""
+        return self
+
+    @property
+    def size(self) -> int:
+        """Number of rows including padding: the fixed size the step is compiled for."""
+        return int(self.mask.shape[0])
+
+
+register_dataclass(
+    Batch,
+    ["data", "mask", "index", "shared", "sets"],
+    ["number"],
+    drop_fields=["rows", "feed_padding", "host", "source_state"],
+)
+
+
+def unshared(data: PyTree) -> PyTree:
+    """Return `data` with each `Shared` replaced by its value."""
+    return _map_marked(lambda node: node.value if isinstance(node, Shared) else node, data)
+
+
+def _map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
+    )
+
+
+def _is_marked(node: Any) -> bool:
+    return isinstance(node, Shared | RowSet)
+
+
+def _is_set(node: Any) -> bool:
+    return isinstance(node, RowSet)
+
+
+def _rows_of_set(node: RowSet) -> int:
+    real = None if node.rows is None else node.rows.rows
+    return row_count(node.value) if real is None else real
+
+
+def values_of_sets(data: PyTree) -> list[PyTree]:
+    """Return the value of each `RowSet` in `data`."""
+    nodes = jax.tree.leaves(data, is_leaf=_is_marked)
+    return [opened(node.value) for node in filter(_is_set, nodes)]
+
+
+def with_padded_sets(data: PyTree, padded: Callable[[int], int]) -> PyTree:
+    """Return `data` with each `RowSet` as a batch of its own; arrays of the host, or shapes.
+
+    `padded` returns the size of a batch of so many rows.
+    """
+    numbers = itertools.count(1)
+
+    def as_batch(node: Shared | RowSet) -> Shared | RowSet:
+        if isinstance(node, Shared) or node.rows is not None:
+            return node
+        value = opened(node.value)
+        rows = row_count(value)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
+            found = described(value, padded(rows))
+        else:
+            found = pad(host_rows(value, copy=True), padded(rows), np.arange(rows))
+        return RowSet(dataclasses.replace(found, number=next(numbers)))
+
+    return _map_marked(as_batch, data)
+
+
+def row_count(data: PyTree) -> int:
+    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf.
+
+    A batch of sets alone has the rows of the largest.
+    """
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
+        refuse_keys(path, leaf)
+        if not np.shape(leaf):
+            number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+            raise DataError(
+                f"batch{keystr(path)} is a {'scalar' if number else type(leaf).__name__}; every "
+                "leaf needs a leading row dim: "
+                "convert a list with np.asarray, stack single rows into batches, or repeat a "
+                "constant for every row"
+            )
+        counts[keystr(path)] = np.shape(leaf)[0]
+    sets = filter(_is_set, jax.tree.leaves(data, is_leaf=_is_set))
+    if not counts and (sizes := list(map(_rows_of_set, sets))):
+        return max(sizes)
+    if not counts:
+        raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
+    (first, rows), *others = counts.items()
+    for name, count in others:
+        if count != rows:
+            raise DataError(
+                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must share "
+                "one leading row dim: give both the same number, or mark one as rx.RowSet"
+            )
+    return rows
+
+
+def host_rows(data: PyTree, *, copy: bool) -> PyTree:
+    """Return `data` as NumPy arrays in the dtypes used on the device, each mapping as a dict.
+
+    A device may read an array long after it was passed, or use its memory directly: arrays that
+    may be written to again must be copied. 64-bit leaves become 32-bit ones unless
+    `jax_enable_x64` is set, as everywhere in JAX; a value out of range raises `DataError`.
+    """
+    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), opened(data))
+
+
+def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
+    """Return a host batch of `size` rows: the rows of `data`, repeated from the first as padding.
+
+    `data` has host arrays `[rows, ...]` with 0 < rows <= size; `index` has each row's source index.
+    """
+    rows = row_count(data)
+    if rows < size:
+        repeat = np.arange(size) % rows
+        data, index = jax.tree.map(lambda leaf: leaf[repeat], (data, index))
+    return Batch(data, (np.arange(size) < rows).astype(np.float32), index.astype(np.int32), rows)
+
+
+def described(data: PyTree, size: int) -> Batch:
+    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes.
+
+    Its sets have the rows that they have.
+    """
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
+
+    data = with_padded_sets(opened(data), lambda rows: rows)
+    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    sets = jax.eval_shape(lambda sets: sets, batch.sets)
+    shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
+    return dataclasses.replace(batch, shared=shared, sets=sets)
+
+
+def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
+    given = host_array(path, leaf)
+    array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iuf":
+        limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
+        outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
+        if outside.any():
+            raise DataError(
+                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} ranges "
+                f"from {limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
+            )
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
