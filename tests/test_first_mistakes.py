@@ -73,7 +73,8 @@ STATE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda dp, state: rx.Run(dp, state, ROWS, batch_size=8, epochs=1).step(ROWS),  # type: ignore[arg-type]
         "with rx.Run(",
     ),
-    "step before init": (lambda dp, state: make().step(state, ROWS), "state = dp.init(model)"),
+    "step before init": (lambda dp, state: make().step(MODEL, ROWS), "state = dp.init(model)"),
+    "end_round(model)": (lambda dp, state: dp.end_round(MODEL), "state = dp.init(model)"),
     "step(module)": (lambda dp, state: dp.step(LINEAR, ROWS), "state = dp.init(model)"),
     "step(batch, state)": (lambda dp, state: dp.step(ROWS, state), "dp.step(state, batch)"),
     "step(fit)": (lambda dp, state: dp.step(fit(dp, state), ROWS), ".state"),

@@ -129,11 +129,6 @@ STATE = {
         lambda: borrowed(make(optimizer=SGD), make(optimizer=CLIPPED)),
         "structure",
     ),
-    "state of another layout": (
-        lambda: borrowed(make(wide), make(wide, layout="zero1"), WIDE),
-        "2 arrays",
-        "layout",
-    ),
 }
 LOSS = {
     "sum in shard_map": (lambda: step(summed, mode="shard_map"), "per row"),

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from replicax.core.config import Configuration
 from replicax.core.ground.leaves import PyTree
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.ground.vectors import size_in_blocks
+from replicax.core.models.definition import Definition
 from replicax.core.placement.mesh import AnyMesh, replica_count
 from replicax.core.rounds.arithmetic import arithmetic_of
 from replicax.core.step.loss_scale import first_scale
@@ -20,6 +21,7 @@ def create_state(
     configuration: Configuration,
     mesh: AnyMesh,
     updater: Updater,
+    definition: Definition,
     params: PyTree,
     extras: PyTree,
     seed: jax.Array,
@@ -37,6 +39,7 @@ def create_state(
             lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), of_one
         ),
         scale=first_scale() if configuration.precision.scales else (),
+        definition=Uncompared(definition),
     )
     if islands is None:
         return state

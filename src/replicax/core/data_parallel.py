@@ -19,7 +19,7 @@ from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
-from replicax.core.first_step.argument_checks import check_kind
+from replicax.core.first_step.argument_checks import check_is_state, check_kind
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
@@ -147,8 +147,14 @@ class DataParallel(Configured):
         return program.init(params, extras, seed)
 
     @of_one_thread
-    def abstract_state(self, model: Any) -> TrainState:
-        """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
+    def abstract_state(self, model: Any = None) -> TrainState:
+        """Return the shapes and shardings of `init(model)`; without it, those of the model known.
+
+        Raises:
+            StateError: no model is known yet.
+        """
+        if model is None:
+            return self._known.abstract_state()
         return self._adopt(self.configuration.split_model(model, self.mesh)).abstract_state()
 
     @typed
@@ -208,9 +214,11 @@ class DataParallel(Configured):
             LossError: the loss violates its contract, or is not finite in the first step.
             StateError: the state was already passed to `step`.
         """
+        self._of(state)
         if self._checks.is_traced(state, batch):
             return self._traced_step(state, self._checks.traced(state, batch))
         placed = batch if type(batch) is Batch else self._checks.placed(batch)
+        state = self._checks.taken(state)
         batch = self.prepare(state, placed)
         self.job.move()
         self.job.in_flight.enter()
@@ -241,7 +249,9 @@ class DataParallel(Configured):
             The state after the last step, and metrics as those of `step`, with a leading dim of
             steps.
         """
+        self._of(state)
         placed = batches if type(batches) is Batches else self._checks.placed_all(batches)
+        state = self._checks.taken(state)
         program = self._several.prepare(state, placed)
         if program is None:
             return self._several.one_by_one(state, placed, self.step)
@@ -250,9 +260,28 @@ class DataParallel(Configured):
         return state, means | {name: as_result(rows[name], mask) for name in rows}
 
     @of_one_thread
+    def place(self, state: TrainState) -> TrainState:
+        """Return a state that another `DataParallel` may have made, placed by this one's layout.
+
+        All methods do this with the state that they get. Arrays that lie where they belong are not
+        copied.
+
+        Examples:
+            >>> other = rx.DataParallel(loss, optimizer, layout="zero1")
+            >>> state = other.place(dp.init(model))
+            >>> state, metrics = other.step(state, batch)
+
+        Raises:
+            StateError: another model, optimizer, precision or reduction; or donated arrays.
+        """
+        self._of(state)
+        return self._checks.taken(state)
+
+    @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
-        step = self._known.step
+        check_is_state(state)
+        step = self._of(state).step
         return step.end_round(state) if isinstance(step, RoundStep) else state
 
     @of_one_thread
@@ -289,6 +318,7 @@ class DataParallel(Configured):
             The exact weighted mean of each, NaN if the total weight is 0, and `"rows"`; for a dict
             of batches, a dict of these.
         """
+        state = self.place(state)
         return self._evaluation.means(state, batches, loss, ema=ema)
 
     @typed_but("function", "state")
@@ -315,6 +345,7 @@ class DataParallel(Configured):
         Raises:
             LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
+        state = self.place(state)
         return self._evaluation.rows(function, state, batches, ema=ema)
 
     @of_one_thread
@@ -332,9 +363,10 @@ class DataParallel(Configured):
             ema: as for `evaluate`.
         """
         check_kind(state)
-        state = self._known.averaged(state) if ema else state
+        program = self._of(state)
+        state = program.averaged(state) if ema else state
         arrays = real_rows((state.params, state.extras))
-        return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
+        return program.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
     @cached_property
     def _checks(self) -> FirstStepChecks:

@@ -13,7 +13,7 @@ from replicax.arguments import Count, typed
 from replicax.core.data.per_row import map_rows_of_state
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
-from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.train_state import Metrics, TrainState, was_donated
 from replicax.core.models.definition import is_trainable
 from replicax.core.step.base import Apply, StepSums
 from replicax.core.step.loss import LOSS
@@ -101,6 +101,13 @@ def with_losses(state: TrainState) -> TrainState:
     if not isinstance(state.step, jax.ShapeDtypeStruct):
         losses = jnp.full(shape, _NO_LOSS, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
+
+
+def at_start(dp: DataParallel, state: TrainState, guard: Guard) -> TrainState:
+    """Return the state that a run begins with: placed as `dp` has it, with a window if needed."""
+    if not was_donated(state):
+        state = dataclasses.replace(dp.place(state), losses=state.losses)
+    return with_losses(state) if guard.spikes else state
 
 
 def skip_bad_steps(apply: Apply) -> Apply:

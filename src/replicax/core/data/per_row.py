@@ -115,6 +115,14 @@ def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
     )
 
 
+def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
+    """Return the arrays of a state, each `RowsOfState` padded as `padded_state` does it."""
+    return map_rows_of_state(
+        lambda rows: RowsOfState(resized(rows.value, padded(rows.real), rows.real), rows.real),
+        params,
+    )
+
+
 def has_rows(model: PyTree) -> bool:
     """Whether a `PerRow` is in a state."""
     return any(map(_is_marked, jax.tree.leaves(model, is_leaf=_is_marked)))
