@@ -50,15 +50,18 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "feed(x, y, 8)": (lambda dp, state: dp.feed(*XY, 8), "one dict"),
     "feed(path)": (lambda dp, state: dp.feed("rows.npz", 8), "str"),
     "feed(rows)": (lambda dp, state: dp.feed(ROWS), "batch_size="),
-    "evaluate(rows)": (lambda dp, state: dp.evaluate(state, ROWS), "dp.feed(rows, batch_size)"),
-    "evaluate(batch)": (lambda dp, state: dp.evaluate(state, *dp.feed(ROWS, 8)), "[batch]"),
+    "evaluate(feed, 8)": (lambda dp, state: evaluate(dp, state, dp.feed(ROWS, 8)), "Feed"),
     "predict(state, batches)": (
         lambda dp, state: dp.predict(state, [ROWS]),
-        "dp.predict(function, state, batches)",
+        "dp.predict(state, source, function)",
     ),
-    "predict(state, function)": (
+    "predict(function, state, batches)": (
+        lambda dp, state: dp.predict(loss, state, [ROWS]),
+        "dp.predict(state, source, function)",
+    ),
+    "predict(state, function, batches)": (
         lambda dp, state: dp.predict(state, loss, [ROWS]),
-        "predict(function, state, batches)",
+        "dp.predict(state, source, function)",
     ),
     "value_and_grad(model)": (lambda dp, state: rx.value_and_grad(MODEL), "callable"),  # type: ignore[arg-type]
 }
@@ -100,6 +103,10 @@ def fit(dp: Any, state: Any, source: Any = ROWS, **more: Any) -> Any:
     return rx.fit(dp, state, source, batch_size=8, epochs=1, progress=False, **more)
 
 
+def evaluate(dp: Any, state: Any, source: Any) -> Any:
+    return dp.evaluate(state, source, batch_size=8)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_first_mistake_is_refused_with_the_next_line(name: str) -> None:
     kind, call, words = CASES[name]
@@ -134,7 +141,8 @@ OF_OTHERS = {
     },
     "Run": {"num_epochs=3": "epochs=3"},
     "dp.feed": {"epochs=3": "rx.fit(dp, state, source, epochs=3)", "num_workers=4": "prefetch=4"},
-    "dp.evaluate": {"batch_size=8": "dp.feed(source, batch_size=8)"},
+    "dp.evaluate": {"batches=8": "source=8", "metrics=[]": "{'name': rows}"},
+    "dp.predict": {"x=8": "source=8", "fn=8": "function=8"},
     "value_and_grad": {"has_aux=True": "{'name': rows}"},
     "EarlyStopping": {"monitor='loss'": "metric='loss'", "patience_count=1": "'patience'"},
     "Saving": {"save_interval_steps=9": "every=9"},

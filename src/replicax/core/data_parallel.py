@@ -1,6 +1,6 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +14,13 @@ from replicax.core.configured import Configured
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
+from replicax.core.data.given import batches_given
 from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
-from replicax.core.first_step.argument_checks import check_is_state, check_kind
+from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_order
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
@@ -301,42 +302,56 @@ class DataParallel(Configured):
     def evaluate(
         self,
         state: TrainState,
-        batches: Any,
+        source: Any,
         *,
+        batch_size: Int32Count | None = None,
         loss: LossFunction | None = None,
         ema: bool = False,
     ) -> dict[str, Any]:
-        """Return loss and metrics over all rows of `batches`, each row counted once.
+        """Return loss and metrics over all rows of `source`, each row counted once.
+
+        Examples:
+            >>> state = dp.init(model)
+            >>> dp.evaluate(state, held_out, batch_size=32)["rows"]
+            256
+            >>> both = {"train": dp.feed(source, 32), "test": dp.feed(held_out, 32)}
+            >>> dp.evaluate(state, both)["test"]["rows"]
+            256
 
         Args:
             state: the train state; not modified.
-            batches: from `feed`, or any pytrees of arrays `[rows, ...]`; or a dict of these.
+            source: as for `feed`, or one. Arrays `[rows, ...]` without `batch_size` are one batch,
+                as in `step`. A dict of feeds, or of other sources that are no arrays, is several.
+            batch_size: rows in a global batch, into which `feed` cuts and pads the source.
             loss: another loss, or metrics, to evaluate.
             ema: whether to use the moving average of the parameters.
 
         Returns:
             The exact weighted mean of each, NaN if the total weight is 0, and `"rows"`; for a dict
-            of batches, a dict of these.
+            of sources, a dict of these.
         """
         state = self.place(state)
+        batches = batches_given(source, batch_size, self.feed)
         return self._evaluation.means(state, batches, loss, ema=ema)
 
     @typed_but("function", "state")
     def predict(
         self,
-        function: LossFunction,
         state: TrainState,
-        batches: Iterable[Any],
+        source: Any,
+        function: LossFunction,
         *,
+        batch_size: Int32Count | None = None,
         ema: bool = False,
     ) -> Any:
-        """Return the outputs of `function` for all rows of `batches`, without padding.
+        """Return the outputs of `function` for all rows of `source`, without padding.
 
         Args:
+            state: the train state; not modified.
+            source: as for `evaluate`, but only one; rows are returned in this order.
             function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
                 is in evaluation mode, and `key` is None.
-            state: the train state; not modified.
-            batches: as for `evaluate`; rows are returned in this order.
+            batch_size: as for `evaluate`.
             ema: as for `evaluate`.
 
         Returns:
@@ -345,8 +360,10 @@ class DataParallel(Configured):
         Raises:
             LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
+        check_order(state, source)
         state = self.place(state)
-        return self._evaluation.rows(function, state, batches, ema=ema)
+        batches = batches_given(source, batch_size, self.feed)
+        return self._evaluation.rows(state, batches, function, ema=ema)
 
     @of_one_thread
     def check(self, feed: Feed) -> None:

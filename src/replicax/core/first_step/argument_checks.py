@@ -24,7 +24,7 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
         instead = {
             "loss": "DataParallel(loss, optimizer), and state = dp.init(model)",
             "step": "DataParallel(step=step)",
-            "function": "predict(function, state, batches)",
+            "function": "dp.predict(state, source, function)",
         }
         raise ConfigError(
             f"the {name} is a {type(function).__name__}; it must be a function {call}: use "
@@ -105,6 +105,15 @@ def check_is_state(state: Any) -> None:
     elif isinstance(getattr(state, "state", None), TrainState):
         fix = "pass its attribute .state"
     raise StateError(f"the state is a {type(state).__name__}; it must be an rx.TrainState: {fix}")
+
+
+def check_order(state: Any, source: Any) -> None:
+    """Raise `ConfigError` if `predict` is called with its function first, as it once was."""
+    if isinstance(source, TrainState) and callable(state):
+        raise ConfigError(
+            "predict got (function, state, ...), its former order: write "
+            "dp.predict(state, source, function)"
+        )
 
 
 def check_kind(state: Any) -> None:
