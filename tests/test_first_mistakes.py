@@ -24,7 +24,7 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "fit(x, y)": (lambda dp, state: rx.fit(dp, state, *XY, epochs=1), "one dict"),
     "fit(feed)": (lambda dp, state: fit(dp, state, dp.feed(ROWS, 8)), "Feed"),
-    "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(most="),
+    "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(max_bad_steps="),
     "a class as hook": (lambda dp, state: fit(dp, state, hooks=[rx.EarlyStopping]), "Stopping()"),
     "step(state)": (lambda dp, state: dp.step(state), "dp.step(state, batch)"),
     "step(x, y)": (lambda dp, state: dp.step(state, *XY), "(TrainState, ndarray, ndarray)"),

@@ -20,14 +20,12 @@ from support.mistakes import (
     MODEL,
     ROWS,
     SGD,
-    WIDE,
     init,
     loss,
     make,
     refused,
     step,
     whole,
-    wide,
 )
 
 import replicax as rx

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,8 +275,8 @@ def test_evaluation_and_prediction_take_what_a_feed_takes() -> None:
         assert (found["rows"], found["loss"]) == (ROWS, pytest.approx(mean, rel=1e-5)), name
         rows = dp.predict(state, source(dp), several, **given)["found"]
         np.testing.assert_allclose(rows, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
-    named = dp.evaluate(state, {name: source(dp) for name, (source, _) in SOURCES.items() if name in
-                                ("rows that are cut", "loader", "a batch")}, batch_size=None)
+    together = {"loader": Loader(), "rows": DATA, "batch": SOURCES["a batch"][0](dp)}
+    named = dp.evaluate(state, together)
     assert [each["rows"] for each in named.values()] == [ROWS] * 3
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Generic, TypedDict, TypeVar, get_args, get_ty
 
 from replicax.arguments import Int32Count, check_ranges, fitted
 from replicax.errors import ConfigError, did_you_mean, require
+from replicax.other_names import alike, is_of_others
 from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
 from replicax.train.changes import read_config
 
@@ -204,14 +205,24 @@ def _parsed(
         _, _, untitled = box.partition("\n")
         first = next(filter(str.strip, re.split("[─-]{9,}|Got errors:", untitled)))
         line = " ".join(first.split()).rstrip(".")
+        if wrong := re.search(r"choice '(.*)' for argument .* one of \((.*)\)", line):
+            line += did_you_mean(wrong[1], re.findall("'(.*?)'", wrong[2]))
         raise ConfigError(f"{line}; {program} --help lists the flags") from None
     if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in _names(kind)]
         raise ConfigError(
-            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
-            "the flags"
+            f"unknown flag {unknown[0]!r}{_meant(unknown[0], _names(kind))}; {program} --help "
+            "lists the flags"
         )
     return parsed
+
+
+def _meant(flag: str, names: Sequence[str]) -> str:
+    """Return the flag that was meant, by its name in other libraries or the closest one."""
+    word = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    if same := alike(word, names):
+        return f" (did you mean '--{same[0].replace('_', '-')}'?)"
+    known = [f"--{name.replace('_', '-')}" for name in names]
+    return "" if is_of_others(word) else did_you_mean(flag, known)
 
 
 def _names(kind: type[Any]) -> list[str]:

@@ -86,7 +86,7 @@ class DataParallel(Configured):
         ConfigError: invalid or incompatible arguments.
     """
 
-    @typed_but("loss", "optimizer", "step", "layout")
+    @typed_but("loss", "optimizer", "step", "layout", "precision")
     def __init__(
         self,
         loss: LossFunction | None = None,

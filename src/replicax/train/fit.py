@@ -178,7 +178,7 @@ class Run(Resuming):
             dp.job,
             self.hooks,
             Meter(log_every),
-            BadSteps(guard.most, dp.job, judged(dp, state)),
+            BadSteps(guard.max_bad_steps, dp.job, judged(dp, state)),
             self._evaluator,
             RereadCheck(dp.job, self.say, self.alarm, accept=accept_changes),
         )

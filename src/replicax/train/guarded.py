@@ -45,16 +45,16 @@ class Guard:
     """When to skip a step and record its examples, and when to stop a run that skips steps.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(max_bad_steps=10, skip_spikes=True))
 
     Args:
-        most: consecutive steps with a non-finite loss or gradient before the run stops.
-        spikes: whether to skip steps too whose loss is a spike: `SPIKE_SIGMAS` standard deviations
-            above the mean of the last `SPIKE_WINDOW` losses that were none.
+        max_bad_steps: consecutive steps with a non-finite loss or gradient before the run stops.
+        skip_spikes: whether to skip steps too whose loss is a spike: `SPIKE_SIGMAS` standard
+            deviations above the mean of the last `SPIKE_WINDOW` losses that were none.
     """
 
-    most: Count = 5
-    spikes: bool = False
+    max_bad_steps: Count = 5
+    skip_spikes: bool = False
 
 
 def guarded(
@@ -107,7 +107,7 @@ def at_start(dp: DataParallel, state: TrainState, guard: Guard) -> TrainState:
     """Return the state that a run begins with: placed as `dp` has it, with a window if needed."""
     if not was_donated(state):
         state = dataclasses.replace(dp.place(state), losses=state.losses)
-    return with_losses(state) if guard.spikes else state
+    return with_losses(state) if guard.skip_spikes else state
 
 
 def skip_bad_steps(apply: Apply) -> Apply:

@@ -52,7 +52,7 @@ def everything(mode: str, kind: str, folder: Path) -> list[float]:
         found += dp.predict(state, [DATA], lambda m, b, k: b["x"] @ m["w"]).tolist()
         dp.lower(model, DATA)
         settings: dict[str, Any] = {"batch_size": 8, "progress": False, "run_dir": folder}
-        guard, saving = rx.Guard(spikes=True), rx.Saving(every=2)
+        guard, saving = rx.Guard(skip_spikes=True), rx.Saving(every=2)
         with rx.Run(
             dp, dp.init(model), DATA, steps=3, guard=guard, saving=saving, **settings
         ) as run:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from replicax.arguments import typed
+from replicax.arguments import called, typed
 from replicax.core.data.batch import Batch, RowSet, Shared, row_count
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision
@@ -23,7 +23,7 @@ from replicax.core.step.loss import LOSS, Weighted, weighted_sum
 from replicax.core.step.loss_context import LossContext, current
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 
 
 class Examiner(Protocol):
@@ -55,6 +55,7 @@ class Primitives:
     examiner: Examiner | None = None
 
 
+_NO_BATCH = object()
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
@@ -97,8 +98,14 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     """
 
     def means_and_gradient(
-        model: Any, batch: PyTree, key: jax.Array | None = None
+        model: Any, batch: PyTree = _NO_BATCH, key: jax.Array | None = None
     ) -> tuple[Any, ...]:
+        if batch is _NO_BATCH:
+            raise ConfigError(
+                "rx.value_and_grad(loss) was called without a batch, over whose rows it takes the "
+                "exact means; it is not jax.value_and_grad: write "
+                "rx.value_and_grad(loss)(model, batch, key), or use JAX's"
+            )
         definition, given, extras = split_model(model)
         params = jax.lax.stop_gradient(given)
         primitives, state, seen = _seen("value_and_grad", batch, params, extras)
@@ -121,6 +128,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     return means_and_gradient
 
 
+@called
 def mean(values: PyTree) -> PyTree:
     """Return the mean of `values` over the rows of the global batch, excluding padding.
 

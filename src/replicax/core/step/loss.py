@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.arguments import called
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
@@ -21,6 +22,7 @@ LOSS = "loss"
 RESERVED = (LOSS, "rows")
 
 
+@called
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Weighted:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from replicax.arguments import typed
 from replicax.errors import require
 from replicax.train.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
@@ -42,6 +43,7 @@ class TensorBoard(Logger):
 
     package = "tensorboardX"
 
+    @typed
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder, self._path = folder, Path()
         self._writer: Any = None
@@ -177,6 +179,7 @@ class MLflow(_Resuming):
 
     package = "mlflow"
 
+    @typed
     def __init__(self, uri: str | None = None, *, experiment: str = "replicax") -> None:
         self._uri, self._experiment = uri, experiment
         self._where: str | None = None
