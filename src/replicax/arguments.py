@@ -79,22 +79,22 @@ def typed(target: _T) -> _T:
     return _typed(target, frozenset())
 
 
-def called(target: _T) -> _T:
+def answered(target: _T) -> _T:
     """Decorate as `typed` does, without a look at the values: for what is called in every step."""
     if isinstance(target, type):
-        target.__init__ = called(target.__init__)  # type: ignore[misc]
+        target.__init__ = answered(target.__init__)  # type: ignore[misc]
         return target
     signature = inspect.signature(target)
 
     @functools.wraps(target)
-    def answered(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         try:
             return target(*arguments, **named)
         except TypeError:
             bind(target.__qualname__, signature, arguments, named)
             raise
 
-    return answered  # type: ignore[return-value]
+    return run  # type: ignore[return-value]
 
 
 def _typed(target: _T, skipped: Set[str]) -> _T:

@@ -46,9 +46,9 @@ def load(
             default.
 
     Returns:
-        The saved run. The losses of `Guard(skip_spikes=True)` and the state of a reduction are left out
-        if `state` has none. Of a run with `rx.Islands`, a `dp` without them, as by default, takes
-        the outer parameters, and begins with a new optimizer state.
+        The saved run. The losses of `Guard(skip_spikes=True)` and the state of a reduction are left
+        out if `state` has none. Of a run with `rx.Islands`, a `dp` without them, as by default,
+        takes the outer parameters, and begins with a new optimizer state.
 
     Raises:
         ConfigError: no run, no such checkpoint, a different model or optimizer, or a recipe of

@@ -1,7 +1,4 @@
-"""What users of other libraries write for an argument or a value, and what it is called here.
-
-The former names of arguments are in it, too.
-"""
+"""Names of arguments and values in other libraries, and ours; and former names of arguments."""
 
 from collections.abc import Container
 
@@ -14,9 +11,6 @@ ARGUMENTS = (
     ("DataParallel({}, optimizer)", "loss={}", "loss_fn loss_function criterion objective"),
     ("return values, {'name': rows} in the loss", "", "has_aux metrics compute_metrics"),
     (_DP, "mesh=rx.make_mesh({})", "devices num_devices gpus num_gpus n_gpus"),
-    ("rx.make_mesh({})", "data={}", "devices num_devices gpus num_gpus n_gpus"),
-    ("rx.make_mesh({})", "model={}", "tp tensor tensor_parallel model_parallel"),
-    ("rx.make_mesh({})", "stage={}", "pp pipe pipeline stages pipeline_parallel"),
     (_DP, "layout={}", "strategy sharding sharding_strategy parallelism"),
     (_DP, "layout='fsdp'", "fsdp zero"),
     (_DP, "precision={}", "dtype mixed_precision compute_dtype param_dtype"),
@@ -65,6 +59,9 @@ ARGUMENTS = (
     (_JOB, "coordinator={}", "coordinator_address master_addr"),
     (_JOB, "processes={}", "num_processes world_size nnodes num_nodes"),
     (_JOB, "process={}", "process_id process_index rank"),
+    ("rx.make_mesh({})", "data={}", "devices num_devices gpus num_gpus n_gpus"),
+    ("rx.make_mesh({})", "model={}", "tp tensor tensor_parallel model_parallel"),
+    ("rx.make_mesh({})", "stage={}", "pp pipe pipeline stages pipeline_parallel"),
 )
 """Where an argument belongs, the argument, and its names in other libraries. Without an argument,
 what to do instead."""

@@ -215,7 +215,8 @@ class DataParallel(Configured):
             LossError: the loss violates its contract, or is not finite in the first step.
             StateError: the state was already passed to `step`.
         """
-        self._of(state)
+        if self._program is None:
+            self._of(state)
         if self._checks.is_traced(state, batch):
             return self._traced_step(state, self._checks.traced(state, batch))
         placed = batch if type(batch) is Batch else self._checks.placed(batch)
@@ -264,16 +265,8 @@ class DataParallel(Configured):
     def place(self, state: TrainState) -> TrainState:
         """Return a state that another `DataParallel` may have made, placed by this one's layout.
 
-        All methods do this with the state that they get. Arrays that lie where they belong are not
-        copied.
-
-        Examples:
-            >>> other = rx.DataParallel(loss, optimizer, layout="zero1")
-            >>> state = other.place(dp.init(model))
-            >>> state, metrics = other.step(state, batch)
-
-        Raises:
-            StateError: another model, optimizer, precision or reduction; or donated arrays.
+        Other methods do so, too. Arrays that lie where they belong are not copied. `StateError` if
+        the model, the optimizer, the precision or the reduction differs.
         """
         self._of(state)
         return self._checks.taken(state)
@@ -311,11 +304,7 @@ class DataParallel(Configured):
         """Return loss and metrics over all rows of `source`, each row counted once.
 
         Examples:
-            >>> state = dp.init(model)
-            >>> dp.evaluate(state, held_out, batch_size=32)["rows"]
-            256
-            >>> both = {"train": dp.feed(source, 32), "test": dp.feed(held_out, 32)}
-            >>> dp.evaluate(state, both)["test"]["rows"]
+            >>> dp.evaluate(dp.init(model), held_out, batch_size=32)["rows"]
             256
 
         Args:

@@ -65,9 +65,7 @@ class ProgramEvaluation:
             totals.add(sums)
         return totals.means()
 
-    def rows(
-        self, state: TrainState, batches: Any, function: LossFunction, *, ema: bool
-    ) -> PyTree:
+    def rows(self, state: TrainState, batches: Any, function: LossFunction, *, ema: bool) -> PyTree:
         """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
         if isinstance(batches, Mapping):
             raise ConfigError(

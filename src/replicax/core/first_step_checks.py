@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.begun_state import placed_as
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, host_rows, values_of_sets
 from replicax.core.data.feed import Feed
@@ -23,7 +24,6 @@ from replicax.core.first_step.argument_checks import (
     check_kind,
     check_shapes,
     check_state,
-    lies_elsewhere,
 )
 from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
@@ -95,21 +95,8 @@ class FirstStepChecks:
         return batch
 
     def taken(self, state: TrainState) -> TrainState:
-        """Return a state of any `DataParallel` as this program takes it: placed by its layout.
-
-        The losses that a guard of a run compares are left out if nobody reads them.
-        """
-        if state is self._latest():
-            return state
-        check_kind(state)
-        if not jax.tree.leaves(self._abstract.losses):
-            state = dataclasses.replace(state, losses=())
-        check_shapes(state, self._abstract)
-        leaves, wanted = jax.tree.leaves(state), jax.tree.leaves(self._abstract)
-        if any(map(lies_elsewhere, leaves, wanted)) and all(map(_is_at_hand, leaves)):
-            where = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
-            state = jax.device_put(state, where)
-        return state
+        """Return a state of any `DataParallel` as this program takes it: placed by its layout."""
+        return state if state is self._latest() else placed_as(state, self._abstract)
 
     def check_state(self, state: TrainState, batch: Batch) -> None:
         """Raise `StateError` if a step cannot take a state, or is inside a transformation."""
@@ -360,10 +347,6 @@ class FirstStepChecks:
         if split.micro_batches > 1 and not mode.bitwise:
             return "use accumulate=1"
         return "gather the rows of all replicas with rx.gather(x)"
-
-
-def _is_at_hand(leaf: Any) -> bool:
-    return getattr(leaf, "is_fully_addressable", True)
 
 
 def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:

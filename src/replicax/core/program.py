@@ -288,9 +288,7 @@ class Program:
         """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = partial(
-            create_state, self.configuration, self.mesh, self.updater, self.definition
-        )
+        create = partial(create_state, self.configuration, self.mesh, self.updater, self.definition)
         make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state

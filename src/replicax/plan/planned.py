@@ -136,7 +136,7 @@ class Plan:
     """Memory and time of a step on hardware that need not be attached.
 
     Examples:
-        >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
+        >>> found = rx.plan(dp, model, source, batch_size=256, target="h100:8", by_formula=True)
         >>> print(found.fits, found.largest.rows > 256)
         True True
     """

@@ -45,7 +45,8 @@ class Guard:
     """When to skip a step and record its examples, and when to stop a run that skips steps.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(max_bad_steps=10, skip_spikes=True))
+        >>> guard = rx.Guard(max_bad_steps=10, skip_spikes=True)
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=guard)
 
     Args:
         max_bad_steps: consecutive steps with a non-finite loss or gradient before the run stops.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from replicax.arguments import called, typed
+from replicax.arguments import answered, typed
 from replicax.core.data.batch import Batch, RowSet, Shared, row_count
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision
@@ -128,7 +128,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     return means_and_gradient
 
 
-@called
+@answered
 def mean(values: PyTree) -> PyTree:
     """Return the mean of `values` over the rows of the global batch, excluding padding.
 

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
-from replicax.arguments import called
+from replicax.arguments import answered
 from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import DataError
 
 
-@called
+@answered
 class Shared:
     """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
 
@@ -42,7 +42,7 @@ class Shared:
         return f"Shared({self.value!r})"
 
 
-@called
+@answered
 class RowSet:
     """Mark rows in a batch of another number than its own: boundary points, labelled rows.
 

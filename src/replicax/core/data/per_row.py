@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.arguments import called
+from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, by_path, whole_on_host
 from replicax.errors import ConfigError, LossError
 
 
-@called
+@answered
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "mask"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PerRow:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.arguments import called
+from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.host_arrays import host_array, is_array_like, opened
 from replicax.core.ground.job import Job
@@ -24,7 +24,7 @@ _Rows = tuple[PyTree, np.ndarray]
 """New host arrays of at most `batch_size` rows, and the index of each row in the source."""
 
 
-@called
+@answered
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
     """Marks data that only this process reads, for `dp.feed` and `rx.fit`.

@@ -209,5 +209,4 @@ def lies_elsewhere(leaf: Any, like: Any) -> bool:
 
 def _on_same_devices(leaf: Any, like: Any) -> bool:
     """Whether `jax.jit` would refuse another sharding; it moves arrays from other devices."""
-    there = isinstance(leaf, jax.Array) and leaf.sharding.device_set
-    return there == like.sharding.device_set
+    return isinstance(leaf, jax.Array) and leaf.sharding.device_set == like.sharding.device_set

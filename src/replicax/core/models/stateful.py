@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.arguments import called
+from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, kind_changes
 from replicax.core.models.definition import CallContext, is_array
 from replicax.errors import LossError
 
 
-@called
+@answered
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stateful:
@@ -35,7 +35,7 @@ class Stateful:
     """A pytree of arrays of any dtype."""
 
 
-@called
+@answered
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Written:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.arguments import called
+from replicax.arguments import answered
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
@@ -22,7 +22,7 @@ LOSS = "loss"
 RESERVED = (LOSS, "rows")
 
 
-@called
+@answered
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Weighted:
