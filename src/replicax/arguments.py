@@ -144,19 +144,19 @@ def bind(
 
 def _instead(word: str, value: Any, known: Mapping[str, Any], *, elsewhere: bool) -> str:
     """Return an argument that is not in `known`, and what to write for it, if only `elsewhere`."""
-    shown, here, there = _shown(value), [], []
+    shown, here, own, there = _shown(value), list[str](), list[str](), list[str]()
     for where, written, words in ARGUMENTS:
         if word not in names_of_row(written, words):
             continue
         if written.partition("=")[0] in known:
             here.append(written)
         else:
-            here += [f"{name}={{}}" for name in words.split() if name in known]
+            own += [f"{name}={{}}" for name in words.split() if name in known]
             there.append(f"write {where.replace('{}', written)}" if written else where)
-    if here or (there and elsewhere):
+    if here or own or (there and elsewhere):
         given = VALUES.get(value, value) if isinstance(value, str) else value
         text = _shown(given) if isinstance(value, int | float | str) else "..."
-        line = [*(f"write {each}" for each in here), *there][0]
+        line = [*(f"write {each}" for each in (*here, *own)), *there][0]
         return f"{word}={shown}: {line.replace('{}', text)}"
     if nearest := nearest_name(word, known):
         return f"{word}={shown}: did you mean {nearest}=...?"
