@@ -136,9 +136,9 @@ class Plan:
     """Memory and time of a step on hardware that need not be attached.
 
     Examples:
-        >>> found = rx.plan(dp, model, source, batch_size=256, target="h100:8", by_formula=True)
-        >>> print(found.fits, found.largest.rows > 256)
-        True True
+        >>> found = rx.plan(dp, model, source, batch_size=32, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.largest.rows)
+        True 32
     """
 
     about: Mapping[str, Any]

@@ -235,9 +235,9 @@ def plan(
     `Plan.notes` says what to install.
 
     Examples:
-        >>> found = rx.plan(dp, model, source, batch_size=256, target="h100:8", by_formula=True)
-        >>> print(found.fits, found.largest.rows > 256)
-        True True
+        >>> found = rx.plan(dp, model, source, batch_size=32, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.asked.rows)
+        True 4
 
     Args:
         dp: the step, on a mesh of any devices. On the target, `data` is resized to fill the devices
