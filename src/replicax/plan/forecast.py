@@ -167,9 +167,9 @@ def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None =
     Going from n/2 devices to n pays off if it reaches the same result `PAYING_SPEEDUP` times as
     fast, and faster than any fewer devices do. On a curve with a fixed batch (strong scaling) the
     result is one step. On a curve with fixed rows per device (weak scaling) more devices mean a
-    larger batch, so the measure is the time to the same loss: seconds per step times the number of steps (`steps_to_a_loss`). Without a
-    noise scale, progress is assumed proportional to the rows, so that the answer reflects only the
-    cost of communication.
+    larger batch, so the measure is the time to the same loss: seconds per step times the number of
+    steps (`steps_to_a_loss`). Without a noise scale, progress is assumed proportional to the rows,
+    so that the answer reflects only the cost of communication.
     """
 
     def seconds(point: ScalingPoint) -> float:
