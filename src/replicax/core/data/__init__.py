@@ -9,6 +9,7 @@ Read in this order:
     per_row.py       `PerRow`: values with an entry for each row, next to means
     share.py         the rows that a process holds, on its devices; `Batches` of several steps
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
+    given.py         the batches of any source, to evaluate; its first rows, to plan and verify
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
 `rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Feed` (from `dp.feed`), `rx.PerProcess`.

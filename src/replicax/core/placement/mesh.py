@@ -138,8 +138,8 @@ def check_mesh(mesh: MeshKind) -> MeshKind:
     if DATA not in mesh.axis_names:
         named = (DATA, *mesh.axis_names[1:])
         raise ConfigError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data', the axis of "
-            f"the replicas: rename it, as in jax.sharding.Mesh(mesh.devices, {named}), or use "
+            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data', the axis "
+            f"of the replicas: rename it, as in jax.sharding.Mesh(mesh.devices, {named}), or use "
             "rx.make_mesh()"
         )
     if isinstance(mesh, AbstractMesh):
