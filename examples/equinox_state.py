@@ -59,7 +59,7 @@ def main():
     for epoch in range(20):
         for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
             state, _ = dp.step(state, batch)
-    print(dp.evaluate(state, dp.feed(rows(), BATCH)))
+    print(dp.evaluate(state, rows(), batch_size=BATCH))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main():
         for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
             state, _ = dp.step(state, batch)
     for name, ema in (("newest", False), ("average", True)):
-        found = dp.evaluate(state, dp.feed(rows(), BATCH), ema=ema)
+        found = dp.evaluate(state, rows(), batch_size=BATCH, ema=ema)
         print(f"{name}: loss {found['loss']:.4f} nats, accuracy {found['accuracy']:.3f}")
 
 

@@ -56,7 +56,7 @@ def main():
     for epoch in range(100):
         for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
             state, _ = dp.step(state, batch)
-    print(f"accuracy {dp.evaluate(state, dp.feed(rows(), BATCH))['accuracy']:.3f}")
+    print(f"accuracy {dp.evaluate(state, rows(), batch_size=BATCH)['accuracy']:.3f}")
 
 
 if __name__ == "__main__":

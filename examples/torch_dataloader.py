@@ -72,7 +72,7 @@ def main():
     for epoch in range(30):
         for batch in dp.feed(loader(epoch), BATCH):
             state, _ = dp.step(state, batch)
-    print(f"accuracy {dp.evaluate(state, dp.feed(loader(), BATCH))['accuracy']:.3f}")
+    print(f"accuracy {dp.evaluate(state, loader(), batch_size=BATCH)['accuracy']:.3f}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -24,7 +25,7 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "fit(x, y)": (lambda dp, state: rx.fit(dp, state, *XY, epochs=1), "one dict"),
     "fit(feed)": (lambda dp, state: fit(dp, state, dp.feed(ROWS, 8)), "Feed"),
-    "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(most="),
+    "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(max_bad_steps="),
     "a class as hook": (lambda dp, state: fit(dp, state, hooks=[rx.EarlyStopping]), "Stopping()"),
     "step(state)": (lambda dp, state: dp.step(state), "dp.step(state, batch)"),
     "step(x, y)": (lambda dp, state: dp.step(state, *XY), "(TrainState, ndarray, ndarray)"),
@@ -44,21 +45,44 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "devices as mesh": (lambda dp, state: make(mesh=jax.devices()), "rx.make_mesh("),
     "make_mesh(devices=2)": (lambda dp, state: rx.make_mesh(devices=2), "jax.devices()[:"),  # type: ignore[arg-type]
     "mode='fsdp'": (lambda dp, state: make(mode="fsdp"), "layout='fsdp'"),
+    "mode='ddp'": (lambda dp, state: make(mode="ddp"), "layout='replicated'"),
+    "precision=16": (lambda dp, state: make(precision=16), "'float16'"),
+    "precision=jnp.bfloat16": (lambda dp, state: make(precision=jnp.bfloat16), "'bfloat16'"),
+    "verify(state)": (lambda dp, state: rx.verify(dp, state, ROWS), "dp.model(state)"),
+    "plan(state)": (
+        lambda dp, state: rx.plan(dp, state, ROWS, target="h100:8", by_formula=True),
+        "dp.model(state)",
+    ),
+    "bench(state)": (
+        lambda dp, state: rx.bench(dp, state, ROWS, batch_size=8, progress=False),
+        "dp.model(state)",
+    ),
+    "load(state=model)": (
+        lambda dp, state: rx.load("runs/none", dp=dp, state=MODEL),  # type: ignore[arg-type]
+        "dp.init(model)",
+    ),
+    "jax.value_and_grad": (
+        lambda dp, state: rx.value_and_grad(loss)(MODEL),
+        "(model, batch, key)",
+    ),
     "layout='ddp'": (lambda dp, state: make(layout="ddp"), "'replicated'"),
     "precision='bf16-mixed'": (lambda dp, state: make(precision="bf16-mixed"), "'bfloat16'"),
     "feed(x, y)": (lambda dp, state: dp.feed(*XY), "one dict"),
     "feed(x, y, 8)": (lambda dp, state: dp.feed(*XY, 8), "one dict"),
     "feed(path)": (lambda dp, state: dp.feed("rows.npz", 8), "str"),
     "feed(rows)": (lambda dp, state: dp.feed(ROWS), "batch_size="),
-    "evaluate(rows)": (lambda dp, state: dp.evaluate(state, ROWS), "dp.feed(rows, batch_size)"),
-    "evaluate(batch)": (lambda dp, state: dp.evaluate(state, *dp.feed(ROWS, 8)), "[batch]"),
+    "evaluate(feed, 8)": (lambda dp, state: evaluate(dp, state, dp.feed(ROWS, 8)), "Feed"),
     "predict(state, batches)": (
         lambda dp, state: dp.predict(state, [ROWS]),
-        "dp.predict(function, state, batches)",
+        "dp.predict(state, source, function)",
     ),
-    "predict(state, function)": (
+    "predict(function, state, batches)": (
+        lambda dp, state: dp.predict(loss, state, [ROWS]),
+        "dp.predict(state, source, function)",
+    ),
+    "predict(state, function, batches)": (
         lambda dp, state: dp.predict(state, loss, [ROWS]),
-        "predict(function, state, batches)",
+        "dp.predict(state, source, function)",
     ),
     "value_and_grad(model)": (lambda dp, state: rx.value_and_grad(MODEL), "callable"),  # type: ignore[arg-type]
 }
@@ -73,7 +97,8 @@ STATE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda dp, state: rx.Run(dp, state, ROWS, batch_size=8, epochs=1).step(ROWS),  # type: ignore[arg-type]
         "with rx.Run(",
     ),
-    "step before init": (lambda dp, state: make().step(state, ROWS), "state = dp.init(model)"),
+    "step before init": (lambda dp, state: make().step(MODEL, ROWS), "state = dp.init(model)"),
+    "end_round(model)": (lambda dp, state: dp.end_round(MODEL), "state = dp.init(model)"),
     "step(module)": (lambda dp, state: dp.step(LINEAR, ROWS), "state = dp.init(model)"),
     "step(batch, state)": (lambda dp, state: dp.step(ROWS, state), "dp.step(state, batch)"),
     "step(fit)": (lambda dp, state: dp.step(fit(dp, state), ROWS), ".state"),
@@ -99,6 +124,10 @@ def fit(dp: Any, state: Any, source: Any = ROWS, **more: Any) -> Any:
     return rx.fit(dp, state, source, batch_size=8, epochs=1, progress=False, **more)
 
 
+def evaluate(dp: Any, state: Any, source: Any) -> Any:
+    return dp.evaluate(state, source, batch_size=8)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_first_mistake_is_refused_with_the_next_line(name: str) -> None:
     kind, call, words = CASES[name]
@@ -107,6 +136,7 @@ def test_a_first_mistake_is_refused_with_the_next_line(name: str) -> None:
     refused(kind, lambda: call(dp, state), words)
 
 
+RESULTS = {"Bench", "Fit", "Loaded", "Plan", "Verification"}
 OF_OTHERS = {
     "DataParallel": {
         "lr=0.1": "optimizer=optax.adam(0.1)",
@@ -114,11 +144,12 @@ OF_OTHERS = {
         "grad_accum=2": "accumulate=2",
         "num_microbatches=2": "accumulate=2",
         "sharding='fsdp'": "layout='fsdp'",
+        "strategy='ddp'": "layout='replicated'",
         "mixed_precision='bf16'": "precision='bfloat16'",
         "batch_size=8": "dp.feed(source, batch_size=8)",
         "seed=1": "dp.init(model, seed=1)",
         "model=1": "state = dp.init(model)",
-        "accumulat=2": "'accumulate'",
+        "accumulat=2": "accumulate=",
     },
     "fit": {
         "num_epochs=3": "epochs=3",
@@ -129,16 +160,53 @@ OF_OTHERS = {
         "save_steps=9": "saving=rx.Saving(every=9)",
         "lr=0.1": "DataParallel(loss, optimizer=optax.adam(0.1))",
         "devices=4": "DataParallel(loss, optimizer, mesh=rx.make_mesh(4))",
-        "epoch=3": "'epochs'",
+        "epoch=3": "epochs=",
+        "max_epochs=3": "epochs=3",
+        "num_train_epochs=3": "epochs=3",
+        "learning_rate=0.1": "optimizer=optax.adam(0.1)",
+        "y=1": "source={'x': x, 'y': y}",
+        "train_data=1": "source=1",
+        "metrics=[]": "{'name': rows}",
+        "precision='bf16-mixed'": "precision='bfloat16'",
+        "strategy='ddp'": "layout='replicated'",
     },
     "Run": {"num_epochs=3": "epochs=3"},
     "dp.feed": {"epochs=3": "rx.fit(dp, state, source, epochs=3)", "num_workers=4": "prefetch=4"},
-    "dp.evaluate": {"batch_size=8": "dp.feed(source, batch_size=8)"},
+    "dp.evaluate": {"batches=8": "source=8", "metrics=[]": "{'name': rows}"},
+    "dp.predict": {"x=8": "source={'x': x, 'y': y}", "fn=8": "function=8"},
     "value_and_grad": {"has_aux=True": "{'name': rows}"},
-    "EarlyStopping": {"monitor='loss'": "metric='loss'", "patience_count=1": "'patience'"},
-    "Saving": {"save_interval_steps=9": "every=9"},
+    "EarlyStopping": {"monitor='loss'": "metric='loss'", "patience_count=1": "patience="},
+    "Saving": {"save_interval_steps=9": "every=9", "max_to_keep=2": "keep=2"},
+    "Guard": {"most=3": "max_bad_steps=3", "spikes=True": "skip_spikes=True"},
+    "Evaluation": {"rows=3": "max_rows=3", "eval_steps=3": "every_steps=3"},
+    "KeepBest": {"monitor='loss'": "metric='loss'"},
+    "TensorBoard": {"log_dir='x'": "folder='x'"},
+    "make_mesh": {"num_devices=4": "data=4", "tp=2": "model=2"},
+    "plan": {"hardware='h100:8'": "target='h100:8'", "batch=3": "source=3"},
+    "verify": {"mode='jit'": "modes="},
+    "bench": {"optimizer=1": "DataParallel(loss, optimizer=1)", "num_devices=2": "devices=2"},
+    "load": {"path='runs/x'": "run_dir='runs/x'"},
     "initialize": {"num_processes=4": "processes=4"},
 }
+
+
+MADE = {"Batch", "Job", "Mode", "Reduction", "TrainState", "GradientNorm", "DeviceMemory"}
+"""Protocols, what a user does not make, and hooks that take no arguments at all."""
+CALLS = [
+    name
+    for name in rx.__all__
+    if callable(getattr(rx, name)) and name not in MADE | {"Feed", "Hook", "Logger", "WandB"}
+    if not (isinstance(getattr(rx, name), type) and issubclass(getattr(rx, name), BaseException))
+    if getattr(getattr(rx, name), "__doc__", "") and name not in RESULTS
+]
+METHODS = ("init", "feed", "step", "steps", "evaluate", "predict", "model", "place", "end_round")
+
+
+@pytest.mark.parametrize("name", [*CALLS, *(f"dp.{name}" for name in METHODS)])
+def test_an_argument_that_is_not_there_is_refused_by_name(name: str) -> None:
+    found: Any = getattr(make() if name.startswith("dp.") else rx, name.removeprefix("dp."))
+    said = refused(ConfigError, lambda: found(no_such_argument=1), "no_such_argument=1")
+    assert said.startswith(f"{name} ")
 
 
 @pytest.mark.parametrize("function", OF_OTHERS)

@@ -20,14 +20,12 @@ from support.mistakes import (
     MODEL,
     ROWS,
     SGD,
-    WIDE,
     init,
     loss,
     make,
     refused,
     step,
     whole,
-    wide,
 )
 
 import replicax as rx
@@ -128,11 +126,6 @@ STATE = {
     "optimizers without arrays": (
         lambda: borrowed(make(optimizer=SGD), make(optimizer=CLIPPED)),
         "structure",
-    ),
-    "state of another layout": (
-        lambda: borrowed(make(wide), make(wide, layout="zero1"), WIDE),
-        "2 arrays",
-        "layout",
     ),
 }
 LOSS = {

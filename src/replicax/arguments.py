@@ -18,7 +18,8 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from replicax.errors import ConfigError, did_you_mean
+from replicax.errors import ConfigError, nearest_name
+from replicax.other_names import ARGUMENTS, VALUES, names_of_row
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -78,6 +79,24 @@ def typed(target: _T) -> _T:
     return _typed(target, frozenset())
 
 
+def answered(target: _T) -> _T:
+    """Decorate as `typed` does, without a look at the values: for what is called in every step."""
+    if isinstance(target, type):
+        target.__init__ = answered(target.__init__)  # type: ignore[misc]
+        return target
+    signature = inspect.signature(target)
+
+    @functools.wraps(target)
+    def run(*arguments: Any, **named: Any) -> Any:
+        try:
+            return target(*arguments, **named)
+        except TypeError:
+            bind(target.__qualname__, signature, arguments, named)
+            raise
+
+    return run  # type: ignore[return-value]
+
+
 def _typed(target: _T, skipped: Set[str]) -> _T:
     signature, hints = inspect.signature(target), functools.cache(_hints)
 
@@ -107,7 +126,9 @@ def bind(
     parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
     for word in named:
         if word not in parameters:
-            raise ConfigError(f"{call} has no argument {_instead(word, named[word], parameters)}")
+            verb = not call[:1].isupper() or call in ("DataParallel", "Run")
+            said = _instead(word, named[word], parameters, elsewhere=verb)
+            raise ConfigError(f"{call} has no argument {said}")
     arguments = arguments[len(signature.parameters) - len(parameters) :]
     given = ", ".join([*(type(each).__name__ for each in arguments), *map("{}=...".format, named)])
     wanted = [
@@ -121,19 +142,25 @@ def bind(
     raise ConfigError(f"{call} got ({given}): write {call}({', '.join(wanted)}){others}")
 
 
-def _instead(word: str, value: Any, known: Mapping[str, Any]) -> str:
-    """Return an argument that is not in `known`, and what to write for it."""
-    shown = _shown(value)
-    for where, written, words in _OF_OTHERS:
-        alike = [written.partition("=")[0], *words.split()]
-        if word in alike:
-            text = shown if isinstance(value, int | float | str) else "..."
-            own = [f"{name}={{}}" for name in alike[1:] if name in known]
-            here = [written] if alike[0] in known else own
-            line = (here or [where.replace("{}", written)])[0].replace("{}", text)
-            return f"{word}={shown}: write {line}"
-    others = f"{', '.join(known)}{did_you_mean(word, known)}"
-    return f"{word}={shown}; it takes {others}: rename it, or leave it out"
+def _instead(word: str, value: Any, known: Mapping[str, Any], *, elsewhere: bool) -> str:
+    """Return an argument that is not in `known`, and what to write for it, if only `elsewhere`."""
+    shown, here, own, there = _shown(value), list[str](), list[str](), list[str]()
+    for where, written, words in ARGUMENTS:
+        if word not in names_of_row(written, words):
+            continue
+        if written.partition("=")[0] in known:
+            here.append(written)
+        else:
+            own += [f"{name}={{}}" for name in words.split() if name in known]
+            there.append(f"write {where.replace('{}', written)}" if written else where)
+    if here or own or (there and elsewhere):
+        given = VALUES.get(value, value) if isinstance(value, str) else value
+        text = _shown(given) if isinstance(value, int | float | str) else "..."
+        line = [*(f"write {each}" for each in (*here, *own)), *there][0]
+        return f"{word}={shown}: {line.replace('{}', text)}"
+    if nearest := nearest_name(word, known):
+        return f"{word}={shown}: did you mean {nearest}=...?"
+    return f"{word}={shown}; it takes {', '.join(known) or 'none'}: rename it, or leave it out"
 
 
 def fitted(name: str, hint: Any, value: Any) -> Any:
@@ -283,7 +310,7 @@ _CONTAINERS = (dict, Mapping, collections.abc.Mapping, list, Sequence, collectio
 _MAKES = {
     "Device": "jax.devices()[:4]",
     "DataParallel": "rx.DataParallel(loss, optimizer)",
-    "Guard": "rx.Guard(most=5)",
+    "Guard": "rx.Guard(max_bad_steps=5)",
     "Hook": "an object, as rx.EarlyStopping() is",
     "Job": "job = rx.initialize()",
     "Mesh": "rx.make_mesh(4)",
@@ -291,42 +318,3 @@ _MAKES = {
     "TrainState": "state = dp.init(model)",
 }
 """By the name of a class, what makes an object of it."""
-_DP, _FIT = "DataParallel(loss, optimizer, {})", "rx.fit(dp, state, source, {})"
-_FEED, _JOB = "dp.feed(source, {})", "rx.initialize({})"
-_OF_OTHERS = (
-    ("DataParallel(loss, {})", "optimizer=optax.adam({})", "lr learning_rate"),
-    ("DataParallel(loss, {})", "optimizer={}", "tx opt optim"),
-    ("DataParallel({}, optimizer=...)", "loss={}", "loss_fn loss_function criterion objective"),
-    ("return values, {'name': rows} in the loss", "", "has_aux metrics compute_metrics"),
-    (_DP, "mesh=rx.make_mesh({})", "devices num_devices gpus num_gpus"),
-    (_DP, "layout={}", "strategy sharding sharding_strategy"),
-    (_DP, "layout='fsdp'", "fsdp zero"),
-    (_DP, "precision='bfloat16'", "dtype mixed_precision compute_dtype bf16"),
-    (_DP, "accumulate={}", "grad_accum gradient_accumulation gradient_accumulation_steps"),
-    (_DP, "accumulate={}", "accumulation_steps accumulate_grad_batches every_k_schedule"),
-    (_DP, "accumulate={}", "num_microbatches num_micro_batches microbatches micro_batches"),
-    (_DP, "donate=True", "donate_argnums donate_argnames donate_state"),
-    (_DP, "ema={}", "ema_decay"),
-    ("state = dp.init(model)", "state=dp.init(model)", "model params train_state variables"),
-    ("dp.init(model, {})", "seed={}", "key rng rngs random_seed random_state"),
-    (_FEED, "batch_size={}", "bs batchsize global_batch_size"),
-    (_FEED, "prefetch={}", "prefetch_size prefetch_factor buffer_size num_workers"),
-    (_FIT, "epochs={}", "num_epochs n_epochs max_epochs num_train_epochs"),
-    (_FIT, "steps={}", "num_steps max_steps total_steps num_train_steps iterations"),
-    ("rx.fit(dp, state, {})", "source={}", "x data dataset dataloader train_data train_dataset"),
-    (_FIT, "eval_source={}", "eval_data eval_dataset val_data validation_data test_data"),
-    (_FIT, "hooks=[{}]", "hook callback callbacks"),
-    (_FIT, "hooks=[rx.TensorBoard()]", "logger loggers log_to report_to"),
-    (_FIT, "hooks=[rx.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
-    (_FIT, "log_every={}", "log_steps logging_steps log_every_n_steps log_interval"),
-    (_FIT, "steps_per_call={}", "steps_per_execution steps_per_loop iterations_per_loop"),
-    (_FIT, "run_dir='runs/name'", "workdir log_dir output_dir ckpt_dir checkpoint_dir resume"),
-    (_FIT, "saving=rx.Saving(every={})", "every save_every save_steps save_interval_steps"),
-    (_FIT, "guard=rx.Guard(most={})", "most max_bad_steps max_consecutive_errors"),
-    (_FIT, "progress=False", "verbose progress_bar enable_progress_bar show_progress"),
-    ("rx.EarlyStopping({})", "metric={}", "monitor"),
-    (_JOB, "coordinator={}", "coordinator_address master_addr"),
-    (_JOB, "processes={}", "num_processes world_size nnodes num_nodes"),
-    (_JOB, "process={}", "process_id process_index rank"),
-)
-"""Where an argument belongs, the argument, and its names in other libraries."""

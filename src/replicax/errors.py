@@ -31,6 +31,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from replicax.other_names import VALUES
+
 T = TypeVar("T")
 
 
@@ -84,7 +86,7 @@ class DivergedError(ReplicaxError, ArithmeticError):
 
     Examples:
         >>> endless = {**source, "y": np.full_like(source["y"], np.inf)}
-        >>> rx.fit(dp, state, endless, batch_size=32, epochs=3, guard=rx.Guard(most=2))
+        >>> rx.fit(dp, state, endless, batch_size=32, epochs=3, guard=rx.Guard(max_bad_steps=2))
         Traceback (most recent call last):
         replicax.errors.DivergedError: ...
     """
@@ -265,24 +267,21 @@ def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = ""
     """
     if isinstance(name, str) and name in table:
         return table[name]
-    nearest = did_you_mean(name, table) if isinstance(name, str) else ""
+    said = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+    nearest = did_you_mean(said, table)
     raise ConfigError(f"{argument}={name!r}; use one of {', '.join(table)}{otherwise}{nearest}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest known name as a suggestion for a message, or an empty string."""
-    known = list(known)
-    nearest = [_ALSO_CALLED[name]] if _ALSO_CALLED.get(name) in known else []
-    nearest = nearest or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    nearest = nearest_name(name, known)
+    return f" (did you mean {nearest!r}?)" if nearest else ""
 
 
-_ALSO_CALLED = {
-    "bf16-mixed": "bfloat16",
-    "ddp": "replicated",
-    "fp16": "float16",
-    "16-mixed": "float16",
-    "full_shard": "fsdp",
-    "zero3": "fsdp",
-}
-"""Values of arguments, by their names in other libraries."""
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the closest known name, or that of the same value in other libraries."""
+    known, small = list(known), name.lower()
+    if VALUES.get(small) in known:
+        return VALUES[small]
+    either = (difflib.get_close_matches(each, known, n=1, cutoff=0.5) for each in (name, small))
+    return next((found[0] for found in either if found), None)

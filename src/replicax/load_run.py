@@ -31,23 +31,24 @@ def load(
 
     Examples:
         >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/mine")
-        >>> run = rx.load("runs/mine", dp=dp, state=dp.abstract_state(model))
+        >>> run = rx.load("runs/mine", dp=dp)
         >>> weights, value = run.model, run.records[-1].metrics["loss"]
 
     Args:
         run_dir: the run's folder, or its URL in an object store.
         dp: a `DataParallel` with the run's loss and optimizer. Optional for a run of
             `replicax train`: by default it uses the run's recipe, in mode `jit`, on all devices.
-        state: a state of `dp`, or its shapes. Optional for a run of `replicax train`.
+        state: a state, or its shapes, as from `dp.abstract_state(model)`. Optional if `dp` has
+            a model, from `init` or by a step, and for a run of `replicax train`.
         recipe: the run's recipe, `"file.py:Name"` or `"package.module:Name"`, if it is not built
             in: code that only the run's folder names is never run.
         step: step of the checkpoint; `"best"` for the one named in `best.json`; the newest by
             default.
 
     Returns:
-        The saved run. The losses of `Guard(spikes=True)` and the state of a reduction are left out
-        if `state` has none. Of a run with `rx.Islands`, a `dp` without them, as by default, takes
-        the outer parameters, and begins with a new optimizer state.
+        The saved run. The losses of `Guard(skip_spikes=True)` and the state of a reduction are left
+        out if `state` has none. Of a run with `rx.Islands`, a `dp` without them, as by default,
+        takes the outer parameters, and begins with a new optimizer state.
 
     Raises:
         ConfigError: no run, no such checkpoint, a different model or optimizer, or a recipe of
@@ -58,6 +59,8 @@ def load(
     checkpoint = find_checkpoint(place(run_dir), step)
     if state is not None and dp is None:
         raise ConfigError("state= without dp=; a state belongs to a DataParallel: pass both")
+    if state is None and dp is not None and dp.knows_model and _recipe_of(checkpoint) is None:
+        state = dp.abstract_state()
     if dp is not None and state is not None:
         return load_checkpoint(checkpoint, dp, state)
     found = _recipe(checkpoint, recipe)
@@ -69,10 +72,14 @@ def load(
     return load_checkpoint(checkpoint, dp, shapes, found)
 
 
+def _recipe_of(checkpoint: Checkpoint) -> Any:
+    return checkpoint.manifest.config.get("recipe")
+
+
 def _recipe(checkpoint: Checkpoint, named: str | None) -> Any:
     """Return the recipe of a run of `replicax train`; one that is not built in must be `named`."""
     config, run = checkpoint.manifest.config, checkpoint.run
-    spec, fields = config.get("recipe"), config.get("fields")
+    spec, fields = _recipe_of(checkpoint), config.get("fields")
     if not isinstance(spec, str) or not isinstance(fields, dict):
         raise ConfigError(
             f"{run} was not created by replicax train, so it does not record its loss and model: "

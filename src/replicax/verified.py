@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax.arguments import Count, Int32Count, Seed, typed
+from replicax.core.data.given import batch_given, leading_rows, size_given
 from replicax.core.data_parallel import DataParallel
+from replicax.core.models.split import refuse_state
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
@@ -18,11 +20,11 @@ from replicax.verify.verification import Verification
 def verify(
     dp: DataParallel,
     model: Any,
-    batch: Any,
+    source: Any,
     *,
+    batch_size: Int32Count | None = None,
     modes: Sequence[str | Mode] | None = None,
     micro_batches: Count = checks.MICRO_BATCHES_TRIED,
-    batch_size: Int32Count | None = None,
     target: str | Target | None = None,
     seed: Seed = 0,
     show: stages.Show | None = None,
@@ -36,21 +38,22 @@ def verify(
     parameters without gradient, unequal copies, determinism, recompilation, and sums of many terms
     in 16-bit floats.
 
-    The step is compiled about a dozen times and run about a hundred times: pass few rows.
+    The step is compiled about a dozen times and run about a hundred times, with few rows.
 
     Examples:
-        >>> result = rx.verify(dp, model, batch.data, modes=["jit", "shard_map"])
+        >>> result = rx.verify(dp, model, source, batch_size=32, modes=["jit", "shard_map"])
         >>> assert result.ok, str(result)  # the table
 
     Args:
         dp: the step. Identically configured copies are run, not `dp` itself.
         model: as for `dp.init`.
-        batch: a pytree of arrays `[rows, ...]`, the global batch. Excess rows that do not divide
-            evenly among the replicas and `micro_batches` are dropped.
+        source: as for `dp.feed`, or a feed; or a batch, a pytree of arrays `[rows, ...]`.
+        batch_size: rows of the training batch, for which sums are inspected. The step is run on the
+            source's first rows, as many as show everything. Without it, the source is the batch,
+            and run as it is, but for rows that do not divide evenly among the replicas and
+            `micro_batches`.
         modes: those to compare; by default all that one process and `dp`'s mesh allow.
         micro_batches: number of micro-batches to compare with 1 and with `dp.accumulate`.
-        batch_size: rows of the training batch, for which sums are inspected but not run; by
-            default those of `batch`.
         target: hardware to compile for when inspecting those sums, as for `rx.plan`: `h100:8`. By
             default the attached devices. It does not affect the other checks.
         seed: of the model's random numbers, as for `dp.init`.
@@ -64,13 +67,18 @@ def verify(
         ConfigError: several processes, an unknown mode or target, or too few rows.
     """
     show = show or (lambda text: None)
+    refuse_state(model)
+    if (size := size_given(source, batch_size)) is None:
+        batch = batch_given(source)
+    else:
+        batch = leading_rows(source, checks.rows_needed(dp, micro_batches))
     return checks.verify_program(
         dp,
         model,
         batch,
         modes=modes,
         micro_batches=micro_batches,
-        batch_size=batch_size,
+        batch_size=size,
         elsewhere=None if target is None else compiling_for(target, show),
         seed=seed,
         show=show,

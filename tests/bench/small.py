@@ -13,6 +13,7 @@ from replicax.analysis import host
 from replicax.bench import runner
 from replicax.bench.bench_result import Bench
 from replicax.bench.run import bench
+from replicax.core.data_parallel import DataParallel
 
 ROWS = 20
 SOURCE = {"x": np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)}
@@ -37,4 +38,15 @@ def short() -> Iterator[None]:
 def run(**options: Any) -> Bench:
     """Bench the above, by default in 2 rounds of batches of 8 rows."""
     given = {"batch_size": 8, "rounds": 2, "progress": False, **options}
-    return bench(loss, optax.sgd(0.01), MODEL, given.pop("source", SOURCE), **given)
+    step = {
+        name: given.pop(name)
+        for name in ("layout", "accumulate", "reduction", "mode")
+        if name in given
+    }
+    return bench(
+        given.pop("dp", None) or parallel(**step), MODEL, given.pop("source", SOURCE), **given
+    )
+
+
+def parallel(function: Any = loss, **settings: Any) -> DataParallel:
+    return DataParallel(function, optax.sgd(0.01), **settings)

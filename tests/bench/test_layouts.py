@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from bench import small
-from bench.small import MODEL, MODEL_BYTES, SOURCE, loss, short
+from bench.small import MODEL, MODEL_BYTES, SOURCE, loss, parallel, short
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -181,17 +180,9 @@ def test_stages_have_the_bubble_of_their_micro_batches() -> None:
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], model["layers"])
         return jnp.sum(x**2, axis=1)
 
-    given: dict[str, Any] = {"batch_size": 8, "devices": [2], "rounds": 1, "accumulate": 4}
-    result = bench(
-        stacked,
-        optax.sgd(0.01),
-        model,
-        SOURCE,
-        layout=STACKED,
-        layouts=["stages"],
-        progress=False,
-        **given,
-    )
+    given: dict[str, Any] = {"batch_size": 8, "devices": [2], "rounds": 1, "progress": False}
+    dp = parallel(stacked, layout=STACKED, accumulate=4)
+    result = bench(dp, model, SOURCE, layouts=["stages"], **given)
     one, two = (case.layout for case in result.cases)
     assert isinstance(one, LayoutFigures)
     assert isinstance(two, LayoutFigures)
@@ -226,17 +217,9 @@ def test_what_fails_once_compiled_is_left_out_and_forgotten(
 
 
 def test_a_fault_that_is_no_layouts_is_raised() -> None:
+    broken = parallel(lambda *of: loss(*of) * jnp.nan)
     with pytest.raises(LossError, match=r"loss is\b.* nan"):
-        bench(
-            lambda *of: loss(*of) * jnp.nan,
-            optax.sgd(0.1),
-            MODEL,
-            SOURCE,
-            batch_size=4,
-            devices=[2],
-            layouts=["zero1"],
-            progress=False,
-        )
+        bench(broken, MODEL, SOURCE, batch_size=4, devices=[2], layouts=["zero1"], progress=False)
 
 
 def test_nothing_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from bench import small
-from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, short
+from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, parallel, short
 
 import replicax as rx
 from replicax.bench import machine, runner
@@ -62,7 +61,7 @@ def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
 
 
 def test_a_rounded_gradient_is_half_the_bytes() -> None:
-    result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16")
+    result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16", mode="shard_map")
     (case,) = result.cases
     assert (case.sent_bytes, case.least_sent_bytes) == (MODEL_BYTES / 2 + 8, MODEL_BYTES / 2)
     assert re.match(r"jit .*skipped: reduction='bfloat16'", result.notes[0])
@@ -75,7 +74,7 @@ def test_a_custom_step_is_measured_like_the_built_in_one() -> None:
 
     options: dict[str, Any] = {"devices": (2,), "modes": ["shard_map"], "rounds": 1}
     given = {"batch_size": 8, "progress": False, **options}
-    (own,) = bench(None, None, MODEL, SOURCE, step=step, **given).cases
+    (own,) = bench(rx.DataParallel(step=step), MODEL, SOURCE, **given).cases
     (written,) = run(**options).cases
     assert (own.sent_bytes, own.collectives) == (written.sent_bytes, written.collectives)
     assert own.flops_per_step == written.flops_per_step
@@ -172,16 +171,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_compiles(
 def test_several_processes_measure_all_devices_and_nothing_else(
     options: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dp = parallel()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError) as caught:
-        run(**{"modes": ["jit"], **options})
+        run(**{"dp": dp, "modes": ["jit"], **options})
     assert says in str(caught.value)
 
 
 def test_only_host_devices_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    dp = parallel()
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
     with pytest.raises(ConfigError, match=r"pin with\b.*gpu devices"):
-        run(devices=(1,), modes=["jit"], pin=True)
+        run(dp=dp, devices=(1,), modes=["jit"], pin=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
@@ -211,7 +212,7 @@ def test_an_error_ends_threads_and_frees_cores(monkeypatch: pytest.MonkeyPatch) 
 
     before = set(threading.enumerate())
     with pytest.raises(LossError, match=r"loss is\b.* nan"):
-        bench(broken, optax.sgd(0.1), MODEL, SOURCE, batch_size=4, devices=(1,), progress=False)
+        bench(parallel(broken), MODEL, SOURCE, batch_size=4, devices=(1,), progress=False)
     assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
 
 

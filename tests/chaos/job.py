@@ -134,7 +134,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
             log_every=1,
             run_dir=folder / "run",
             saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
-            guard=rx.Guard(most=MAX_BAD_STEPS),
+            guard=rx.Guard(max_bad_steps=MAX_BAD_STEPS),
             config={"job": "chaos", "data": data},
             hooks=[Fitting(notes)],
         )

@@ -56,8 +56,11 @@ def test_no_batch_is_advised_that_is_larger_than_the_data(main: Main) -> None:
 
 
 def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
-    error = refusal(main, "plan", *LINE, "--target", "gtx1070:4")
+    error = refusal(main, "plan", *LINE, "--target", "quantum:4")
     assert all(name in error for name in (ATTACHED, CPU.name, *CHIPS))
+    near = refusal(main, "plan", *LINE, "--target", "gtx1070:4")
+    assert "'gtx1070ti'" in near
+    assert "a100-80" not in near
 
 
 def test_a_users_recipe(main: Main) -> None:

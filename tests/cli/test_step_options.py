@@ -89,11 +89,10 @@ def test_what_a_table_gains_is_a_choice_of_every_command(
 
 def test_the_options_are_arguments_of_data_parallel_with_its_defaults() -> None:
     settings = StepOptions().settings(LinearRegression())
-    for function in (rx.DataParallel, rx.bench):
-        defaults = inspect.signature(function).parameters
-        for name, value in settings.items():
-            default = defaults[name].default
-            assert value == (LAYOUTS[default] if name == "layout" else default), name
+    defaults = inspect.signature(rx.DataParallel).parameters
+    for name, value in settings.items():
+        default = defaults[name].default
+        assert value == (LAYOUTS[default] if name == "layout" else default), name
     assert inspect.signature(rx.DataParallel).parameters["mode"].default == ModeOptions().mode
 
 

@@ -267,14 +267,6 @@ def test_a_seed_out_of_range_is_refused(seed: int) -> None:
         make().init(MODEL, seed=seed)
 
 
-@pytest.mark.parametrize("call", ["model", "lower_state"])
-def test_a_model_is_needed_first(call: str) -> None:
-    dp, other = make(), make()
-    state = other.init(MODEL)
-    with pytest.raises(rx.StateError, match="init"):
-        dp.model(state) if call == "model" else dp.lower(state, SOURCE)
-
-
 def test_evaluation_takes_the_micro_batches_of_the_step() -> None:
     def wide(model: Any, batch: Any, key: Any) -> jax.Array:
         return jnp.tanh(jnp.sin(batch["x"][:, None] * jnp.ones(4096)) @ model["w"])

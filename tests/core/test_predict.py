@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +58,7 @@ def parallel(
 
 
 def predicted(function: Any, dp: rx.DataParallel, model: Any = MODEL, **options: Any) -> Any:
-    return dp.predict(function, dp.init(model), dp.feed(DATA, BATCH), **options)
+    return dp.predict(dp.init(model), dp.feed(DATA, BATCH), function, **options)
 
 
 def near(found: Any, wanted: Any) -> None:
@@ -101,7 +103,7 @@ def test_a_network_is_in_evaluation_mode() -> None:
     dp = parallel("jit", loss=error)
     state, _ = dp.step(dp.init(network), next(iter(dp.feed(DATA, BATCH))))
     before = bits(state)
-    found = dp.predict(logits, state, dp.feed(DATA, BATCH))
+    found = dp.predict(state, dp.feed(DATA, BATCH), logits)
     model = dp.model(state)
     model.eval()
     near(found, model(DATA["x"]))
@@ -114,17 +116,16 @@ def test_the_average_of_the_parameters() -> None:
     for batch in dp.feed(DATA, BATCH):
         state, _ = dp.step(state, batch)
     for ema in (False, True):
-        found = dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
+        found = dp.predict(state, dp.feed(DATA, BATCH), several, ema=ema)
         near(found["found"], several(dp.model(state, ema=ema), DATA, None)["found"])
 
 
 def test_a_mapping_is_a_batch_and_a_mapping_of_batches() -> None:
     dp, cut = parallel(), {name: leaf[:16] for name, leaf in DATA.items()}
     state = dp.init(MODEL)
-    wanted = dp.predict(several, state, [cut])["found"]
-    np.testing.assert_array_equal(dp.predict(several, state, [UserDict(cut)])["found"], wanted)
-    with pytest.raises(rx.ConfigError, match="UserDict"):
-        dp.predict(several, state, UserDict(cut))
+    wanted = dp.predict(state, [cut], several)["found"]
+    np.testing.assert_array_equal(dp.predict(state, [UserDict(cut)], several)["found"], wanted)
+    np.testing.assert_array_equal(dp.predict(state, UserDict(cut), several)["found"], wanted)
     named = dp.evaluate(state, UserDict(a=[cut], b=[UserDict(cut)]))
     assert named["a"] == named["b"]
     assert float(dp.step(state, UserDict(cut))[1]["loss"]) == pytest.approx(named["a"]["loss"])
@@ -143,7 +144,7 @@ def test_hand_made_batches_and_a_function_that_is_traced_once() -> None:
     parts = [cut(0, 8), cut(8, 15), cut(15, 19)]  # 8 rows, 7 padded to 8, and 4
     counts = []
     for _ in range(2):
-        number, scaled = dp.predict(counted, state, parts)
+        number, scaled = dp.predict(state, parts, counted)
         np.testing.assert_array_equal(number, np.arange(19))
         near(scaled, DATA["x"][:19, :1] * np.ones(8, np.float32))
         counts.append(len(traces))
@@ -163,9 +164,9 @@ def test_rows_that_mix_are_refused_where_not_all_are_seen(function: Any) -> None
     for dp, rows in ((parallel(), 32), (parallel("jit", 4), 33)):
         batches = dp.feed({name: leaf[:rows] for name, leaf in DATA.items()}, 16)
         with pytest.raises(rx.LossError, match="prediction"):
-            dp.predict(function, dp.init(MODEL), batches)
+            dp.predict(dp.init(MODEL), batches, function)
     one = parallel("jit", 1)
-    found = one.predict(function, one.init(MODEL), one.feed(DATA, 16))  # 4 of 16 rows at the end
+    found = one.predict(one.init(MODEL), one.feed(DATA, 16), function)  # 4 of 16 rows at the end
     expected = [
         function(None, {name: leaf[at : at + 16] for name, leaf in DATA.items()}, None)
         for at in range(0, ROWS, 16)
@@ -181,7 +182,7 @@ def test_rows_of_different_shapes_are_refused_by_name() -> None:
         (lambda m, b, k: {str(b["x"].shape[1]): b["x"][:, 0]}, [r"\['4'\]", "missing"]),
     ):
         with pytest.raises(rx.LossError, match=".*".join(words)):
-            dp.predict(function, dp.init(MODEL), batches)
+            dp.predict(dp.init(MODEL), batches, function)
 
 
 def drawn(model: Any, batch: Any, key: Any) -> Any:
@@ -209,19 +210,18 @@ def test_what_is_no_prediction(function: Any, said: str, mode: str) -> None:
 def test_what_cannot_be_predicted_with() -> None:
     dp, feed = parallel(), parallel().feed(DATA, BATCH)
     with pytest.raises(rx.StateError, match="init"):
-        dp.predict(several, None, feed)  # type: ignore[arg-type]
+        dp.predict(None, feed, several)  # type: ignore[arg-type]
     state = dp.init(MODEL)
     with pytest.raises(rx.ConfigError, match=r"^predict .*0 batches"):
-        dp.predict(several, state, [])
-    with pytest.raises(rx.ConfigError, match=r"predict\(function, "):
-        dp.predict("several", state, feed)  # type: ignore[arg-type]
+        dp.predict(state, [], several)
+    with pytest.raises(rx.ConfigError, match=r"predict\(state, source"):
+        dp.predict(state, feed, "several")  # type: ignore[arg-type]
     with pytest.raises(rx.StateError, match=r"state\b.*\bdict\b"):
-        dp.predict(several, MODEL, feed)  # type: ignore[arg-type]
-    for batches in (DATA, {"all": feed}, DATA["x"]):
-        with pytest.raises(rx.ConfigError, match=r"dp\.feed"):
-            dp.predict(several, state, batches)
-    with pytest.raises(rx.ConfigError, match=r"dp\.feed"):
-        dp.evaluate(state, DATA)
+        dp.predict(MODEL, feed, several)  # type: ignore[arg-type]
+    with pytest.raises(rx.ConfigError, match=r"1 sources \(all\)"):
+        dp.predict(state, {"all": feed}, several)
+    with pytest.raises(rx.ConfigError, match=r"predict\(state, source"):
+        dp.predict(several, state, feed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -230,12 +230,66 @@ def test_a_state_that_a_step_consumed(ema: bool) -> None:
     state = dp.init(MODEL)
     dp.step(state, next(iter(dp.feed(DATA, BATCH))))
     with pytest.raises(rx.StateError, match="donate"):
-        dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
+        dp.predict(state, dp.feed(DATA, BATCH), several, ema=ema)
     with pytest.raises(rx.StateError, match="donate"):
         dp.evaluate(state, dp.feed(DATA, BATCH), ema=ema)
 
 
 # Evaluation.
+
+
+class Loader:
+    """Batches that can be read again, of 13 rows each."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({k: leaf[at : at + 13] for k, leaf in DATA.items()} for at in range(0, ROWS, 13))
+
+
+def grain_rows() -> Any:
+    rows = [{name: leaf[at] for name, leaf in DATA.items()} for at in range(ROWS)]
+    return grain.MapDataset.source(rows)
+
+
+SOURCES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "rows": (lambda dp: DATA, {}),
+    "rows that are cut": (lambda dp: DATA, {"batch_size": 16}),
+    "own rows": (lambda dp: rx.PerProcess(DATA), {"batch_size": 16}),
+    "mapping": (lambda dp: UserDict(DATA), {"batch_size": 16}),
+    "grain": (lambda dp: grain_rows(), {"batch_size": 16}),
+    "loader": (lambda dp: Loader(), {}),
+    "loader that is padded": (lambda dp: Loader(), {"batch_size": 16}),
+    "list": (lambda dp: list(Loader()), {}),
+    "generator": (lambda dp: iter(Loader()), {}),
+    "feed": (lambda dp: dp.feed(DATA, BATCH), {}),
+    "a batch": (lambda dp: next(iter(dp.feed(DATA, ROWS))), {}),
+}
+
+
+def test_evaluation_and_prediction_take_what_a_feed_takes() -> None:
+    dp = parallel()
+    state = dp.init(MODEL)
+    wanted = np.asarray(several(MODEL, DATA, None)["found"])
+    mean = float(jnp.mean(loss(MODEL, DATA, None)))
+    for name, (source, given) in SOURCES.items():
+        found = dp.evaluate(state, source(dp), **given)
+        assert (found["rows"], found["loss"]) == (ROWS, pytest.approx(mean, rel=1e-5)), name
+        rows = dp.predict(state, source(dp), several, **given)["found"]
+        np.testing.assert_allclose(rows, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+    together = {"loader": Loader(), "rows": DATA, "batch": SOURCES["a batch"][0](dp)}
+    named = dp.evaluate(state, together)
+    assert [each["rows"] for each in named.values()] == [ROWS] * 3
+
+
+def test_sources_that_must_be_cut_or_are_cut_already() -> None:
+    dp = parallel()
+    state = dp.init(MODEL)
+    for source in (grain_rows(), rx.PerProcess(DATA)):
+        with pytest.raises(rx.ConfigError, match="batch_size="):
+            dp.evaluate(state, source)
+    with pytest.raises(rx.ConfigError, match="Feed"):
+        dp.evaluate(state, dp.feed(DATA, BATCH), batch_size=8)
+    with pytest.raises(rx.DataError, match="str"):
+        dp.evaluate(state, "rows.npz")
 
 
 def test_a_dict_of_feeds() -> None:
@@ -289,11 +343,11 @@ def test_a_loss_without_a_hash_is_known_again() -> None:
     state, cut = dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()}
     found = [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)]
     assert found[0] == pytest.approx(4 * found[1])
-    predicted = [dp.predict(each, state, [cut]) for each in (double, half)]
+    predicted = [dp.predict(state, [cut], each) for each in (double, half)]
     np.testing.assert_allclose(predicted[0], 4 * predicted[1], rtol=1e-6)
     traces = double.traces, half.traces
     assert [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)] == found
-    dp.predict(half, state, [cut])
+    dp.predict(state, [cut], half)
     assert (double.traces, half.traces) == traces
     assert float(dp.step(state, cut)[1]["loss"]) == pytest.approx(found[0])
 

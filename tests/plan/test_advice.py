@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
-from plan.plans import GB, SPEED, TRAFFIC, make_plan, need
+from plan.plans import ABOUT, GB, SPEED, TRAFFIC, make_plan, need
 
 import replicax as rx
 from replicax.core.placement.mesh import abstract_mesh
@@ -90,6 +90,13 @@ def test_a_larger_batch_where_it_is_faster() -> None:
 )
 def test_no_larger_batch_where_it_is_not(speeds: tuple[Speed, ...]) -> None:
     assert not first(FITS, speeds=speeds).startswith("a batch of")
+
+
+@pytest.mark.parametrize("steps", [9, 10])
+def test_a_larger_batch_leaves_an_epoch_ten_steps(steps: int) -> None:
+    rows = {**ABOUT, "data_rows": steps * 32 * DEVICES}
+    said = first(FITS, speeds=(speed(8, 100.0), speed(32, 200.0)), about=rows)
+    assert said.startswith("a batch of") == (steps == 10)
 
 
 WAITING = (speed(8, 100.0, waiting=0.4),)

@@ -82,6 +82,8 @@ def test_doubling_pays_while_it_is_a_tenth_faster() -> None:
     assert devices_that_pay(_points([1, 1.9, 1.9 * 1.9])) == 1
     # A step that does not pay by itself may lead to one that does: a torus whose rings close.
     assert devices_that_pay(_points([1, 1.9, 1.9])) == 4
+    # Doublings that only make up for a loss do not pay: one device is the fastest.
+    assert devices_that_pay(_points([1, 100, 101, 102])) == 1
 
 
 def test_with_a_noise_scale_larger_batches_stop_paying() -> None:

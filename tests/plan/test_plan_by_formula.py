@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from plan.compilers import PACKAGES, beside_jax
 from plan.small_step import MODEL, PARAMETERS, WIDTH, host, loss, rows, step, strict
@@ -167,6 +168,34 @@ def test_axes_that_do_not_divide_the_devices_are_refused() -> None:
 def test_an_unknown_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"hardware 'h10'"):
         rx.plan(step(), MODEL, rows(16), target="h10:8")
+    for written in ("H100x8", "8xh100", "h100-8", "8 h100"):
+        with pytest.raises(ConfigError, match=r"write h100:8$"):
+            rx.plan(step(), MODEL, rows(16), target=written)
+
+
+def test_a_batch_is_cut_from_a_source() -> None:
+    given: dict[str, Any] = {"target": "h100:8", "by_formula": True, "changes": {}}
+    data = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rows(800))
+    wanted = rx.plan(step(), MODEL, rows(64), **given)
+    several = rx.plan(step(), MODEL, [jax.tree.map(lambda leaf: leaf[:64], data)], **given)
+    feed = rx.plan(step(), MODEL, step().feed(data, 64), **given)
+    cut = rx.plan(step(), MODEL, data, batch_size=64, **given)
+    shapes = rx.plan(step(), MODEL, rows(800), batch_size=64, **given)
+    assert [each.asked for each in (several, feed, cut, shapes)] == [wanted.asked] * 4
+    assert [each.about["data_rows"] for each in (wanted, feed, shapes)] == [None, 800, 800]
+
+
+def test_the_address_of_an_error_is_no_part_of_a_note() -> None:
+    def mutates(model: Any, batch: Any, key: Any) -> Any:
+        return model(batch["x"]).sum(-1)
+
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    dp = rx.DataParallel(mutates, optax.sgd(0.1))
+    batch = {"x": np.ones((64, 4), np.float32)}
+    notes = rx.plan(dp, norm, batch, target="h100:8", by_formula=True).notes
+    (note,) = (each for each in notes if each.startswith("remat"))
+    assert "TraceContextError" in note
+    assert "http" not in note
 
 
 @pytest.mark.parametrize("name", ["wished_rows", "noise_scale"])

@@ -166,7 +166,7 @@ def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
     if job is not None:
         sources["own arrays"] = rx.PerProcess(own_arrays())
     found = {
-        name: dp.predict(predicted, state, dp.feed(each, BATCH)) for name, each in sources.items()
+        name: dp.predict(state, dp.feed(each, BATCH), predicted) for name, each in sources.items()
     }
     dp.job.agree("the predictions", {"sha256": sha256(found)})
     return jax.tree.map(lambda leaf: leaf.astype(np.float32).tolist(), found)

@@ -28,7 +28,7 @@ def main() -> None:
     calls = {
         "step": lambda batch: float(dp.step(state, batch)[1]["loss"]),
         "evaluate": lambda batch: dp.evaluate(state, [batch])["loss"],
-        "predict": lambda batch: dp.predict(lambda m, b, k: b["y"], state, [batch]).mean(),
+        "predict": lambda batch: dp.predict(state, [batch], lambda m, b, k: b["y"]).mean(),
     }
     for name, batch in (("own", own), ("all", ROWS), ("joined", joined)):
         for call, run in calls.items():

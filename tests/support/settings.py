@@ -22,9 +22,7 @@ def grouped(settings: dict[str, Any]) -> dict[str, Any]:
     if saving:
         settings["saving"] = rx.Saving(**saving)
     guard = {
-        name: settings.pop(old)
-        for old, name in (("max_bad_steps", "most"), ("skip_spikes", "spikes"))
-        if old in settings
+        name: settings.pop(name) for name in ("max_bad_steps", "skip_spikes") if name in settings
     }
     if guard:
         settings["guard"] = rx.Guard(**guard)

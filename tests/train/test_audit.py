@@ -210,7 +210,7 @@ def to_nan(state: Any) -> Any:
     return dataclasses.replace(state, params=params)
 
 
-ALONE = rx.Guard(most=1000)
+ALONE = rx.Guard(max_bad_steps=1000)
 """A guard with which only the audit ends a run of bad steps."""
 
 

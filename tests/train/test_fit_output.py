@@ -148,7 +148,7 @@ class TestDivergence:
                 rx.DataParallel(loss, optax.sgd(0.1)),
                 {"x": np.full(16, np.nan), "y": np.zeros(16)},
                 epochs=9,
-                guard=rx.Guard(most=3),
+                guard=rx.Guard(max_bad_steps=3),
             )
 
 

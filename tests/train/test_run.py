@@ -357,7 +357,7 @@ def test_several_sets_so_many_rows_and_another_loss(dp: rx.DataParallel) -> None
         return values, {"far": values > 1}
 
     sets = {"all": SOURCE, "few": {name: each[:5] for name, each in SOURCE.items()}}
-    plan = rx.Evaluation(sets=sets, every_epochs=None, rows=10, loss=far)
+    plan = rx.Evaluation(sets=sets, every_epochs=None, max_rows=10, loss=far)
     result = whole(run(dp, eval_source=plan))
     (record,) = [record for record in result.records if record.kind == "eval"]
     assert record.rows == 16 + 5
@@ -383,7 +383,7 @@ def test_it_is_evaluated_with_the_average(dp: rx.DataParallel) -> None:
         ({}, "sets="),
         ({"source": SOURCE, "sets": {"all": SOURCE}}, "sets="),
         ({"source": SOURCE, "every_steps": 0}, "every_steps=0"),
-        ({"source": SOURCE, "rows": -1}, "rows=-1"),
+        ({"source": SOURCE, "max_rows": -1}, "max_rows=-1"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(plan: dict[str, Any], words: str) -> None:

@@ -102,7 +102,7 @@ def test_skipped_steps_are_named() -> None:
     """The examples of a bad step, though it was one of several."""
     data = rows()
     data["x"][[20, 40]] = np.nan
-    settings = {"source": data, "shuffle": False, "guard": rx.Guard(most=9)}
+    settings = {"source": data, "shuffle": False, "guard": rx.Guard(max_bad_steps=9)}
     alone, found = (fit(data_parallel(2), steps_per_call=n, **settings) for n in (1, 4))
     skips = [(r.step, r.examples) for r in found.records if r.kind == "skip"]
     assert skips == [(r.step, r.examples) for r in alone.records if r.kind == "skip"]

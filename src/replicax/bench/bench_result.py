@@ -117,7 +117,7 @@ class Bench(Reported):
     """The results of a benchmark: every mode on every device count.
 
     Examples:
-        >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1],
+        >>> result = rx.bench(dp, model, source, batch_size=32, devices=[1],
         ...                   modes=["single"], rounds=1, progress=False)
         >>> print(result.cases[0].mode)
         single

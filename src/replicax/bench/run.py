@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 
 import replicax.bench.report  # noqa: F401 - how a benchmark is printed and shown
 from replicax.arguments import Count, Int32Count, Seed, typed
@@ -32,45 +31,30 @@ from replicax.bench.machine import (
 )
 from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
-from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.per_row import has_rows
 from replicax.core.data_parallel import DataParallel
-from replicax.core.exact.fixed_tree import MICRO_SHARDS
-from replicax.core.ground.job import Alone, Job
 from replicax.core.modes import MODES, as_mode
-from replicax.core.placement.layout import Layout
 from replicax.core.placement.mesh import make_mesh
-from replicax.core.placement.sharding_rules import Rules
-from replicax.core.step.objective import LossFunction
-from replicax.core.step.reduction import Reduction
 from replicax.errors import ConfigError
 
 
 @typed
 def bench(
-    loss: LossFunction | None,
-    optimizer: optax.GradientTransformation | None,
+    dp: DataParallel,
     model: Any,
     source: Any,
     *,
     batch_size: Int32Count,
-    step: StepFunction | None = None,
     devices: Sequence[int] | None = None,
     modes: Sequence[str] | None = None,
-    layout: str | Rules | Layout = "replicated",
     layouts: Sequence[Arrangement] | None = None,
-    accumulate: int = 1,
-    micro_shards: int = MICRO_SHARDS,
-    precision: str = "float32",
-    reduction: str | Reduction = "float32",
     rounds: Count = 5,
     pin: bool = False,
     seed: Seed = 0,
-    job: Job | None = None,
     tokens_per_row: Count | None = None,
     progress: bool = True,
 ) -> Bench:
-    """Benchmark a training step in every mode on every device count.
+    """Benchmark the step of `dp` in every mode on every device count.
 
     Strong scaling has `batch_size` rows on every device count; weak scaling has the same rows per
     device, with `batch_size` in total on the largest count. Each round runs every step for about a
@@ -81,34 +65,28 @@ def bench(
     `replicax train` does; otherwise the allocator affects the measurement.
 
     Examples:
-        >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1, 2],
-        ...                   modes=["jit"], rounds=1)
+        >>> result = rx.bench(dp, model, source, batch_size=32, devices=[1, 2], modes=["jit"],
+        ...                   rounds=1)
         >>> table = str(result)
 
     Args:
-        loss: as for `DataParallel`.
-        optimizer: as for `DataParallel`.
-        model: as for `DataParallel.init`.
-        source: as for `DataParallel.feed`, but it must be iterable repeatedly.
+        dp: the step. Copies are measured, with other modes and meshes, and otherwise configured
+            alike; modes that do not support its layout or reduction are skipped, with a note.
+        model: as for `dp.init`.
+        source: as for `dp.feed`, but it must be iterable repeatedly.
         batch_size: rows of a global batch.
-        step: as for `DataParallel`, with None for `loss` and `optimizer`.
         devices: device counts; by default powers of two up to the number of attached devices, and
             that number. A job of several processes always uses all devices.
-        modes: names of `replicax.core.modes.MODES`; by default all modes that are not bitwise.
-        layout: as for `DataParallel`. Modes that do not support it are skipped, with a note.
+        modes: names of `replicax.core.modes.MODES`; by default all that are not bitwise, and that
+            of `dp`.
         layouts: layouts to compare, by default in mode `jit` on all devices and on one:
-            `replicated`, `zero1`, `fsdp`; with the rules of `layout` also `model` and `stages`,
-            which use the most devices along that axis that divide its dims; or pairs of a layout
-            and `mesh(devices)`. Layouts that cannot be run are skipped, with a note.
-        accumulate: as for `DataParallel`.
-        micro_shards: as for `DataParallel`.
-        precision: as for `DataParallel`.
-        reduction: as for `DataParallel`. Modes that do not support it are skipped, with a note.
+            `replicated`, `zero1`, `fsdp`; with the rules of `dp`'s layout also `model` and
+            `stages`, which use the most devices along that axis that divide its dims; or pairs of a
+            layout and `mesh(devices)`. Layouts that cannot be run are skipped, with a note.
         rounds: at least 1.
         pin: whether to give each CPU device its own core; otherwise one device uses all cores, and
             a second one adds nothing.
         seed: for the initial state, the order of the rows, and the order of cases in a round.
-        job: as for `DataParallel`.
         tokens_per_row: if given, throughput is also reported in tokens.
         progress: whether to print progress.
 
@@ -116,40 +94,32 @@ def bench(
         ConfigError: invalid arguments, such as a batch too small for the devices.
         LossError: see `DataParallel.step`.
     """
-    job = Alone() if job is None else job
+    layout, job = dp.layout, dp.job
     platform, lone = jax.devices()[0].platform, jax.process_count() == 1
-    modes = _modes(modes, layouts)
+    modes = _modes(modes, layouts, dp)
     counts = _device_counts(devices, layouts, pin)
 
     def data_parallel(case: BenchCase) -> DataParallel:
         placed = case.placed
-        return DataParallel(
-            loss,
-            optimizer,
-            step=step,
+        return dp.replace(
             mesh=placed.mesh if placed else make_mesh(case.devices, devices=jax.devices()),
             mode=case.mode,
             layout=placed.layout if placed else layout,
-            accumulate=accumulate,
-            micro_shards=micro_shards,
-            precision=precision,
-            reduction=reduction,
-            job=job,
         )
 
     def check(case: BenchCase) -> None:
         """Raise `ConfigError` if the step of `case` is invalid, without compiling it."""
-        dp = data_parallel(case)
-        dp.abstract_state(model)
-        dp.split.padded(case.global_batch)
+        other = data_parallel(case)
+        other.abstract_state(model)
+        other.split.padded(case.global_batch)
 
     resizable = check_source(source, batch_size, job) and not has_rows(model)
     if layouts is not None:
         cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
     else:
-        possible, notes = possible_modes(modes, counts, layout, reduction)
+        possible, notes = possible_modes(modes, counts, layout, dp.reduction)
         cases = all_cases(batch_size, counts, possible, weak=resizable)
-    notes += [*notes_on_cases(batch_size, cases, accumulate), *_notes_on_modes(cases)]
+    notes += [*notes_on_cases(batch_size, cases, dp.accumulate), *_notes_on_modes(cases)]
     if layouts is None and not resizable and len(counts) > 1:
         notes.append(
             "no weak scaling: the source yields whole batches, or the state has rows of one, which "
@@ -181,8 +151,8 @@ def bench(
         parameter_bytes=sum(leaf.nbytes for leaf in params),
         batch_size=batch_size,
         layout=", ".join(placed) if layouts else names["layout"],
-        accumulate=accumulate,
-        precision=precision,
+        accumulate=dp.accumulate,
+        precision=dp.precision.name,
         rounds=rounds,
         pinned=pin,
         seed=seed,
@@ -192,10 +162,13 @@ def bench(
     )
 
 
-def _modes(modes: Sequence[str] | None, layouts: Sequence[Arrangement] | None) -> Sequence[str]:
+def _modes(
+    modes: Sequence[str] | None, layouts: Sequence[Arrangement] | None, dp: DataParallel
+) -> Sequence[str]:
     """Return the modes to measure; raise `ConfigError` for an unknown one."""
     if modes is None:
-        modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
+        own = [dp.mode.name] if dp.mode.name in MODES else []
+        modes = [*usual_modes(), *own] if layouts is None else MODES_BY_DEFAULT
     for mode in modes:
         as_mode(mode)
     return modes

@@ -123,23 +123,28 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
 
 
-def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
+def bench_recipe(
+    parsed: Arguments[BenchOptions], job: rx.Job | None = None, **arguments: Any
+) -> Bench:
     """Measure the recipe's step with the given options and further `arguments` of `rx.bench`."""
     options, recipe = parsed.options, parsed.recipe
-    arguments = {**options.settings(recipe), **arguments}
+    settings: dict[str, Any] = {}
     if options.layouts is not None:
         rules = recipe.rules() if hasattr(recipe, "rules") else ()
         layout = rx.layout(rules=rules, schedule=options.schedule)
         names, heads = words(options.layouts), getattr(recipe, "heads", None)
         whole_heads = (layout, over_heads(heads)) if heads else "model"
         arguments["layouts"] = [whole_heads if name == "model" else name for name in names]
-        arguments["layout"] = layout
+        settings["layout"] = layout
+    # Each case has its own mesh and mode; these are any that are valid.
+    asked, layout = _modes(options), settings.get("layout", options.layout_of(recipe))
+    (mode, *_), _ = possible_modes(asked, [1], layout, options.reduction)
+    mesh = rx.make_mesh(devices=jax.devices()[:1]) if job is None else None
     return rx.bench(
-        recipe.loss,
-        recipe.optimizer(),
+        options.data_parallel(recipe, mode, mesh, job, **settings),
         recipe.model(jax.random.key(options.seed)),
         recipe.train_source(),
-        modes=_modes(options),
+        modes=asked,
         seed=options.seed,
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
         **arguments,

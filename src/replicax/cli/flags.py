@@ -21,6 +21,7 @@ from replicax.cli.config_file import (
     started_from,
 )
 from replicax.errors import ConfigError, did_you_mean, require
+from replicax.other_names import alike, is_of_others
 from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
 
 tyro = require("tyro", "cli")
@@ -210,14 +211,24 @@ def _parsed(
         _, _, untitled = box.partition("\n")
         first = next(filter(str.strip, re.split("[─-]{9,}|Got errors:", untitled)))
         line = " ".join(first.split()).rstrip(".")
+        if wrong := re.search(r"choice '(.*)' for argument .* one of \((.*)\)", line):
+            line += did_you_mean(wrong[1], re.findall("'(.*?)'", wrong[2]))
         raise ConfigError(f"{line}; {program} --help lists the flags") from None
     if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in field_names(kind)]
         raise ConfigError(
-            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
-            "the flags"
+            f"unknown flag {unknown[0]!r}{_meant(unknown[0], field_names(kind))}; {program} --help "
+            "lists the flags"
         )
     return parsed
+
+
+def _meant(flag: str, names: Sequence[str]) -> str:
+    """Return the flag that was meant, by its name in other libraries or the closest one."""
+    word = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    if same := alike(word, names):
+        return f" (did you mean '--{same[0].replace('_', '-')}'?)"
+    known = [f"--{name.replace('_', '-')}" for name in names]
+    return "" if is_of_others(word) else did_you_mean(flag, known)
 
 
 def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:

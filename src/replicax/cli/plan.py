@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import jax
-import numpy as np
 
 import replicax as rx
 from replicax.arguments import Count, Positive
@@ -18,11 +17,8 @@ from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
     data_lines,
-    first_rows,
     make_host_devices,
 )
-from replicax.core.data.sources import as_source
-from replicax.core.ground.job import Alone
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
@@ -71,9 +67,6 @@ def plan(arguments: list[str]) -> int:
     if options.tokens is not None:
         wished = _above_0("--tokens", options.tokens) / (tokens_per_row or 1)
 
-    def of_batch(row: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((recipe.batch_size, *row.shape[1:]), row.dtype)
-
     about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
     printed: list[str] = []
 
@@ -90,17 +83,16 @@ def plan(arguments: list[str]) -> int:
         mesh = options.mesh(options.least_devices)  # nothing is placed on it
         assert mesh is not None
         show("reading the data")
-        source = recipe.train_source()
         options.say(*data_lines(recipe))
         found = rx.plan(
             options.data_parallel(recipe, options.mode, mesh),
             abstract_model(recipe.model, jax.random.key(0)),
-            jax.tree.map(of_batch, first_rows(source, 1)),
+            recipe.train_source(),
+            batch_size=recipe.batch_size,
             target=target,
             changes=_changes(recipe, options, mesh) or None,
             rules=recipe.rules() if hasattr(recipe, "rules") else (),
             tokens_per_row=tokens_per_row,
-            data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
             wished_rows=wished,
             noise_scale=noise_scale,
             transformer=_transformer(recipe),

@@ -7,16 +7,16 @@ import textwrap
 from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
 
 import replicax as rx
 from replicax.arguments import Count, Devices, Natural, NotNegative
 from replicax.cli.flags import one_of, shown_as
 from replicax.cluster.place import find_place
-from replicax.core.data.sources import as_source
+from replicax.core.data.batch import row_count
+from replicax.core.data.given import leading_rows
 from replicax.core.exact.fixed_tree import MICRO_SHARDS, fix_threads
 from replicax.core.ground.codecs import CODECS
-from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.job import Job
 from replicax.core.modes import MODES, as_mode
 from replicax.core.placement.layout import LAYOUTS, Layout
 from replicax.core.placement.mesh import replica_count
@@ -234,16 +234,10 @@ def print_data(recipe: Any) -> None:
 
 def first_rows(source: Any, rows: int) -> Any:
     """Return the first rows of a source, or of its first batches, as host arrays."""
-    opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
-    parts, count = list[Any](), 0
-    for data, index, _ in opened.epoch(0):
-        parts.append(data)
-        count += len(index)
-        if count >= rows:
-            break
-    else:
+    found = leading_rows(source, rows)
+    if (count := row_count(found)) < rows:
         raise ConfigError(
             f"the source has {count} rows but {rows} are needed: give it more, or use fewer "
             "--devices"
         )
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)
+    return found

@@ -126,7 +126,7 @@ class EvalOptions:
             every_epochs=1 if epochs is None and self.eval_every is None else epochs,
             every_steps=self.eval_every,
             at_start=self.eval_at_start,
-            rows=self.eval_rows,
+            max_rows=self.eval_rows,
         )
 
 

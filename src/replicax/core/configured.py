@@ -9,11 +9,12 @@ from jax.sharding import Mesh
 
 from replicax.core.config import Configuration
 from replicax.core.data.feed import Split
+from replicax.core.first_step.argument_checks import check_is_state, check_shapes
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.placement.mesh import AnyMesh, check_mesh
 from replicax.core.placement.undisturbed import of_one_thread
-from replicax.core.program import Program, program_of
+from replicax.core.program import Program, parts_of, program_of
 from replicax.core.step.base import Apply
 from replicax.errors import StateError
 
@@ -33,7 +34,7 @@ class Configured:
         return f"DataParallel({', '.join([*chosen, where])})"
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some arguments changed and without a model.
+        """Return a copy with some arguments changed, which knows no model yet.
 
         With an `AbstractMesh`, the copy compiles for devices that need not exist and runs nothing.
         """
@@ -53,7 +54,7 @@ class Configured:
         key = (wrap, jax.tree.structure(shapes))
         if key not in self._wrapped:
             other = self._wrapped[key] = self.replace(wrap_apply=wrap)
-            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
+            other._program = program_of(other.configuration, shapes, self.mesh, self._program)
         return self._wrapped[key]
 
     @property
@@ -66,7 +67,7 @@ class Configured:
         """Return the step and the evaluation of a model, without compiling anything.
 
         Args:
-            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
+            model: as for `init`, or a `TrainState`; arrays or their shapes.
             mesh: of attached or described devices, or one that has only their number; default:
                 `self.mesh`.
         """
@@ -112,7 +113,25 @@ class Configured:
         return program
 
     @property
+    def knows_model(self) -> bool:
+        """Whether a model was given to it, by `init` or by a state."""
+        return self._program is not None
+
+    def _of(self, state: TrainState) -> Program:
+        """Return the program of this object's model; the first state brings it, if not `init`."""
+        if self._program is None:
+            check_is_state(state)
+            parts = parts_of(state, self.configuration, self.mesh)
+            program = program_of(self.configuration, parts, self.mesh, None)
+            check_shapes(dataclasses.replace(state, losses=()), program.shapes)
+            self._program = program
+        return self._program
+
+    @property
     def _known(self) -> Program:
         if self._program is None:
-            raise StateError("this DataParallel has no model yet: write state = dp.init(model)")
+            raise StateError(
+                "this DataParallel has no model yet: write state = dp.init(model), or pass "
+                "dp.abstract_state(model)"
+            )
         return self._program

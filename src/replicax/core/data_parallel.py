@@ -1,6 +1,6 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +14,13 @@ from replicax.core.configured import Configured
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
+from replicax.core.data.given import batches_given
 from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact.fixed_tree import MICRO_SHARDS
-from replicax.core.first_step.argument_checks import check_kind
+from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_order
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
@@ -86,7 +87,7 @@ class DataParallel(Configured):
         ConfigError: invalid or incompatible arguments.
     """
 
-    @typed_but("loss", "optimizer", "step", "layout")
+    @typed_but("loss", "optimizer", "step", "layout", "precision")
     def __init__(
         self,
         loss: LossFunction | None = None,
@@ -148,8 +149,14 @@ class DataParallel(Configured):
         return program.init(params, extras, seed)
 
     @of_one_thread
-    def abstract_state(self, model: Any) -> TrainState:
-        """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
+    def abstract_state(self, model: Any = None) -> TrainState:
+        """Return the shapes and shardings of `init(model)`; without it, those of the model known.
+
+        Raises:
+            StateError: no model is known yet.
+        """
+        if model is None:
+            return self._known.abstract_state()
         return self._adopt(self.configuration.split_model(model, self.mesh)).abstract_state()
 
     @typed
@@ -210,9 +217,12 @@ class DataParallel(Configured):
             LossError: the loss violates its contract, or is not finite in the first step.
             StateError: the state was already passed to `step`.
         """
+        if self._program is None:
+            self._of(state)
         if self._checks.is_traced(state, batch):
             return self._traced_step(state, self._checks.traced(state, batch))
         placed = batch if type(batch) is Batch else self._checks.placed(batch)
+        state = self._checks.taken(state)
         batch = self.prepare(state, placed)
         self.job.move()
         self.job.in_flight.enter()
@@ -243,7 +253,9 @@ class DataParallel(Configured):
             The state after the last step, and metrics as those of `step`, with a leading dim of
             steps.
         """
+        self._of(state)
         placed = batches if type(batches) is Batches else self._checks.placed_all(batches)
+        state = self._checks.taken(state)
         program = self._several.prepare(state, placed)
         if program is None:
             return self._several.one_by_one(state, placed, self.step)
@@ -252,9 +264,20 @@ class DataParallel(Configured):
         return state, means | {name: as_result(rows[name], mask) for name in rows}
 
     @of_one_thread
+    def place(self, state: TrainState) -> TrainState:
+        """Return a state that another `DataParallel` may have made, placed by this one's layout.
+
+        Other methods do so, too. Arrays that lie where they belong are not copied. `StateError` if
+        the model, the optimizer, the precision or the reduction differs.
+        """
+        self._of(state)
+        return self._checks.taken(state)
+
+    @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
-        step = self._known.step
+        check_is_state(state)
+        step = self._of(state).step
         return step.end_round(state) if isinstance(step, RoundStep) else state
 
     @of_one_thread
@@ -274,41 +297,52 @@ class DataParallel(Configured):
     def evaluate(
         self,
         state: TrainState,
-        batches: Any,
+        source: Any,
         *,
+        batch_size: Int32Count | None = None,
         loss: LossFunction | None = None,
         ema: bool = False,
     ) -> dict[str, Any]:
-        """Return loss and metrics over all rows of `batches`, each row counted once.
+        """Return loss and metrics over all rows of `source`, each row counted once.
+
+        Examples:
+            >>> dp.evaluate(dp.init(model), held_out, batch_size=32)["rows"]
+            256
 
         Args:
             state: the train state; not modified.
-            batches: from `feed`, or any pytrees of arrays `[rows, ...]`; or a dict of these.
+            source: as for `feed`, or one. Arrays `[rows, ...]` without `batch_size` are one batch,
+                as in `step`. A dict of feeds, or of other sources that are no arrays, is several.
+            batch_size: rows in a global batch, into which `feed` cuts and pads the source.
             loss: another loss, or metrics, to evaluate.
             ema: whether to use the moving average of the parameters.
 
         Returns:
             The exact weighted mean of each, NaN if the total weight is 0, what metrics that are no
-            means compute of all rows, and `"rows"`; for a dict of batches, a dict of these.
+            means compute of all rows, and `"rows"`; for a dict of sources, a dict of these.
         """
+        state = self.place(state)
+        batches = batches_given(source, batch_size, self.feed)
         return self._evaluation.means(state, batches, loss, ema=ema)
 
     @typed_but("function", "state")
     def predict(
         self,
-        function: LossFunction,
         state: TrainState,
-        batches: Iterable[Any],
+        source: Any,
+        function: LossFunction,
         *,
+        batch_size: Int32Count | None = None,
         ema: bool = False,
     ) -> Any:
-        """Return the outputs of `function` for all rows of `batches`, without padding.
+        """Return the outputs of `function` for all rows of `source`, without padding.
 
         Args:
+            state: the train state; not modified.
+            source: as for `evaluate`, but only one; rows are returned in this order.
             function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
                 is in evaluation mode, and `key` is None.
-            state: the train state; not modified.
-            batches: as for `evaluate`; rows are returned in this order.
+            batch_size: as for `evaluate`.
             ema: as for `evaluate`.
 
         Returns:
@@ -317,7 +351,10 @@ class DataParallel(Configured):
         Raises:
             LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
-        return self._evaluation.rows(function, state, batches, ema=ema)
+        check_order(state, source)
+        state = self.place(state)
+        batches = batches_given(source, batch_size, self.feed)
+        return self._evaluation.rows(state, batches, function, ema=ema)
 
     @of_one_thread
     def check(self, feed: Feed) -> None:
@@ -334,9 +371,10 @@ class DataParallel(Configured):
             ema: as for `evaluate`.
         """
         check_kind(state)
-        state = self._known.averaged(state) if ema else state
+        program = self._of(state)
+        state = program.averaged(state) if ema else state
         arrays = real_rows((state.params, state.extras))
-        return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
+        return program.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
     @cached_property
     def _checks(self) -> FirstStepChecks:

@@ -65,10 +65,13 @@ class ProgramEvaluation:
             totals.add(sums)
         return totals.means()
 
-    def rows(
-        self, function: LossFunction, state: TrainState, batches: Iterable[Any], *, ema: bool
-    ) -> PyTree:
+    def rows(self, state: TrainState, batches: Any, function: LossFunction, *, ema: bool) -> PyTree:
         """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
+        if isinstance(batches, Mapping):
+            raise ConfigError(
+                f"predict got {len(batches)} sources ({', '.join(map(str, batches))}); it returns "
+                "the rows of one: call it with each"
+            )
         if _key(function) not in self._predicting:
             check_loss(function, "function")
         state = self._checked(state, ema)
@@ -115,13 +118,6 @@ class ProgramEvaluation:
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
     ) -> Iterator[Any]:
-        many = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str)
-        if not many or hasattr(batches, "shape"):
-            raise ConfigError(
-                "evaluate and predict take a feed or a list of batches, and evaluate a dict of "
-                f"these; this is a {type(batches).__name__}: pass dp.feed(rows, batch_size), or "
-                "[batch] for a single batch"
-            )
         pending = deque[Any]()
         for batch in batches:
             with self._program.configuration.undisturbed():

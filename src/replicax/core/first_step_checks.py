@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.begun_state import placed_as
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, host_rows, values_of_sets
 from replicax.core.data.feed import Feed
@@ -92,6 +93,10 @@ class FirstStepChecks:
                 agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
         return batch
+
+    def taken(self, state: TrainState) -> TrainState:
+        """Return a state of any `DataParallel` as this program takes it: placed by its layout."""
+        return state if state is self._latest() else placed_as(state, self._abstract)
 
     def check_state(self, state: TrainState, batch: Batch) -> None:
         """Raise `StateError` if a step cannot take a state, or is inside a transformation."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from replicax.arguments import answered
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
@@ -128,6 +129,7 @@ def of_each_replica(reduction: Reduction, shards: GradientShards | None = None) 
     return reduce
 
 
+@answered
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """How a step is mapped onto the mesh and its sums are reduced. `str(mode)` is its name.

@@ -9,11 +9,13 @@ from replicax.core.mapping import by_compiler, global_view, pmap, shard_map
 from replicax.core.per_replica_sums import build_where_rows_are_apart
 from replicax.core.placement.layout import LAYOUTS
 from replicax.errors import choose
+from replicax.other_names import VALUES
 
 
 def as_mode(mode: str | Mode) -> Mode:
     """Return the mode of that name, or raise `ConfigError`."""
-    otherwise = f"; that is a layout: write layout={mode!r}" if mode in LAYOUTS else ""
+    layout = VALUES.get(mode, mode) if isinstance(mode, str) else None
+    otherwise = f"; that is a layout: write layout={layout!r}" if layout in LAYOUTS else ""
     return mode if isinstance(mode, Mode) else choose("mode", mode, MODES, otherwise)
 
 

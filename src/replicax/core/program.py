@@ -14,7 +14,7 @@ from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Split
-from replicax.core.data.per_row import map_rows_of_state, rows_of_state
+from replicax.core.data.per_row import map_rows_of_state, padded_rows, rows_of_state
 from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
@@ -288,7 +288,7 @@ class Program:
         """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = partial(create_state, self.configuration, self.mesh, self.updater)
+        create = partial(create_state, self.configuration, self.mesh, self.updater, self.definition)
         make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
@@ -320,6 +320,17 @@ class Program:
         return abstract
 
 
+def parts_of(state: TrainState, configuration: Configuration, mesh: AnyMesh) -> SplitModel:
+    """Return the parts of the model of a state, of any configuration; its arrays as shapes."""
+    if (definition := state.definition.value) is None:
+        raise StateError(
+            "this DataParallel has no model yet, and the state, which was pickled or put together "
+            "by hand, names none: call dp.abstract_state(model) once"
+        )
+    params, extras = jax.eval_shape(lambda parts: parts, (state.params, state.extras))
+    return definition, padded_rows(params, configuration.split(mesh).padded), extras
+
+
 def program_of(
     configuration: Configuration,
     model: TrainState | SplitModel,
@@ -328,18 +339,17 @@ def program_of(
 ) -> Program:
     """Return `known` if it is the program of `model` on `mesh`, otherwise a new one.
 
-    `model` is the parts of a model, or a state of the known program; arrays or their shapes.
+    `model` is the parts of a model, or a state; arrays or their shapes.
     """
     if isinstance(model, TrainState):
-        if known is None:
-            raise StateError("this DataParallel has no model yet; call init(model) first")
+        known = known or program_of(configuration, parts_of(model, configuration, mesh), mesh, None)
         definition, updater = known.definition, known.updater
         shapes = jax.eval_shape(lambda state: state, model)
     else:
         definition, params, extras = model
         config = configuration
         updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
-        create = partial(create_state, configuration, mesh, updater)
+        create = partial(create_state, configuration, mesh, updater, definition)
         found = jax.eval_shape(create, params, extras, np.uint32(0))
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=None), found)  # not the caller's
     if known is not None and definition != known.definition:

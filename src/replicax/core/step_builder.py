@@ -211,8 +211,9 @@ def _of_each_replica(parts: StepParts, apply: Apply) -> Apply:
     """Return `apply` with the replica axis in scope; all arrays are whole."""
     check_whole(parts.layout)
     everywhere, by_replica = replicated(parts.mesh).spec, by_rows(parts.mesh).spec
-    names = (field.name for field in dataclasses.fields(TrainState))
-    state = TrainState(**{**dict.fromkeys(names, everywhere), "reduction": by_replica})
+    names = {field.name for field in dataclasses.fields(TrainState)} - {"definition"}
+    specs: dict[str, Any] = {**dict.fromkeys(names, everywhere), "reduction": by_replica}
+    state = TrainState(**specs)
     return jax.shard_map(
         apply,
         mesh=parts.mesh,

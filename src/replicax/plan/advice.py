@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -64,7 +65,8 @@ def alternatives(
         except Exception as error:
             if change != REMAT_CHANGE:
                 raise
-            notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
+            said = re.sub(r" \(?https?://\S+", "", first_line(error))
+            notes.append(f"{change}: the loss does not allow it ({said})")
     if not asked.fits and not any(each.need.fits for each in results):
         change, most = _together(dp, steps.target, more)
         if most is not dp:
@@ -265,6 +267,8 @@ def _checkpointed(loss: LossFunction) -> LossFunction:
 
 _WORTH = 1.1
 """Smallest speedup worth reporting."""
+_FEWEST_STEPS = 10
+"""Smallest number of steps in an epoch for which a larger batch is suggested."""
 _WAITING = 0.1
 """Share of a step spent waiting for the network above which it is reported."""
 
@@ -294,7 +298,9 @@ def first_change(dp: DataParallel, plan: Plan) -> str:
 def _faster(plan: Plan) -> Iterator[tuple[float, str]]:
     """Yield changes that may be faster: the ratio of rows per second, and a sentence."""
     now, most = plan.speeds[0], plan.speeds[-1]
-    if now.rows < most.rows < MOST_ROWS // 2:  # larger batches are unrealistic
+    epoch = plan.about.get("data_rows") or math.inf
+    enough = _FEWEST_STEPS * most.rows * plan.replicas <= epoch
+    if enough and now.rows < most.rows < MOST_ROWS // 2:  # larger batches are unrealistic
         times = most.rows_per_second / now.rows_per_second
         yield (
             times,

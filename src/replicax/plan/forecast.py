@@ -165,11 +165,11 @@ def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None =
     """Return the number of devices beyond which doubling no longer pays off.
 
     Going from n/2 devices to n pays off if it reaches the same result `PAYING_SPEEDUP` times as
-    fast. On a curve with a fixed batch (strong scaling) the result is one step. On a curve with
-    fixed rows per device (weak scaling) more devices mean a larger batch, so the measure is the
-    time to the same loss: seconds per step times the number of steps (`steps_to_a_loss`). Without a
-    noise scale, progress is assumed proportional to the rows, so that the answer reflects only the
-    cost of communication.
+    fast, and faster than any fewer devices do. On a curve with a fixed batch (strong scaling) the
+    result is one step. On a curve with fixed rows per device (weak scaling) more devices mean a
+    larger batch, so the measure is the time to the same loss: seconds per step times the number of
+    steps (`steps_to_a_loss`). Without a noise scale, progress is assumed proportional to the rows,
+    so that the answer reflects only the cost of communication.
     """
 
     def seconds(point: ScalingPoint) -> float:
@@ -178,13 +178,13 @@ def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None =
             return 1 / point.rows_per_second
         return point.step.seconds * steps_to_a_loss(point.batch_size, noise_scale)
 
-    paying = [
-        more.devices
-        for fewer, more in pairwise(points)
-        if seconds(fewer) / seconds(more)
-        >= PAYING_SPEEDUP ** math.log2(more.devices / fewer.devices)
-    ]
-    return max(paying, default=points[0].devices)
+    paying, least = points[0].devices, seconds(points[0])
+    for fewer, more in pairwise(points):
+        speedup = PAYING_SPEEDUP ** math.log2(more.devices / fewer.devices)
+        if seconds(fewer) / seconds(more) >= speedup and seconds(more) < least:
+            paying = more.devices
+        least = min(least, seconds(more))
+    return paying
 
 
 def steps_to_a_loss(batch_size: float, noise_scale: float) -> float:

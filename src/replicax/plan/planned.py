@@ -138,9 +138,9 @@ class Plan(Reported):
     """Memory and time of a step on hardware that need not be attached.
 
     Examples:
-        >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
-        >>> print(found.fits, found.largest.rows > 256)
-        True True
+        >>> found = rx.plan(dp, model, source, batch_size=32, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.largest.rows)
+        True 32
         >>> print(str(found).split()[0])  # the table; a notebook shows it as HTML
         plan
     """

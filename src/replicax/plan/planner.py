@@ -12,8 +12,9 @@ import replicax.plan.plan_table  # noqa: F401 - how a plan is printed and shown
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import Schedule
-from replicax.arguments import Count, Positive, typed
+from replicax.arguments import Count, Int32Count, Positive, typed
 from replicax.core.data.batch import row_count
+from replicax.core.data.given import batch_given, leading_rows, rows_given, size_given
 from replicax.core.data_parallel import DataParallel
 from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shard_axis
 from replicax.core.placement.sharding_rules import Rules
@@ -210,9 +211,10 @@ class _Planner:
 def plan(
     dp: DataParallel,
     model: Any,
-    batch: Any,
+    source: Any,
     *,
     target: str | Target,
+    batch_size: Int32Count | None = None,
     changes: Mapping[str, DataParallel] | None = None,
     rules: Rules = (),
     tokens_per_row: Count | None = None,
@@ -234,22 +236,25 @@ def plan(
     `Plan.notes` says what to install.
 
     Examples:
-        >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
-        >>> print(found.fits, found.largest.rows > 256)
-        True True
+        >>> found = rx.plan(dp, model, source, batch_size=32, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.asked.rows)
+        True 4
 
     Args:
         dp: the step, on a mesh of any devices. On the target, `data` is resized to fill the devices
             and the other axes keep their sizes.
         model: as for `dp.init`; arrays or their shapes.
-        batch: the global batch, a pytree of arrays `[rows, ...]` or of their shapes.
+        source: as for `dp.feed`, or a feed; or the global batch itself, a pytree of arrays
+            `[rows, ...]`. Instead of arrays, their shapes.
         target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see docs/plan.md.
+        batch_size: rows of the global batch; without it, the source is the batch.
         changes: steps to compare with, by name of the change; they take the same model and batch.
             Precision and layout are always compared, and `jax.checkpoint` on the whole loss if this
             is None.
         rules: as for `rx.layout`; used to try splitting layers and stages if `dp` has no rules.
         tokens_per_row: tokens per row, to report tokens per second.
-        data_rows: rows of the dataset; no larger batch is suggested.
+        data_rows: rows of the dataset; no larger batch is suggested. With `batch_size`, by default
+            those of the source.
         wished_rows: total rows to train on; the plan reports the device-hours.
         noise_scale: the gradient noise scale in rows, if a run measured it.
         transformer: the sizes of a transformer, to add the back-of-the-envelope formula.
@@ -278,9 +283,15 @@ def plan(
         changes = {name: in_fit(other, model, target) for name, other in changes.items()}
     if target.chip.platform == "cpu":
         target = dataclasses.replace(target, chip=measured(target.chip, target.devices))
-    params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
+    if (size := size_given(source, batch_size)) is None:
+        batch = batch_given(source)
+        size = row_count(batch)
+    else:
+        batch = leading_rows(source, 1)
+        data_rows = rows_given(source) if data_rows is None else data_rows
+    params = jax.tree.leaves(dp.abstract_state(model).params)
     about = {
-        "batch_size": batch_size,
+        "batch_size": size,
         "tokens_per_row": tokens_per_row,
         "data_rows": data_rows,
         "noise_scale": noise_scale,
@@ -290,7 +301,7 @@ def plan(
     with compiler_for(target, by_formula) as (compiler, notes):
         steps = StepCache(model, batch, target, compiler, show or (lambda text: None))
         planner = _Planner(dp, steps, params, list(notes))
-        step = planner.asked(batch_size)
+        step = planner.asked(size)
         sizes = Sizes(dp, steps, planner.notes)
         for found in sizes.found(step.need, data_rows, changes, rules):
             planned = planner.planned(step, found, about, sites)

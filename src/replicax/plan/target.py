@@ -202,6 +202,12 @@ def _attached_topology(chip: Chip, devices: Sequence[jax.Device]) -> Topology | 
     return sizes if prod(sizes) == len(devices) else None
 
 
+_COUNTED = re.compile(
+    r"(?P<chip>[a-z]\w*?)[\s x*-]+(?P<count>\d+)|(?P<first>\d+)[\s x*-]+(?P<last>[a-z]\S*)"
+)
+"""A chip with a number of devices, as it is written elsewhere: h100x8, 8xh100."""
+
+
 def _chip_called(name: str, text: str) -> Chip:
     if name == CPU.name:
         return CPU
@@ -211,10 +217,14 @@ def _chip_called(name: str, text: str) -> Chip:
     if longer:
         raise ConfigError(f"{text!r}: which {name}? Write {' or '.join(longer)}")
     known = (ATTACHED, CPU.name, *CHIPS)
-    raise ConfigError(
-        f"{text!r}: unknown hardware {name!r}{did_you_mean(name, known)}; choose one of "
-        f"{', '.join(known)}"
-    )
+    if counted := _COUNTED.fullmatch(name):
+        chip, count = counted["chip"] or counted["last"], counted["count"] or counted["first"]
+        nearest = next((f"{each}:{count}" for each in known if each == chip), None)
+        if nearest is not None:
+            raise ConfigError(f"{text!r}: the number of devices follows a colon: write {nearest}")
+    nearest = did_you_mean(name, known)
+    choices = "" if nearest else f"; choose one of {', '.join(known)}"
+    raise ConfigError(f"{text!r}: unknown hardware {name!r}{nearest}{choices}")
 
 
 def _example(chip: Chip) -> str:

@@ -51,7 +51,7 @@ class Evaluation:
         every_epochs: epochs between evaluations; None to not evaluate at the end of epochs.
         every_steps: steps between evaluations.
         at_start: whether to evaluate before the first step as well.
-        rows: maximum rows of each source, rounded up to whole batches; None for all.
+        max_rows: maximum rows of each source, rounded up to whole batches; None for all.
         ema: whether to evaluate the averaged parameters; see `DataParallel.evaluate`.
         loss: a different loss, or metrics, to evaluate; see `DataParallel.evaluate`.
 
@@ -66,7 +66,7 @@ class Evaluation:
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     at_start: bool = False
-    rows: Count | None = None
+    max_rows: Count | None = None
     ema: bool = False
     loss: LossFunction | None = None
 
@@ -200,7 +200,7 @@ class Evaluator:
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
     def _batches(self, name: str, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
-        seen, most, first = 0, self._plan.rows, self._first.get(name)
+        seen, most, first = 0, self._plan.max_rows, self._first.get(name)
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 if first and not seen and (changed := first.begins(batch.host, self._dp.job)):

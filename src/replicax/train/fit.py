@@ -30,7 +30,7 @@ from replicax.train.curves import Curves
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import Guard, guarded, judged, with_losses
+from replicax.train.guarded import Guard, at_start, guarded, judged
 from replicax.train.hook import Hook, Hooks
 from replicax.train.members import Members
 from replicax.train.places import exists, place, writing
@@ -159,7 +159,7 @@ class Run(Resuming):
         )
         self._own_mesh = dp.configuration.in_own_mesh
         with self._own_mesh():
-            state = with_losses(state) if guard.spikes else state
+            state = at_start(dp, state, guard)
         self._file, self._first = RecordsFile(), dp.feed(self.source, prefetch=prefetch)
         self.epochs, self.total = epochs, steps
         if epochs is not None and self._first.padding is not None:
@@ -178,7 +178,7 @@ class Run(Resuming):
             dp.job,
             self.hooks,
             Meter(log_every),
-            BadSteps(guard.most, dp.job, judged(dp, state)),
+            BadSteps(guard.max_bad_steps, dp.job, judged(dp, state)),
             self._evaluator,
             RereadCheck(dp.job, self.say, self.alarm, accept=accept_changes),
         )

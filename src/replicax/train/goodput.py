@@ -43,7 +43,7 @@ that blocks the loop, reading and verifying a checkpoint, waiting for input, ste
 because an island was lost or joined, the user's hooks, and startup (all time before compilation).
 """
 TO_CHANGE = {
-    "evaluating": "Evaluation(every_epochs=, rows=)",
+    "evaluating": "Evaluation(every_epochs=, max_rows=)",
     "saving": "Saving(minutes=)",
     "waiting": "prefetch=, workers of the loader",
 }

@@ -13,7 +13,7 @@ from replicax.arguments import Count, typed
 from replicax.core.data.per_row import map_rows_of_state
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
-from replicax.core.ground.train_state import Metrics, TrainState
+from replicax.core.ground.train_state import Metrics, TrainState, was_donated
 from replicax.core.models.definition import is_trainable
 from replicax.core.step.base import Apply, StepSums
 from replicax.core.step.loss import LOSS
@@ -45,16 +45,17 @@ class Guard:
     """When to skip a step and record its examples, and when to stop a run that skips steps.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
+        >>> guard = rx.Guard(max_bad_steps=10, skip_spikes=True)
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=guard)
 
     Args:
-        most: consecutive steps with a non-finite loss or gradient before the run stops.
-        spikes: whether to skip steps too whose loss is a spike: `SPIKE_SIGMAS` standard deviations
-            above the mean of the last `SPIKE_WINDOW` losses that were none.
+        max_bad_steps: consecutive steps with a non-finite loss or gradient before the run stops.
+        skip_spikes: whether to skip steps too whose loss is a spike: `SPIKE_SIGMAS` standard
+            deviations above the mean of the last `SPIKE_WINDOW` losses that were none.
     """
 
-    most: Count = 5
-    spikes: bool = False
+    max_bad_steps: Count = 5
+    skip_spikes: bool = False
 
 
 def guarded(
@@ -101,6 +102,13 @@ def with_losses(state: TrainState) -> TrainState:
     if not isinstance(state.step, jax.ShapeDtypeStruct):
         losses = jnp.full(shape, _NO_LOSS, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
+
+
+def at_start(dp: DataParallel, state: TrainState, guard: Guard) -> TrainState:
+    """Return the state that a run begins with: placed as `dp` has it, with a window if needed."""
+    if not was_donated(state):
+        state = dataclasses.replace(dp.place(state), losses=state.losses)
+    return with_losses(state) if guard.skip_spikes else state
 
 
 def skip_bad_steps(apply: Apply) -> Apply:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from replicax.arguments import typed
 from replicax.core.ground.job import Job
 from replicax.islands.island_job import Everyone
 
@@ -47,6 +48,7 @@ class Interrupt:
             signal handlers do not run. It normally ends the process.
     """
 
+    @typed
     def __init__(
         self, *, terminate: bool = True, at_once: Callable[[int], None] | None = None
     ) -> None:

@@ -26,7 +26,7 @@ class Verification:
     """All checks of one step.
 
     Examples:
-        >>> result = rx.verify(dp, model, batch.data, modes=["jit"])
+        >>> result = rx.verify(dp, model, batch, modes=["jit"])
         >>> print(result.ok, len(result.failed))
         True 0
     """

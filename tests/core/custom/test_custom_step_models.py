@@ -159,7 +159,7 @@ def test_a_module_in_the_state_is_evaluated_in_inference_mode() -> None:
     state, _ = trained(dp, of_form("module")[1], batch_size=16)
     before = bits(state)
     found = dp.evaluate(state, dp.feed(rows(), 16), loss=evaluated)
-    predicted = dp.predict(lambda s, b, _: s["model"](b["x"])[:, 0], state, dp.feed(rows(), 16))
+    predicted = dp.predict(state, rows(), lambda s, b, _: s["model"](b["x"])[:, 0], batch_size=16)
     model = dp.model(state)["model"]
     assert not model.norm.use_running_average
     model.eval()

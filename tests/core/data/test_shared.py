@@ -95,7 +95,7 @@ def test_in_evaluation_and_predictions(place: str) -> None:
         ]
     )
     assert dp.evaluate(state, batches())["loss"] == pytest.approx(per_row.mean(), rel=1e-5)
-    predicted = dp.predict(lambda m, b, k: loss(m, b, k)[0], state, dp.feed(batches(), BATCH))
+    predicted = dp.predict(state, batches(), lambda m, b, k: loss(m, b, k)[0], batch_size=BATCH)
     np.testing.assert_allclose(predicted, per_row, rtol=1e-4, atol=1e-5)
 
 

@@ -83,7 +83,7 @@ def test_evaluation_and_prediction_may_name_it_too() -> None:
     expected = rows()["x"] @ MODEL["w"]
     means = dp.evaluate(state, feed, loss=named)
     assert means["loss"] == pytest.approx(expected.mean(), rel=1e-5)
-    np.testing.assert_allclose(dp.predict(named, state, feed), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dp.predict(state, feed, named), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("own", [False, True])

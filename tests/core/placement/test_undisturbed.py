@@ -49,10 +49,10 @@ def everything(mode: str, kind: str, folder: Path) -> list[float]:
         for batch in dp.feed(DATA, 8, prefetch=0):
             state, metrics = dp.step(state, batch)
         found.append(dp.evaluate(state, dp.feed(DATA, 8), ema=True)["loss"])
-        found += dp.predict(lambda m, b, k: b["x"] @ m["w"], state, [DATA]).tolist()
+        found += dp.predict(state, [DATA], lambda m, b, k: b["x"] @ m["w"]).tolist()
         dp.lower(model, DATA)
         settings: dict[str, Any] = {"batch_size": 8, "progress": False, "run_dir": folder}
-        guard, saving = rx.Guard(spikes=True), rx.Saving(every=2)
+        guard, saving = rx.Guard(skip_spikes=True), rx.Saving(every=2)
         with rx.Run(
             dp, dp.init(model), DATA, steps=3, guard=guard, saving=saving, **settings
         ) as run:

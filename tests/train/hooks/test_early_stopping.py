@@ -39,7 +39,7 @@ def test_of_what_one_wants_less_of_the_lowest_is_the_best(metric: str) -> None:
 
 def test_a_gain_below_the_least_is_none() -> None:
     assert stops_at(rx.EarlyStopping(patience=1, min_delta=0.5), [3.0, 2.75]) == 2
-    assert stops_at(rx.EarlyStopping(patience=1, least=0.5), [3.0, 2.5]) is None
+    assert stops_at(rx.EarlyStopping(patience=1, min_delta=0.5), [3.0, 2.5]) is None
 
 
 def test_what_is_not_finite_is_no_improvement() -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from replicax.arguments import typed
+from replicax.arguments import answered, typed
 from replicax.core.data.batch import Batch, RowSet, Shared, row_count
 from replicax.core.data.merged import Merged
 from replicax.core.ground.leaves import PyTree
@@ -24,7 +24,7 @@ from replicax.core.step.loss import LOSS, Weighted, weighted_sum
 from replicax.core.step.loss_context import LossContext, current
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 
 
 class Examiner(Protocol):
@@ -59,6 +59,7 @@ class Primitives:
     examiner: Examiner | None = None
 
 
+_NO_BATCH = object()
 _ALONE = Primitives(Summing(Sequential(), no_reduction, None), Precision("float32"))
 
 
@@ -101,8 +102,14 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     """
 
     def means_and_gradient(
-        model: Any, batch: PyTree, key: jax.Array | None = None
+        model: Any, batch: PyTree = _NO_BATCH, key: jax.Array | None = None
     ) -> tuple[Any, ...]:
+        if batch is _NO_BATCH:
+            raise ConfigError(
+                "rx.value_and_grad(loss) was called without a batch, over whose rows it takes the "
+                "exact means; it is not jax.value_and_grad: write "
+                "rx.value_and_grad(loss)(model, batch, key), or use JAX's"
+            )
         definition, given, extras = split_model(model)
         params = jax.lax.stop_gradient(given)
         primitives, state, seen = _seen("value_and_grad", batch, params, extras)
@@ -125,6 +132,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     return means_and_gradient
 
 
+@answered
 def mean(values: PyTree) -> PyTree:
     """Return the mean of `values` over the rows of the global batch, excluding padding.
 

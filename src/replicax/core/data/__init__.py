@@ -11,6 +11,7 @@ Read in this order:
     merged.py        `Merged` and `AllRows`: metrics that are no means
     share.py         the rows that a process holds, on its devices; `Batches` of several steps
     feed.py          `Feed`, one epoch of batches: padded, split over devices, prefetched
+    given.py         the batches of any source, to evaluate; its first rows, to plan and verify
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
 `rx.Batch`, `rx.Shared`, `rx.RowSet`, `rx.PerRow`, `rx.Merged`, `rx.AllRows`, `rx.Feed` (from

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
+from replicax.arguments import answered
 from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.array_table import arrays_html, arrays_text
@@ -17,6 +18,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.errors import DataError
 
 
+@answered
 class Shared:
     """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
 
@@ -42,6 +44,7 @@ class Shared:
         return f"Shared({self.value!r})"
 
 
+@answered
 class RowSet:
     """Mark rows in a batch of another number than its own: boundary points, labelled rows.
 

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, by_path, whole_on_host
 from replicax.errors import ConfigError, LossError
 
 
+@answered
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "mask"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PerRow:
@@ -112,6 +114,14 @@ def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
         ),
         params,
         is_leaf=_is_marked,
+    )
+
+
+def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
+    """Return the arrays of a state, each `RowsOfState` padded as `padded_state` does it."""
+    return map_rows_of_state(
+        lambda rows: RowsOfState(resized(rows.value, padded(rows.real), rows.real), rows.real),
+        params,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.host_arrays import host_array, is_array_like, opened
 from replicax.core.data.loader_state import Loader, LoaderState
@@ -33,6 +34,7 @@ class RowsRead(NamedTuple):
     """The states of the source before and after it, if the source has any."""
 
 
+@answered
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
     """Marks data that only this process reads, for `dp.feed` and `rx.fit`.
@@ -110,7 +112,7 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
     """
     if isinstance(data, Source):
         return data
-    size, grain = batch_size or 0, _is_grain(data, "MapDataset", "IterDataset")
+    size, grain = batch_size or 0, is_grain(data, "MapDataset", "IterDataset")
     if isinstance(data, PerProcess):
         part, remainder = divmod(size, job.processes)
         if remainder:
@@ -155,10 +157,11 @@ def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be read in any order."""
     rows = data.data if isinstance(data, PerProcess) else data
     arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows)
-    return arrays or _is_grain(rows, "MapDataset")
+    return arrays or is_grain(rows, "MapDataset")
 
 
-def _is_grain(data: Any, *kinds: str) -> bool:
+def is_grain(data: Any, *kinds: str) -> bool:
+    """Whether `data` is a Grain dataset of one of these kinds."""
     grain = sys.modules.get("grain")  # a Grain dataset implies that grain is imported
     return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
 

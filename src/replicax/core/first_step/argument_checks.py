@@ -24,7 +24,7 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
         instead = {
             "loss": "DataParallel(loss, optimizer), and state = dp.init(model)",
             "step": "DataParallel(step=step)",
-            "function": "predict(function, state, batches)",
+            "function": "dp.predict(state, source, function)",
         }
         raise ConfigError(
             f"the {name} is a {type(function).__name__}; it must be a function {call}: use "
@@ -107,6 +107,15 @@ def check_is_state(state: Any) -> None:
     raise StateError(f"the state is a {type(state).__name__}; it must be an rx.TrainState: {fix}")
 
 
+def check_order(state: Any, source: Any) -> None:
+    """Raise `ConfigError` if `predict` is called with its function first, as it once was."""
+    if isinstance(source, TrainState) and callable(state):
+        raise ConfigError(
+            "predict got (function, state, ...), its former order: write "
+            "dp.predict(state, source, function)"
+        )
+
+
 def check_kind(state: Any) -> None:
     """Raise `StateError` if `state` is not a state, is a tracer, or was donated."""
     check_is_state(state)
@@ -121,11 +130,13 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
     """
     check_outside_jit(state)
     check_shapes(state, abstract)
-    elsewhere = sum(map(_lies_elsewhere, jax.tree.leaves(state), jax.tree.leaves(abstract)))
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
+    elsewhere = sum(lies_elsewhere(*pair) for pair in leaves if _on_same_devices(*pair))
     if elsewhere:
         raise StateError(
-            f"{elsewhere} arrays of the state are sharded over these devices in another way than "
-            "in this DataParallel's layout; start with init(other.model(state))"
+            f"{elsewhere} arrays of the state, on devices of several processes, are split over "
+            "them in another way than in this DataParallel's layout: save it with rx.fit, and "
+            "resume with the other layout"
         )
 
 
@@ -134,31 +145,68 @@ def check_shapes(state: TrainState, abstract: TrainState) -> None:
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
-        raise StateError(
-            f"{_difference(state, abstract)}; it belongs to another model, optimizer, reduction "
-            "or precision: use a state from init of this DataParallel"
-        )
+        raise StateError(_difference(state, abstract))
+
+
+_MADE_BY = {
+    "params": "model",
+    "extras": "model",
+    "opt_state": "optimizer",
+    "scale": "precision",
+    "reduction": "reduction",
+    "islands": "islands",
+    "losses": "guard",
+}
+"""Fields of a state, and what they depend on, the most telling one first."""
 
 
 def _difference(state: TrainState, abstract: TrainState) -> str:
+    """Return what differs in one line."""
     found, wanted = (
         {path: getattr(leaf, "shape", ()) for path, leaf in by_path(tree).items()}
         for tree in (state, abstract)
     )
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
-    if not paths:  # for example, two optimizers without arrays
-        return "state has a different structure"
-    path = max(paths)  # params before opt_state
-    return f"state{path} has shape {found.get(path)}, expected {wanted.get(path)}"
+    if paths:
+        path = min(paths, key=lambda path: list(_MADE_BY).index(_field(path)))
+        said = [_shown(shapes.get(path)) for shapes in (found, wanted)]
+    else:  # for example, two optimizers without arrays
+        path = next(f".{name}" for name in _MADE_BY if _differ(state, abstract, name))
+        said = ["has one structure", "another"]
+    made_by, fix = _MADE_BY[_field(path)], "use its own, from dp.init"
+    if made_by == "optimizer":
+        fix = "keep the optimizer, or start it anew with dp.init(other.model(state))"
+    return (
+        f"state{path} {said[0]} and, in a state of this DataParallel, {said[1]}; the {made_by} "
+        f"differs: {fix}"
+    )
+
+
+def _differ(state: TrainState, other: TrainState, field: str) -> bool:
+    trees: list[Any] = [jax.tree.structure(getattr(each, field)) for each in (state, other)]
+    return bool(trees[0] != trees[1])
+
+
+def _field(path: str) -> str:
+    """Return the field of a state that a path begins with; `.params['w']` is of `params`."""
+    return path[1:].replace("[", ".").partition(".")[0]
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "is not there" if shape is None else f"has the shape {shape}"
 
 
 def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
     return [getattr(leaf, "shape", ()) for leaf in leaves]  # np.shape takes ten times as long
 
 
-def _lies_elsewhere(leaf: Any, like: Any) -> bool:
-    """Whether `jax.jit` would reject `leaf`; it moves arrays from other devices, or uncommitted."""
+def lies_elsewhere(leaf: Any, like: Any) -> bool:
+    """Whether an array that was placed has another sharding than `like`."""
     if not isinstance(leaf, jax.Array) or leaf.sharding == like.sharding or not leaf.committed:
         return False
-    here, wanted = leaf.sharding, like.sharding
-    return here.device_set == wanted.device_set and not here.is_equivalent_to(wanted, leaf.ndim)
+    return not leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+
+
+def _on_same_devices(leaf: Any, like: Any) -> bool:
+    """Whether `jax.jit` would refuse another sharding; it moves arrays from other devices."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.device_set == like.sharding.device_set

@@ -3,13 +3,35 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from replicax.core.ground.array_table import arrays_html
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import StateError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Uncompared:
+    """A part of a pytree's structure that does not tell structures apart, and is not pickled."""
+
+    value: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
 
 
 @partial(
@@ -27,7 +49,7 @@ from replicax.errors import StateError
             "islands",
         )
     ],
-    meta_fields=[],
+    meta_fields=["definition"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -61,6 +83,9 @@ class TrainState:
     islands: PyTree = ()
     """With `rx.Islands`, what islands have for themselves; the fields above are then what all agree
     on, `opt_state` that of the outer optimizer. See `rx.Islands`."""
+    definition: Uncompared = Uncompared()
+    """The model without its arrays, by which another `DataParallel` knows the model. It is no leaf,
+    neither saved nor pickled, and states of all models have the same structure around it."""
 
     def __repr__(self) -> str:
         leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from replicax.core.ground.leaves import PyTree, by_path
-from replicax.core.ground.train_state import check_unused
+from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.core.models.definition import SplitModel, is_array, is_trainable
 from replicax.core.models.pytree import split_pytree
 from replicax.core.models.stateful import Stateful
@@ -19,7 +19,7 @@ from replicax.errors import ConfigError
 
 # By public name, to avoid importing libraries for this check.
 _INSTEAD = {
-    ("replicax", "TrainState"): "pass dp.model(state), or pass the state to dp.step",
+    ("replicax", "TrainState"): "pass dp.model(state)",
     ("optax", "GradientTransformation"): "pass it to DataParallel, and pass only the model here",
     ("flax.training.train_state", "TrainState"): "pass module.bind({'params': state.params}), with "
     "its batch_stats if any, and pass the optimizer to DataParallel",
@@ -46,6 +46,12 @@ def split_model(model: Any) -> SplitModel:
         )
     check_unused((params, extras))
     return definition, params, extras
+
+
+def refuse_state(model: Any) -> None:
+    """Raise `ConfigError` if a state is given for a model."""
+    if isinstance(model, TrainState):
+        raise ConfigError(f"the model {_reason(model)}")
 
 
 def _split(model: Any) -> SplitModel:

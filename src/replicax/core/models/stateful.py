@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, kind_changes
 from replicax.core.models.definition import CallContext, is_array
 from replicax.errors import LossError
 
 
+@answered
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stateful:
@@ -33,6 +35,7 @@ class Stateful:
     """A pytree of arrays of any dtype."""
 
 
+@answered
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Written:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.arguments import answered
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import (
@@ -101,6 +102,7 @@ LAYOUTS = {
 }
 
 
+@answered
 def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b") -> Layout:
     """Return a layout over replicas with rules for the mesh's other axes.
 

@@ -136,9 +136,11 @@ def _abstract(sizes: Mapping[str, int]) -> AbstractMesh:
 def check_mesh(mesh: MeshKind) -> MeshKind:
     """Return `mesh` with automatic axis types; raise `ConfigError` if it has no `data` axis."""
     if DATA not in mesh.axis_names:
+        named = (DATA, *mesh.axis_names[1:])
         raise ConfigError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data', the "
-            "axis of the replicas: rename an axis or use rx.make_mesh()"
+            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data', the axis "
+            f"of the replicas: rename it, as in jax.sharding.Mesh(mesh.devices, {named}), or use "
+            "rx.make_mesh()"
         )
     if isinstance(mesh, AbstractMesh):
         return _abstract(mesh.shape)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax.arguments import answered
 from replicax.core.ground.codecs import BLOCK, Codec, Floats, as_codec, filled
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.vectors import all_reduce, as_blocks, size_in_blocks
@@ -17,6 +18,7 @@ from replicax.core.step.base import StepSums
 from replicax.errors import ConfigError
 
 
+@answered
 @dataclasses.dataclass(frozen=True, init=False)
 class Coded:
     """The sum of gradients encoded by `codec`, with error feedback. For mode `shard_map` or `pmap`.

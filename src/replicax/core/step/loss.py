@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.arguments import answered
 from replicax.core.data.merged import Merge, Merged, Merging, apart, named_values
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
@@ -23,6 +24,7 @@ LOSS = "loss"
 RESERVED = (LOSS, "rows")
 
 
+@answered
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Weighted:

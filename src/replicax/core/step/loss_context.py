@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.flatten_util import ravel_pytree
 
+from replicax.arguments import answered
 from replicax.core.data.batch import row_count
 from replicax.core.ground.leaves import PyTree, by_dtype
 from replicax.core.models.definition import CallContext
@@ -63,6 +64,7 @@ def current() -> LossContext | None:
     return _current.get()
 
 
+@answered
 def gather(rows: PyTree) -> PyTree:
     """Return the rows of the global batch, in order, for a loss whose rows depend on each other.
 
@@ -106,6 +108,7 @@ def gather(rows: PyTree) -> PyTree:
     return by_dtype(gathered, rows)
 
 
+@answered
 def independent(rows: PyTree) -> PyTree:
     """Declare that each row of `rows` is computed from the same row of the batch alone.
 
@@ -127,6 +130,7 @@ def independent(rows: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: rows_declared_independent(leaf)[0], rows)
 
 
+@answered
 def row_weights(rows: PyTree) -> jax.Array:
     """Return the padding mask of the rows that a loss sees: 1 for real rows, 0 for padding.
 
@@ -148,6 +152,7 @@ def row_weights(rows: PyTree) -> jax.Array:
     return here.mask
 
 
+@answered
 def step_number() -> jax.Array:
     """Return the number of steps before this one, int32; 0 outside a step.
 

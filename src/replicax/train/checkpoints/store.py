@@ -139,7 +139,7 @@ class Store:
             except CheckpointError as error:
                 what = "belongs to a different run"
                 if (LOSSES in wanted) != (LOSSES in manifest.arrays):
-                    what = "was saved with another Guard(spikes=...), which cannot change in a run"
+                    what = "was saved with another Guard(skip_spikes=...), fixed for a run"
                 raise ConfigError(f"{path} {what}: {error}") from error
             return path, manifest
         return None

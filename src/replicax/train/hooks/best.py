@@ -89,7 +89,7 @@ class EarlyStopping(_Watching):
         patience: number of consecutive evaluations without improvement before stopping.
         mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
             otherwise `max`.
-        min_delta: minimum change that counts as an improvement; `least` is its former name.
+        min_delta: minimum change that counts as an improvement.
 
     Raises:
         ConfigError: `patience` below 1, `min_delta` below 0, or an unknown mode.
@@ -103,10 +103,9 @@ class EarlyStopping(_Watching):
         *,
         mode: str | None = None,
         min_delta: NotNegative = 0.0,
-        least: NotNegative | None = None,
     ) -> None:
         super().__init__(metric, mode)
-        self._patience, self._least = patience, min_delta if least is None else least
+        self._patience, self._min_delta = patience, min_delta
 
     def start(self, run: Running) -> None:
         if self._since >= self._patience:
@@ -116,7 +115,7 @@ class EarlyStopping(_Watching):
             run.stop(f"{self._title} {best}, {self._since} evaluations ago")
 
     def evaluation(self, run: Running, record: Record) -> None:
-        self._gains(record, self._least)
+        self._gains(record, self._min_delta)
         self.start(run)
 
 

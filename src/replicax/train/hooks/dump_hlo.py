@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from replicax.arguments import typed
 from replicax.core.data.share import FeedItem
 from replicax.train.hook import Hook, Running
 from replicax.train.places import on_disk
@@ -29,6 +30,7 @@ class DumpHLO(Hook):
 
     interval = None  # it looks at the first call, of however many steps
 
+    @typed
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._into: Path | None = None

@@ -153,6 +153,7 @@ class LearningRate(Hook):
         ConfigError: in a run, no schedule was given and there is no such state.
     """
 
+    @typed
     def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
         self._schedule = schedule
         self._rate: Any = None  # of the last finished step

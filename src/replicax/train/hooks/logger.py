@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from replicax.arguments import typed
 from replicax.errors import require
 from replicax.train.hook import Hook, Running
 from replicax.train.places import check_replaceable, on_disk
@@ -182,6 +183,7 @@ class CSV(Logger):
         ConfigError: in a run, neither a `path` nor a folder.
     """
 
+    @typed
     def __init__(self, path: str | Path | None = None) -> None:
         self._wanted = path
         self._path = Path()

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from replicax.arguments import typed
 from replicax.train.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
 from replicax.train.places import on_disk
@@ -30,6 +31,7 @@ class TensorBoard(Logger):
 
     package = extra = "tensorboard"
 
+    @typed
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder, self._path = folder, Path()
         self._writer: Any = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from replicax.arguments import typed
 from replicax.errors import require
 from replicax.train.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
@@ -194,6 +195,7 @@ class MLflow(_Resuming):
 
     package = extra = "mlflow"
 
+    @typed
     def __init__(self, uri: str | None = None, *, experiment: str = "replicax") -> None:
         self._uri, self._experiment = uri, experiment
         self._where: str | None = None
