@@ -192,10 +192,12 @@ OF_OTHERS = {
 
 MADE = {"Batch", "Job", "Mode", "Reduction", "TrainState", "GradientNorm", "DeviceMemory"}
 """Protocols, what a user does not make, and hooks that take no arguments at all."""
+OPEN = {"Feed", "Hook", "Logger", "AllRows", "Merged", "WandB", "Trackio", "Comet"}
+"""Returned, to inherit from, or with arguments of any name, which are those of others."""
 CALLS = [
     name
     for name in rx.__all__
-    if callable(getattr(rx, name)) and name not in MADE | {"Feed", "Hook", "Logger", "WandB"}
+    if callable(getattr(rx, name)) and name not in MADE | OPEN
     if not (isinstance(getattr(rx, name), type) and issubclass(getattr(rx, name), BaseException))
     if getattr(getattr(rx, name), "__doc__", "") and name not in RESULTS
 ]

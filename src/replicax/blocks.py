@@ -7,12 +7,11 @@ viewer removes styles.
 import dataclasses
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from replicax.table import WIDTH, Line, aligned, columns, labelled
+from replicax.table import Line, aligned, columns, labelled, width, wrapped
 
 _RULE = "border-bottom:1px solid rgba(128,128,128,.35)"
 _CELL = "padding:.15em .7em;vertical-align:top"
@@ -25,7 +24,7 @@ class ReportPart(Protocol):
     """A part of a report."""
 
     def lines(self) -> list[str]:
-        """Return it as lines of at most 80 columns."""
+        """Return it as lines that fit the terminal."""
 
     def html(self) -> str:
         """Return it as HTML, escaped."""
@@ -38,7 +37,7 @@ class Paragraph:
     text: str
 
     def lines(self) -> list[str]:
-        return textwrap.wrap(self.text, WIDTH, subsequent_indent="  ") or [""]
+        return wrapped(self.text, width(), "  ") or [""]
 
     def html(self) -> str:
         return f"<div>{_text(self.text)}</div>"

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from replicax.blocks import Grid
 from replicax.errors import MissingDependencyError, require
-from replicax.table import NO_BREAK, WIDTH, rendered
+from replicax.table import NO_BREAK, WIDTH, rendered, width
 from replicax.wording import counted
 
 Verdict = Literal["pass", "fail", "note", "skip"]
@@ -67,8 +67,7 @@ def print_table(
     require("rich", "cli")
     from rich.console import Console
 
-    terminal = Console(highlight=False)
-    console = Console(highlight=False, width=min(style.width, terminal.width))
+    console = Console(highlight=False, width=min(style.width, width()))
     print(_drawn(checks, total, console, style), flush=True)
 
 
@@ -82,7 +81,7 @@ class RowPrinter:
         require("rich", "cli")
         from rich.console import Console
 
-        self._console = Console(highlight=False, width=min(style.width, Console().width))
+        self._console = Console(highlight=False, width=min(style.width, width()))
         self._write, self._style, self._printed = write, style, 0
 
     def __call__(self, checks: Sequence[Check]) -> None:
@@ -171,7 +170,7 @@ def _lines(checks: Sequence[Check], console: Any, style: Style) -> list[str]:
             add(Text(f"{style.remedy}: {cause}", color), indent=4)
         for each in style.below(check):
             add(Text(each, "dim", no_wrap=True), indent=4)
-    return rendered(drawn, console, width=style.width)
+    return rendered(drawn, console, columns=style.width)
 
 
 def _word(check: Check, style: Style) -> str:

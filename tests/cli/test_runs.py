@@ -1,5 +1,6 @@
 """`replicax runs`: a table of runs, whole ones and broken ones."""
 
+import itertools
 import json
 import os
 import re
@@ -10,37 +11,58 @@ import pytest
 from support.command_line import REGRESSION, Main, refusal
 from support.figures import assert_mentions
 from support.recipe_runs import Ended, train
-from support.resumable import data_parallel, fit
+from support.resumable import data_parallel, fit, rows
 
 from replicax.train.checkpoints.store import Store
 from replicax.train.goodput import read_goodput
 from replicax.train.lease import take_lease
+from replicax.train.summary import metrics_text
 
 
-def table(out: str) -> dict[str, list[str]]:
-    """Name -> cells of each line after the header."""
-    lines = [[cell.strip() for cell in line.split("  ") if cell] for line in out.splitlines()]
-    return {name: cells for name, *cells in lines[1:]}
+def listed(out: str) -> dict[str, dict[str, str]]:
+    """Name -> what is told of each run, whose state is under `""`; of a table, or of paragraphs."""
+    head, *lines = out.splitlines()
+    if head.startswith("name "):
+        starts = [*(found.start() for found in re.finditer(r"\S+", head)), len(head) + 1]
+        pairs = [*itertools.pairwise(starts), (starts[-1], None)]
+        cells = [[line[a:b].strip() for a, b in pairs] for line in lines]
+        return {
+            name: dict(zip([*head.split()[1:], ""], rest, strict=True)) for name, *rest in cells
+        }
+    found = dict[str, str]()
+    for line in out.splitlines():
+        if not line.startswith(" "):
+            name = line
+        found[name] = f"{found[name]} {line.strip()}" if name in found else ""
+    told = {name: text.strip().split(" · ") for name, text in found.items()}
+    return {
+        name: {"": state, **dict(part.split(" ", 1) for part in parts)}
+        for name, (state, *parts) in told.items()
+        if parts
+    }
 
 
-def test_each_run_is_a_line(main: Main, there: dict[str, Ended]) -> None:
+@pytest.mark.parametrize("columns", [120, 80, 40])
+def test_each_run_is_told_with_its_whole_name(
+    main: Main, there: dict[str, Ended], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = main("runs")
     assert (code, err) == (0, "")
-    header, *lines = out.splitlines()
-    assert header.split() == ["name", "recipe", "step", "epoch", "eval", "saved", "size", "used"]
-    named = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert named == ["mlp", "gpt2"]  # the one saved last, last
+    assert max(map(len, out.splitlines())) <= columns
+    found = listed(out)
+    assert list(found) == ["mlp", "gpt2"]  # the one saved last, last
     for name, ended in there.items():
+        told = found[name]
         *_, last = (each for each in ended.result.records if each.kind == "eval")
-        recipe, step, epoch, figures, _, size, used, state = table(out)[name]
-        assert (recipe, step, state) == (name, str(ended.result.step), "done")
+        assert (told["recipe"], told["step"], told[""]) == (name, str(ended.result.step), "done")
         spent = read_goodput(ended.folder / "goodput.jsonl")  # to the end, later than the result
-        assert used == f"{spent.clock_fraction:.0%}"
+        assert told["used"] == f"{spent.clock_fraction:.0%}"
         assert spent.clock_fraction == pytest.approx(ended.result.goodput.clock_fraction, abs=0.01)
-        assert epoch == {"mlp": "2/2", "gpt2": "3/3"}[name]
-        assert figures.startswith(f"loss {last.metrics['loss']:.4g}")
+        assert told["epoch"] == {"mlp": "2/2", "gpt2": "3/3"}[name]
+        assert told["eval"].startswith(f"loss {last.metrics['loss']:.4g}")
         total = sum(path.lstat().st_size for path in ended.folder.rglob("*") if path.is_file())
-        assert float(size.split()[0]) == pytest.approx(total / 1e3, rel=1e-2)
+        assert float(told["size"].split()[0]) == pytest.approx(total / 1e3, rel=1e-2)
 
 
 def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
@@ -54,13 +76,36 @@ def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
     with take_lease(folder / "runs/held"):
         code, out, _ = main("runs", "runs")
     assert code == 0
-    found = table(out)
-    assert found["stopped"][-1] == "stopped"
-    assert found["stopped"][1:3] == ["6", "2/2"]
-    assert (found["by-steps"][1], found["by-steps"][-1]) == ("5/5", "done")
-    assert (found["unsaved"][-4], found["unsaved"][-1]) == ("-", "?")
-    assert (found["own"][0], found["own"][1], found["own"][-1]) == ("-", "15", "?")
-    assert found["held"][-1] == "running"
+    found = listed(out)
+    assert [found["stopped"][name] for name in ("step", "epoch", "")] == ["6", "2/2", "stopped"]
+    assert (found["by-steps"]["step"], found["by-steps"][""]) == ("5/5", "done")
+    assert (found["unsaved"].get("saved", "-"), found["unsaved"][""]) == ("-", "?")
+    own = found["own"]
+    assert (own.get("recipe", "-"), own["step"], own["epoch"], own[""]) == (
+        "-",
+        "15",
+        "3/3",
+        "done",
+    )
+    assert found["held"][""] == "running"
+
+
+def test_an_evaluation_of_an_earlier_step_says_of_which(
+    main: Main, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "runs/resumed"
+    fit(data_parallel(1), run, epochs=1, eval_source=rows(16, 2))
+    result = fit(data_parallel(1), run, epochs=2, progress=True)
+    old, new = (next(r for r in result.records[::-1] if r.kind == k) for k in ("eval", "train"))
+    assert (old.step, new.step) == (5, 10)
+    assert (result.metrics, result.metrics_step, result.evaluation) == (new.metrics, 10, old)
+    assert f"loss {new.metrics['loss']:.4g}" in repr(result)
+    lines = capsys.readouterr().out.splitlines()
+    older = f"eval   of step 5: {metrics_text(old.metrics)}"
+    assert lines[lines.index(older) - 1] == f"train  {metrics_text(new.metrics)}"
+    told = listed(main("runs")[1])["resumed"]
+    assert told["eval"] == f"of step 5: {metrics_text(old.metrics)}"
+    assert told[""] == "done"
 
 
 def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folder: Path) -> None:
@@ -79,28 +124,38 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     os.chdir(folder)
     code, out, err = main("runs")
     assert (code, err) == (0, "")
-    found = table(out)
-    assert_mentions(*found["config"], "its config.json", "be read")
-    assert_mentions(found["manifest"][0], "newest checkpoint", "damaged")
-    assert found["records"][3] == "-"
-    assert found["link"][-1] == found["lost"][-1] == "done"
+    *_, config, manifest, _ = out.splitlines()
+    assert_mentions(config, "config  ", "its config.json", "be read")
+    assert_mentions(manifest, "manifest  ", "newest checkpoint", "damaged")
+    found = listed(out.partition("config  its")[0])
+    assert found["records"].get("eval", "-") == "-"
+    assert found["link"][""] == found["lost"][""] == "done"
     assert re.fullmatch(r"5 runs in .*, and 1 other folder", out.splitlines()[-1])
 
 
-def test_the_table_fits_80_columns(main: Main, there: dict[str, Ended], folder: Path) -> None:
-    long = "gpt2-with-a-name-that-goes-on-20261115-101500"
+@pytest.mark.parametrize("columns", [80, 40])
+def test_long_names_are_whole_and_lines_fit(
+    main: Main,
+    there: dict[str, Ended],
+    folder: Path,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = "gpt2-with-a-name-that-goes-20261115-1015"
     shutil.copytree(there["gpt2"].folder, folder / "runs" / long)
     config = json.loads((folder / "runs" / long / "config.json").read_text())
     del config["checksum"]
-    config["recipe"] = "my_recipes/of_the_last_year.py:TheOneThatWorked"
+    config["recipe"] = "my_recipes/of_last_year.py:Works"
     (folder / "runs" / long / "config.json").write_text(json.dumps(config))
     shutil.copytree(there["mlp"].folder, folder / "runs/broken")
     (folder / "runs/broken/config.json").write_text("")
     os.chdir(folder)
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = main("runs")
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert any(line.startswith("gpt2-") and line.endswith("done") for line in out.splitlines())
+    assert max(map(len, out.splitlines())) <= columns
+    assert long in out.splitlines()
+    assert config["recipe"] in out.split()
 
 
 def test_where_nothing_is(main: Main, folder: Path) -> None:
@@ -112,4 +167,4 @@ def test_where_nothing_is(main: Main, folder: Path) -> None:
 
 def test_a_run_just_made_is_there(main: Main) -> None:
     assert main(*REGRESSION, "--run", "just-now")[0] == 0
-    assert table(main("runs")[1])["just-now"][4] == "now"
+    assert listed(main("runs")[1])["just-now"]["saved"] == "now"

@@ -67,6 +67,26 @@ def test_what_is_shown_of_what_is_written(
     assert raw(tmp_path) == written
 
 
+def test_chatter_of_libraries_is_in_the_log_only(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    told = [
+        b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of peers: 1",
+        b"I0000 00:00:1764380000.123456    4242 coordination_service.cc:123] ready",
+        b"W0000 00:00:1764380000.123456    4242 computation_placer.cc:177] already registered",
+        b"[Gloo] Rank 0 has lost rank 1",
+    ]
+    shown_on = echo.Echo(1, False)
+    log = echo.Log(tmp_path / "log", shown_on)
+    stream = echo.Output(0, shown_on, log, error=False)
+    stream.feed(b"\n".join(told) + b"\n")
+    stream.end()
+    shown_on.close(lambda: False)
+    log.close()
+    assert capfdbinary.readouterr().out.splitlines() == [b"[0] " + line for line in told[2:]]
+    assert (tmp_path / "log").read_bytes().splitlines() == told
+
+
 def test_a_progress_bar_is_shown_once_a_second(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Curves: a real picture of any history, drawn beside a run and after its end."""
 
+import itertools
 import math
 import os
 import subprocess
@@ -18,7 +19,7 @@ from replicax.errors import MissingDependencyError
 from replicax.train import curves, drawing
 from replicax.train.curves import Curves
 from replicax.train.drawing import draw_curves, panels_of, rates_of
-from replicax.train.records import Record
+from replicax.train.records import CONFIG, Record, write_json
 
 NO_FORMULA = "costs $5^$, a_b^c, 50 % {x}"
 
@@ -32,9 +33,11 @@ def score(step: int, **metrics: float) -> Record:
 
 
 def pixels_of(records: Sequence[Record], path: Path) -> Any:
-    """Draw records; return rows of pixels with colours from 0 to 1 (white)."""
+    """Draw records; return rows of pixels with colours from 0 to 1 (white), on white."""
     draw_curves(records, path)
-    return matplotlib.image.imread(path, format="png")[..., :3]
+    pixels = matplotlib.image.imread(path, format="png")
+    assert pixels[0, 0, 3] == 0, "the background is transparent"
+    return pixels[..., :3] * pixels[..., 3:] + 1 - pixels[..., 3:]
 
 
 USUAL = [train(step, loss=1 / step, accuracy=step / 9) for step in range(1, 9)]
@@ -46,7 +49,7 @@ HISTORIES: dict[str, tuple[list[Record], int, int]] = {
     "metric in eval only": ([train(1, loss=1.0), score(1, loss=1.0, top5=0.5)], 1, 3),
     "none": ([], 1, 1),
     "five panels": ([train(1, loss=1.0, a=1.0, b=1.0, c=1.0)], 2, 3),
-    "many metrics": ([train(1, loss=1.0, **{f"metric {n}": 1.0 for n in range(16)})], 5, 4),
+    "many metrics": ([train(1, loss=1.0, **{f"metric {n}": 1.0 for n in range(16)})], 6, 3),
     "a metric's name is text": ([train(1, **{NO_FORMULA: 1.0})], 1, 2),
 }
 
@@ -56,13 +59,13 @@ def test_any_history_is_drawn_below_a_title_that_is_text(name: str, tmp_path: Pa
     records, rows, columns = HISTORIES[name]
     (tmp_path / NO_FORMULA).mkdir()
     pixels = pixels_of(records, tmp_path / NO_FORMULA / "curves.png")
-    assert pixels.shape == (rows * 495, columns * 630, 3)
+    assert pixels.shape == (rows * 360 + 45, columns * 435, 3)
     assert np.count_nonzero(pixels != 1) > 1000
 
 
 def test_a_single_record_can_be_seen(tmp_path: Path) -> None:
     pixels = pixels_of([train(1, loss=1.0)], tmp_path / "one.png")
-    panel = pixels[150:400, 100:420]  # inside the loss panel's axes, clear of its legend
+    panel = pixels[80:320, 110:400]  # inside the loss panel's axes, clear of its legend
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     assert np.any(np.all(np.abs(panel - blue) < 0.1, axis=-1))
 
@@ -86,13 +89,23 @@ def test_a_panel_has_each_series_of_its_metric() -> None:
     assert next(iter(panels)) == "loss"
 
 
-def test_rates_are_of_neighbours_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = [(10, 0.0), (10, 1.0), (2, 0.5), (20, 1.6), (930, 93.0), (30, 3.4)]
+def test_rates_are_of_equal_parts_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [(10, 0.0), (10, 1.0), (2, 0.5), (20, 1.5), (5, 1.0), (30, 1.0), (1, 0.25)]
     timed = [Record("train", step, 0, {}, *each) for step, each in enumerate(measured, 1)]
     assert rates_of(timed[:1]) == []
-    assert rates_of(timed) == [(2, 10.0), (3, 4.0), (4, 12.5), (5, 10.0), (6, 30 / 3.4)]
-    monkeypatch.setattr(drawing, "RATES", 2)
-    assert rates_of([*timed, score(8, loss=1.0)]) == [(4, 32 / 3.1), (6, 960 / 96.4)]
+    singles = [(2, 10.0), (4, 11.0), (5, 5.0), (7, 31 / 1.25)]
+    assert rates_of(timed) == singles  # 5.25 s in 8 parts: the end is too short for its own
+    monkeypatch.setattr(drawing, "FEWEST_RATES", 2)
+    assert rates_of([*timed, score(8, loss=1.0)]) == [(4, 32 / 3), (7, 36 / 2.25)]
+
+
+def test_the_title_says_what_ran_where() -> None:
+    config = {
+        "parallel": {"mesh": {"data": 4, "model": 2}, "device_kind": "cpu"},
+        "start": {"command": ["/home/me/train.py", "--fast"]},
+    }
+    assert drawing.title_of(config, "a-1") == "train.py on 8 cpu devices · a-1"
+    assert drawing.title_of(config | {"recipe": "mlp"}, "a-1") == "mlp on 8 cpu devices · a-1"
 
 
 def test_a_long_run_is_drawn_as_means_and_its_steps_are_written_short() -> None:
@@ -101,8 +114,8 @@ def test_a_long_run_is_drawn_as_means_and_its_steps_are_written_short() -> None:
     assert [len(each) for each in groups] == [3, 3, 1]
     np.testing.assert_array_equal([drawing._mean(each) for each in groups], [13 / 3, math.nan, 5.0])
     assert drawing._groups(given, 7) == [[each] for each in given]
-    steps = map(drawing._short(), (0, 500, 250_000, 1_500_000))
-    assert list(steps) == ["0", "500", "250k", "1.5M"]
+    numbers = map(drawing._short(), (0, 3e-5, 0.3, 1500, 250_000, 1_500_000), itertools.repeat(0))
+    assert list(numbers) == ["0", "3e-05", "0.3", "1500", "250k", "1.5M"]
 
 
 class Going:
@@ -187,6 +200,8 @@ def test_a_drawing_that_fails_leaves_the_last_one_and_says_so_in_a_line(
 
     path = tmp_path / "curves.png"
     (tmp_path / "records.jsonl").write_text(train(1, loss=1.0).to_json() + "\n")
+    config = {"parallel": {"mesh": {"data": 1}, "device_kind": "cpu"}, "start": {"command": ["a"]}}
+    write_json(tmp_path / CONFIG, config)
     assert drawing.draw_run(tmp_path) == 0
     before = path.read_bytes()
     assert before.endswith(b"IEND\xaeB`\x82")
@@ -222,4 +237,4 @@ def test_a_program_never_imports_matplotlib_and_its_exit_waits_for_the_picture(
     assert (done.stdout, done.stderr) == ("False False\n", "")
     picture = tmp_path / "run" / "curves.png"
     assert picture.exists()
-    assert matplotlib.image.imread(picture, format="png").shape == (495, 1260, 4)
+    assert matplotlib.image.imread(picture, format="png").shape == (405, 870, 4)

@@ -33,7 +33,7 @@ def of_kind(result: rx.Fit, kind: str) -> list[Any]:
 
 
 def test_epochs_are_whole_passes(dp: rx.DataParallel) -> None:
-    result = fit(dp, epochs=3)
+    result = fit(dp, epochs=3, log_every=50)
     assert (result.steps, result.rows, result.interrupted) == (9, 120, False)
     assert int(result.state.step) == 9
     assert result.seconds > 0

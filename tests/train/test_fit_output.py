@@ -178,6 +178,7 @@ class TestInterrupt:
                 dp,
                 line(160),
                 epochs=5,
+                log_every=50,
                 eval_source=line(16, 1),
                 run_dir=tmp_path / "run",
                 progress=True,
@@ -193,14 +194,15 @@ class TestInterrupt:
         assert (result.saved, result.exit_code) == (True, 75)
         how, last = capsys.readouterr().out.splitlines()[5:7]
         assert how.startswith("stopped after 3 of 50 steps, 48 rows in ")
-        assert last.startswith("train  loss ")
+        assert last.startswith("train  of step 1: loss ")
+        assert (result.metrics_step, result.evaluation) == (1, None)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not prefetching()
 
     @pytest.mark.usefixtures("at_step_3")
     def test_without_a_folder_all_is_recorded_up_to_the_step(self, dp: rx.DataParallel) -> None:
         with pytest.raises(KeyboardInterrupt) as stopped:
-            fit(dp, line(160), epochs=5)
+            fit(dp, line(160), epochs=5, log_every=50)
         result = stopped.value.result
         assert [(record.kind, record.step) for record in result.records] == [
             ("train", 1),

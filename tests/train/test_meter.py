@@ -1,5 +1,6 @@
 """The meter: a record every so many steps, with each row, metric and wait in exactly one."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -11,7 +12,7 @@ from support.clock import Clock
 from replicax.train import step_records as module
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record
-from replicax.train.step_records import Meter
+from replicax.train.step_records import Meter, log_interval
 
 
 @pytest.fixture
@@ -47,6 +48,27 @@ def test_the_first_step_has_a_record_of_its_own_without_its_time() -> None:
 
 def test_records_come_every_log_every_steps() -> None:
     assert [record.step for record in metered(Meter(3), range(1, 12))] == [1, 3, 6, 9]
+
+
+def test_a_run_of_known_length_has_enough_records_and_long_ones_no_more_than_before() -> None:
+    found = {total: log_interval(total) for total in (1, 39, 40, 120, 999, 1000, 10**7, None)}
+    assert list(found.values()) == [1, 1, 2, 5, 20, 50, 50, 50]
+
+
+def test_a_figure_that_is_no_mean_has_its_last_value_or_none() -> None:
+    def step(number: int, scale: float, norm: float) -> Dispatched:
+        given = done(number, number, scale=scale, norm=norm)
+        return dataclasses.replace(given, latest={"scale": True, "norm": False})
+
+    meter = Meter(3)
+    (first,) = meter.finished(step(1, 8.0, math.inf))  # skipped: it has no norm
+    assert first.metrics == {"loss": 1.0, "scale": 8.0}
+    meter.finished(step(2, 4.0, 3.0))
+    again = Meter(3)
+    again.rewind(saved(meter), resumed=True, compiled=False)
+    for each in (meter, again):
+        (record,) = each.finished(step(3, 2.0, math.inf))
+        assert record.metrics == {"loss": 2.5, "scale": 2.0, "norm": 3.0}
 
 
 def test_a_flush_records_the_last_step() -> None:

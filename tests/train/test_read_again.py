@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.figures import figures
 from support.processes import SUPPORT, run_job
 from support.resumable import BATCH, EPOCHS, bits, crashing, fit, rows, undisturbed
 from support.tiers import only
@@ -187,6 +188,17 @@ def test_only_an_order_that_was_fixed_can_change() -> None:
     assert begins(resumed(once), 2) == [False]
     assert begins(shuffled, 1, 2, 1) == [False] * 3
     assert begins(resumed(shuffled), 2, 3) == [False, False]
+
+
+@pytest.mark.parametrize(("order", "says"), [("kept", True), ("epoch", False)])
+def test_a_start_says_that_its_order_is_perhaps_another(
+    dp: rx.DataParallel, tmp_path: Path, order: str, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(dp, tmp_path, source=Loader(order), epochs=2)
+    assert "order" not in capsys.readouterr().out
+    fit(dp, tmp_path, source=Loader(order, seed=1), epochs=4, progress=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("order ")]
+    assert [figures(line) for line in lines] == [["3"]] * says
 
 
 def test_a_checksum_is_of_values_types_and_names() -> None:

@@ -62,6 +62,18 @@ def test_alone_there_is_nothing_to_wait_for() -> None:
     assert stopping.signal == signal.SIGTERM
 
 
+def test_the_first_save_of_a_start_comes_after_a_minute(clock: Clock) -> None:
+    stopping = Stopping(Interrupt(), Alone(), save_every_seconds=600.0)
+    for seconds in (60.0, 600.0):
+        clock.now += seconds - 1
+        stopping.vote()
+        assert not stopping.save_due
+        clock.now += 1
+        stopping.vote()
+        assert stopping.save_due
+        stopping.saved()
+
+
 def test_a_save_is_due_until_it_is_done(clock: Clock) -> None:
     stopping = Stopping(Interrupt(), Alone(), save_every_seconds=60.0)
     clock.now += 59.0

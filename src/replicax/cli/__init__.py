@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
+from replicax.table import fold_lines, for_stream
 
 COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),
@@ -91,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def failed(message: str, code: int) -> int:
     """Print why a command failed, in one line; return the exit code."""
     with contextlib.suppress(OSError):  # the terminal is gone; the code says it, too
-        print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
+        line = f"replicax: {' '.join(message.split())}"
+        print(for_stream(line, sys.stderr), file=sys.stderr)
     return code
 
 
@@ -121,7 +123,7 @@ def _nobody_reads() -> bool:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        print(fold_lines(_USAGE), end="")
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "--version":

@@ -26,7 +26,7 @@ from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.bench_links import LinkOptions, check_without_links, measure_links, serve_island
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
-from replicax.cli.output import run_folder
+from replicax.cli.output import run_folder, show
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.ground.job import Alone
 from replicax.core.modes import MODES
@@ -110,7 +110,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
         rounds=options.rounds,
         pin=options.pin,
     )
-    print(result, flush=True)
+    show(*str(result).splitlines())
     folder.mkdir(parents=True)
     pictures: list[str] = []
     try:
@@ -118,7 +118,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
             pictures = [MEMORY]
     finally:  # keep the measurements even if drawing fails
         names = [path.name for path in write_bench(result, folder, pictures=pictures)]
-    print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
+    show(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
 
@@ -190,9 +190,9 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
         )
     measure = job_measure([sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS)
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
-    print(result, flush=True)
+    show(*str(result).splitlines())
     names = [path.name for path in write_bench(result, folder)]
-    print(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
+    show(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
 
 
 def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:

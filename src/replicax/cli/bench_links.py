@@ -16,7 +16,7 @@ from replicax.bench.link_island import LinkIsland, answer_lines
 from replicax.bench.link_methods import METHOD_NAMES, LinkMethod, link_methods
 from replicax.bench.link_report import link_table, write_link_bench
 from replicax.cli.flags import Arguments, several_of, shown_as, words
-from replicax.cli.output import run_folder
+from replicax.cli.output import run_folder, show
 from replicax.cli.step_options import print_data
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
@@ -71,9 +71,9 @@ def measure_links(parsed: Arguments[Any], arguments: Sequence[str]) -> None:
             seed=options.seed,
             relay=options.relay,
         )
-    print(*link_table(result), sep="\n", flush=True)
+    show(*link_table(result))
     names = [path.name for path in write_link_bench(result, folder)]
-    print(f"see    {folder}/ ({', '.join(names)})")
+    show(f"see    {folder}/ ({', '.join(names)})")
 
 
 def serve_island(parsed: Arguments[Any]) -> None:

@@ -15,13 +15,12 @@ from replicax.checks import FAIL, print_table
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
-from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
+from replicax.cluster.variables import PROCESS_ID
 from replicax.doctor.combined import NOT_WELL, STYLE, doctor_json, doctor_summary
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.errors import ConfigError, require
-from replicax.table import WIDTH
+from replicax.table import for_stream
 
-LAUNCHERS_PREFIX = 4
 SPEAK_SECONDS = 2.0
 """Time for process 0 to report: launchers often kill all processes after the first exit."""
 
@@ -106,11 +105,7 @@ def _report(done: Examination, options: DoctorOptions) -> None:
     }
     options.write_json(doctor_json(done.rows, done.verdict, about))
     if not options.shows_json:
-        # Under `replicax launch` each line is prefixed with the rank.
-        width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
-        print_table(
-            done.rows, doctor_summary(done.rows), style=dataclasses.replace(STYLE, width=width)
-        )
+        print_table(done.rows, doctor_summary(done.rows), style=STYLE)
 
 
 def _leave_word(done: Examination) -> None:
@@ -142,4 +137,4 @@ def _terminable(unless: Callable[[], bool]) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(f"replicax: {line}", file=sys.stderr, flush=True)
+    print(for_stream(f"replicax: {line}", sys.stderr), file=sys.stderr, flush=True)

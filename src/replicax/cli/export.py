@@ -7,6 +7,7 @@ from typing import Annotated
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions, about_line
+from replicax.cli.output import show
 from replicax.errors import ConfigError, require
 from replicax.recipes.recipe import weight_names
 from replicax.train.places import check_replaceable
@@ -47,6 +48,6 @@ def export(arguments: list[str]) -> int:
     tensors = save_weights(model, file, rename=weight_names(loaded.recipe))
     size = size_text(os.path.getsize(file))
     parameters = sum(array.size for array in tensors.values())
-    print(about_line(loaded))
-    print(f"wrote  {file}: {parameters:,} numbers in {len(tensors):,} tensors, {size}")
+    wrote = f"{parameters:,} numbers in {len(tensors):,} tensors, {size}"
+    show(about_line(loaded), f"wrote  {file}: {wrote}")
     return 0

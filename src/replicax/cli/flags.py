@@ -7,6 +7,7 @@ import inspect
 import io
 import operator
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, get_args
@@ -23,6 +24,7 @@ from replicax.cli.config_file import (
 from replicax.errors import ConfigError, did_you_mean, require
 from replicax.other_names import alike, is_of_others
 from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
+from replicax.table import for_stream
 
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
@@ -115,7 +117,8 @@ def parse_with_recipe(
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: replicax {command} RECIPE [FLAGS]\n")
-        print(f"replicax recipes lists the recipes; replicax {command} RECIPE --help the flags.")
+        more = f"replicax recipes lists the recipes; replicax {command} RECIPE --help the flags."
+        print(for_stream(more, sys.stdout))
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(f"{command} needs a recipe before its flags; replicax recipes lists them")
@@ -184,6 +187,17 @@ def flag_value(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
     return value, rest
 
 
+class _Shown(io.StringIO):
+    """Help that is about to be shown, in color if standard output is a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._target = sys.stdout
+
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+
 def _parsed(
     kind: type[Any],
     flags: Sequence[str],
@@ -192,9 +206,9 @@ def _parsed(
     default: Any = tyro.MISSING_NONPROP,
 ) -> Any:
     """Parse flags into the dataclass `kind`; tyro's errors are shortened to one line."""
-    said = io.StringIO()
+    said, shown = io.StringIO(), _Shown()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             parsed, unknown = tyro.cli(
                 kind,
                 args=flags,
@@ -206,6 +220,7 @@ def _parsed(
             )
     except SystemExit as stop:
         if not stop.code:
+            print(for_stream(shown.getvalue(), sys.stdout), end="")
             raise
         box = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", said.getvalue())
         _, _, untitled = box.partition("\n")

@@ -13,9 +13,16 @@ from typing import Annotated, Any
 
 from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
+from replicax.table import for_stream
 
 RUNS = Path("runs")
 _SECONDS_BETWEEN_LINES = 2.0
+
+
+def show(*lines: str) -> None:
+    """Print lines, on a terminal wrapped at its width."""
+    for line in lines:
+        print(for_stream(line, sys.stdout), flush=True)
 
 
 def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
@@ -65,8 +72,7 @@ class JsonOptions:
     def say(self, *lines: str) -> None:
         """Print lines, unless stdout is only for JSON."""
         if not self.shows_json:
-            for line in lines:
-                print(line, flush=True)
+            show(*lines)
 
     def write_json(self, content: dict[str, Any]) -> None:
         """Print `content` as JSON, or write it to the file, according to the flag."""
@@ -116,7 +122,7 @@ class Live:
     def say(self, line: str) -> None:
         """Print a line on stdout, which stays."""
         self.stop()
-        print(line, flush=True)
+        show(line)
 
     def stop(self) -> None:
         """Remove the live line until something is shown."""

@@ -1,5 +1,6 @@
 """`replicax recipes`: list the built-in recipes."""
 
+from replicax.cli.output import show
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.recipes.recipe import BUILT_IN, find_recipe
 
@@ -13,6 +14,6 @@ def recipes(arguments: list[str]) -> int:
             text = (find_recipe(name).__doc__ or "").splitlines()[0]
         except ReplicaxError as error:
             text = f"not available: {error}"
-        print(f"{name:<18} {text}")
-    print(f"{'file.py:Name':<18} your own; replicax train RECIPE --help lists a recipe's flags")
+        show(f"{name:<18} {text}")
+    show(f"{'file.py:Name':<18} your own; replicax train RECIPE --help lists a recipe's flags")
     return 0

@@ -4,14 +4,14 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.output import RUNS
-from replicax.errors import CheckpointError, ConfigError, require
-from replicax.table import WIDTH, rendered
+from replicax.cli.output import RUNS, show
+from replicax.errors import CheckpointError, ConfigError
+from replicax.table import NO_BREAK, WIDTH, aligned, width, wrapped
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.goodput import FILE as GOODPUT
@@ -19,11 +19,13 @@ from replicax.train.goodput import read_goodput
 from replicax.train.lease import is_held
 from replicax.train.places import read_end
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
-from replicax.train.summary import metrics_text
-from replicax.wording import UNKNOWN, counted, shortened, size_text
+from replicax.train.summary import LENGTH, metrics_text
+from replicax.wording import UNKNOWN, counted, size_text
 
-HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "used", "")
+_STATE = ""
+"""The column of the state, which has no heading."""
 _MOST_RECORD_BYTES = 2**22
+_SHORT = 24
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -31,10 +33,10 @@ _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
 class RunsOptions:
     """Lists the runs in a folder, the most recently saved last.
 
-    Step and epoch are those of the newest checkpoint. done: the run reached its end; stopped: it
-    did not; running: a process is writing to it; ?: its length is unknown, because it was created
-    by your own program. used is the productive share of the time since the first start. Checkpoints
-    are not verified here; loading one verifies it.
+    Step and epoch are those of the newest checkpoint; an evaluation of another step says of which.
+    done: the run reached its end; stopped: it did not; running: a process is writing to it; ?: it
+    saved nothing that tells. used is the productive share of the time since the first start.
+    Checkpoints are not verified here; loading one verifies it.
     """
 
     folder: Annotated[Path, BY_PLACE, shown_as("[FOLDER]", "runs")] = RUNS
@@ -50,41 +52,59 @@ def runs(arguments: list[str]) -> int:
         raise ConfigError(f"{folder} is not a folder; give a folder of runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     folders = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
-    rows, faults = [], []
+    rows, faults = list[_Row](), []
     for path in folders:
         try:
             rows.append(_row(path))
         except ConfigError:
             faults.append(f"{path.name}  its {CONFIG} cannot be read")
         except CheckpointError as error:
-            text = f"{path.name}  its newest checkpoint is damaged: {error}"
-            faults.append(shortened(text, WIDTH))
-    table = _table([cells for _, cells in sorted(rows, key=lambda row: row[0])]) if rows else []
-    for line in (*table, *faults):
-        print(line)
+            faults.append(f"{path.name}  its newest checkpoint is damaged: {error}")
+    show(*_table(sorted(rows, key=lambda row: row.saved_at)))
+    for fault in faults:
+        show(*wrapped(fault, width(), "  "))
     others = len(inside) - len(folders)
     if others or not folders:
-        print(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
+        show(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
     return 0
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines of 80 columns; long names and many metrics are wrapped."""
-    require("rich", "cli")
-    from rich.table import Table
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Figures of a run."""
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for title in HEADER:
-        table.add_column(title, overflow="fold", no_wrap=title not in ("name", "recipe", "eval"))
-    for row in rows:
-        table.add_row(*row)
-    return rendered(table)
+    saved_at: float
+    name: str
+    cells: Mapping[str, str]
+    """Heading -> text; empty if there is nothing to tell."""
 
 
-def _row(path: Path) -> tuple[float, tuple[str, ...]]:
-    """Return when the run was saved, and its line of the table."""
+def _table(rows: Sequence[_Row]) -> list[str]:
+    """Return a line for each run, or a paragraph if one has no room: no name is broken."""
+    if not rows:
+        return []
+    heads = ["name", *rows[0].cells]
+    cells = [[row.name, *(text or UNKNOWN for text in row.cells.values())] for row in rows]
+    lines = aligned([heads, *cells], left=len(heads))
+    if width() >= max(WIDTH, *map(len, lines)):
+        return lines
+    return [line for row in rows for line in _paragraph(row)]
+
+
+def _paragraph(row: _Row) -> Iterator[str]:
+    """Yield the lines of a run: its name, which can be copied, and below it the rest."""
+    yield row.name
+    told = [
+        row.cells[_STATE],
+        *(f"{head} {text}" for head, text in row.cells.items() if text and head != _STATE),
+    ]
+    kept = " · ".join(each.replace(" ", NO_BREAK) if len(each) <= _SHORT else each for each in told)
+    yield from wrapped(kept, width(), "  ", "  ")
+
+
+def _row(path: Path) -> _Row:
     records, manifest = _records(path / RECORDS), None
-    evaluated = [record.metrics for record in records if record.kind == "eval"]
+    scored = next((record for record in reversed(records) if record.kind == "eval"), None)
     step, epoch, saved_at = 0, 0, 0.0
     if records:
         step, epoch = records[-1].step, records[-1].epoch
@@ -96,27 +116,30 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
     else:
         config = read_config(path / CONFIG)
     spent = read_goodput(path / GOODPUT)
-    steps = epochs = rows = None
-    if config.get("recipe"):  # otherwise the other entries are unknown
-        steps, rows = _number(config, "options", "steps"), _number(config, "data", "rows")
-        epochs = _number(config, "fields", "epochs") if steps is None else None
+    epochs, steps = (_number(config, "start", name) for name in LENGTH)
     state = "?"
     if is_held(path):
         state = "running"
-    elif manifest and (steps is not None or None not in (epochs, rows)):
+    elif manifest and (steps or epochs):
         at = manifest.position
-        done = at.step >= steps if steps is not None else (at.epoch + 1, at.rows) >= (epochs, rows)
-        state = "done" if done else "stopped"
-    return saved_at, (
+        ended = epochs is not None and epoch + 1 >= epochs and at.evaluated_step == step
+        state = "done" if ended or (steps is not None and step >= steps) else "stopped"
+    figures = "" if scored is None else metrics_text(scored.metrics)
+    if scored is not None and scored.step != step:
+        figures = f"of step {scored.step}: {figures}"
+    return _Row(
+        saved_at,
         path.name,
-        str(config.get("recipe") or UNKNOWN),
-        f"{step}/{steps}" if steps else str(step),
-        f"{epoch + 1}/{epochs}" if epochs else str(epoch + 1),
-        (metrics_text(evaluated[-1]) if evaluated else "") or UNKNOWN,
-        _age(time.time() - saved_at) if saved_at else UNKNOWN,
-        size_text(_bytes(path)),
-        UNKNOWN if spent is None else f"{spent.clock_fraction:.0%}",
-        state,
+        {
+            "recipe": str(config.get("recipe") or ""),
+            "step": f"{step}/{steps}" if steps else str(step),
+            "epoch": f"{epoch + 1}/{epochs}" if epochs else str(epoch + 1),
+            "eval": figures,
+            "saved": _age(time.time() - saved_at) if saved_at else "",
+            "size": size_text(_bytes(path)),
+            "used": "" if spent is None else f"{spent.clock_fraction:.0%}",
+            _STATE: state,
+        },
     )
 
 

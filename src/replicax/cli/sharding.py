@@ -12,7 +12,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import STAGE, by_rows
 from replicax.core.placement.sharding_rules import axes_of
-from replicax.table import WIDTH
+from replicax.table import width
 from replicax.wording import size_text
 
 MOST_NAMED = 3
@@ -43,7 +43,7 @@ def print_sharding(state: TrainState, rows: int) -> None:
         for path, leaf in arrays[:MOST_NAMED]:
             text = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
             text += f"  {size_text(_bytes_per_device([leaf]))}/device"
-            print(path, text, sep="  " if len(path) + 2 + len(text) <= WIDTH else f"\n{' ' * 7}")
+            print(path, text, sep="  " if len(path) + 2 + len(text) <= width() else f"\n{' ' * 7}")
         if rest := arrays[MOST_NAMED:]:
             size = size_text(_bytes_per_device(leaf for _, leaf in rest))
             print(f"and {len(rest)} more with the same placement, {size}/device")
@@ -102,6 +102,6 @@ def _draw(mesh: Mesh, placement: Placement) -> None:
             each = [f"{first}-{first + own - 1}" if own > 1 else f"{first}" for first in firsts]
             print(f"layers {' | '.join(each)}")
         held = NamedSharding(mesh, PartitionSpec(tuple(down) or None, tuple(across) or None))
-        jax.debug.visualize_sharding(shape, held, scale=0.1, max_width=WIDTH)
+        jax.debug.visualize_sharding(shape, held, scale=0.1, max_width=width())
         sys.stdout.flush()
         return

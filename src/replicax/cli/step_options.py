@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import textwrap
 from typing import Annotated, Any, Literal
 
 import jax
@@ -11,6 +10,7 @@ import jax
 import replicax as rx
 from replicax.arguments import Count, Devices, Natural, NotNegative
 from replicax.cli.flags import one_of, shown_as
+from replicax.cli.output import show
 from replicax.cluster.place import find_place
 from replicax.core.data.batch import row_count
 from replicax.core.data.given import leading_rows
@@ -25,7 +25,7 @@ from replicax.core.rounds.islands import OuterSGD
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
-from replicax.table import WIDTH
+from replicax.table import labelled
 
 # Each docstring is one line: tyro would keep its line breaks in --help.
 
@@ -220,16 +220,14 @@ def check_alone(command: str, why: str) -> None:
 
 def data_lines(recipe: Any) -> list[str]:
     """Return the recipe's description of its data, if any, as lines."""
-    text = f"data   {recipe.data_description()}" if hasattr(recipe, "data_description") else ""
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
-    )
+    if not hasattr(recipe, "data_description"):
+        return []
+    return labelled("data", recipe.data_description())
 
 
 def print_data(recipe: Any) -> None:
     """Print the lines of `data_lines`."""
-    for line in data_lines(recipe):
-        print(line, flush=True)
+    show(*data_lines(recipe))
 
 
 def first_rows(source: Any, rows: int) -> Any:

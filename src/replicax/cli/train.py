@@ -11,7 +11,7 @@ import replicax as rx
 from replicax.arguments import Count, NotNegative, Seed
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
-from replicax.cli.output import run_folder
+from replicax.cli.output import run_folder, show
 from replicax.cli.program_cache import keep_programs
 from replicax.cli.sharding import print_sharding
 from replicax.cli.step_options import (
@@ -134,7 +134,7 @@ class EvalOptions:
 class RecordOptions:
     """Measurements, and where to write them besides the run's folder."""
 
-    log_every: Count = 50
+    log_every: Annotated[Count | None, shown_as("N", "50, or fewer in a short run")] = None
     """Steps between two records."""
     log_to: Annotated[str | None, several_of(LOGGERS, "none")] = None
     """Also send records to these loggers, from a thread, so that training never waits."""
@@ -155,7 +155,7 @@ class SaveOptions:
     save_every: Annotated[Count | None, shown_as("N", "none")] = None
     """Steps between two checkpoints, instead of minutes."""
     save_minutes: NotNegative = 10.0
-    """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be resumed."""
+    """Minutes between two checkpoints, the first after one; 0 saves nothing to resume from."""
     keep: Count = 3
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[Count | None, shown_as("N", "none")] = None
@@ -268,7 +268,7 @@ def _run(
     if speaks:
         print_data(recipe)
         if said is not None:
-            print(*labelled("cache", said), sep="\n", flush=True)
+            show(*labelled("cache", said))
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
     model = recipe.model(jax.random.key(start.seed))
     if start.init_from is not None:
@@ -301,7 +301,7 @@ def _run(
     if speaks:
         also = ", noise_scale.json" if options.record.measure_noise_scale else ""
         also += ", checkpoints/" if options.save.saving().wanted else ""
-        print(f"see    {run_dir}/ (config.json, records.jsonl, curves.png{also})")
+        show(f"see    {run_dir}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
         model = dp.model(result.state, copy=False)  # on the devices of all processes
         shown = recipe.after_training(model)
@@ -338,7 +338,7 @@ def in_micro_batches(
             f"{count} micro-batches of {fitting.need.rows // count:,} rows per device: in one they "
             f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
         )
-        print(*labelled("parts", text), sep="\n", flush=True)
+        show(*labelled("parts", text))
         return count
 
     return dp.replace(accumulate=job.broadcast("micro-batches", fewest))

@@ -32,7 +32,7 @@ from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import CallContext
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.table import labelled
+from replicax.table import fold_lines, labelled
 from replicax.train.fingerprint import sha256
 from replicax.verify.program_cases import program_text
 from replicax.verify.verification import GrowingTable, Verification
@@ -46,12 +46,12 @@ _USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
 
-Checks that a step on many devices computes the same as on one: a recipe's step,
+Checks that a step on many devices computes the same as on one: a recipe's step, \
 in every mode, or a custom step, against its single-device form.
 replicax lint checks source code for common errors, without running it.
 
 The exit code is 1 if anything fails.
-replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
+replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and \
 replicax verify --step --help the flags for a custom step.
 """
 FROM_KEY = (
@@ -101,7 +101,7 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
 def verify(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     if arguments in (["-h"], ["--help"]):
-        print(_USAGE, end="")
+        print(fold_lines(_USAGE), end="")
         return 0
     if arguments and arguments[0].startswith("--source"):
         raise ConfigError("--source has moved: replicax lint FILES... reads files and folders")

@@ -9,7 +9,7 @@ from replicax.core.pipeline.staged_objective import Staged
 from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.placement.mesh import STAGE, AnyMesh, shard_axis
 from replicax.core.step.base import Apply
-from replicax.core.step.loss_scale import unscaling
+from replicax.core.step.loss_scale import plain, unscaling
 from replicax.core.step.objective import Objective
 from replicax.core.step.optimizer import Updater
 from replicax.core.step.update import apply_gradient
@@ -36,4 +36,6 @@ def split_objective(
 def optimizer_update(config: Configuration, updater: Updater) -> Apply:
     """Return the optimizer part of the step, wrapped as configured, with its loss scale undone."""
     apply = config.wrapped(partial(apply_gradient, updater=updater))
-    return unscaling(apply) if config.precision.scales else apply
+    if not config.precision.scales:
+        return apply
+    return unscaling(apply) if config.wrap_apply is not None else plain(unscaling(apply))

@@ -1,7 +1,11 @@
-"""Output of the processes: shown as lines prefixed with the rank, and written raw to files."""
+"""Output of the processes: shown as lines prefixed with the rank, and written raw to files.
+
+Chatter of C++ libraries is in the files only.
+"""
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
@@ -10,12 +14,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from replicax.table import fold_lines, for_stream, width
+
 MOST_QUEUED_BYTES = 4 << 20
 MOST_LINE_BYTES = 1 << 20
 PROGRESS_SECONDS = 1.0
 HURRY_SECONDS = 0.5
 TAIL_LINES = 200
 _COLORS = (36, 33, 35, 32, 34, 31)
+_CHATTER = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to"
+    rb"|WARNING: All log messages before absl::InitializeLog\(\)"
+    rb"|I\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] "
+)
+"""Lines of C++ libraries about themselves where nothing is wrong; only the logs have them."""
 
 
 class Echo:
@@ -28,11 +40,16 @@ class Echo:
         self.closed = False
         """Whether its reader has closed it."""
         self._until = float("inf")
-        width = len(str(processes - 1))
-        self._labels = labels or [f"{rank:{width}}" for rank in range(processes)]
+        digits = len(str(processes - 1))
+        self._labels = labels or [f"{rank:{digits}}" for rank in range(processes)]
         self._quiet = quiet
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._bytes = 0
+
+    @property
+    def prefix_width(self) -> int:
+        """Columns before the lines of a process."""
+        return max(map(len, self._labels)) + len("[] ")
 
     @property
     def full(self) -> bool:
@@ -47,12 +64,17 @@ class Echo:
 
     def say(self, line: str, *, error: bool = False) -> None:
         """Show a line from the launcher itself."""
-        self._put(sys.stderr if error else sys.stdout, f"{line}\n".encode(errors="replace"))
+        stream = sys.stderr if error else sys.stdout
+        text = for_stream(line, stream) if _is_terminal(stream) else line
+        self._put(stream, f"{text}\n".encode(errors="replace"))
 
     def lines(self, process: int, lines: list[bytes], *, error: bool) -> None:
         """Show lines of a process, given without line breaks."""
         stream = sys.stderr if error else sys.stdout
         prefix = f"[{self._labels[process]}] ".encode()
+        if _is_terminal(stream):
+            room = width() - len(prefix)
+            lines = [part for line in lines for part in _folded(line, room)]
         if _colored(stream):
             color = _COLORS[process % len(_COLORS)]
             prefix = f"\x1b[{color}m".encode() + prefix.rstrip() + b"\x1b[0m "
@@ -103,9 +125,19 @@ class Echo:
             self.closed = True
 
 
+def _folded(line: bytes, columns: int) -> list[bytes]:
+    if len(line) <= columns:
+        return [line]
+    return fold_lines(line.decode(errors="replace"), columns).encode().split(b"\n")
+
+
 def _colored(stream: TextIO | None) -> bool:
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream is not None and stream.isatty() and not os.environ.get("NO_COLOR")
+        return stream is not None and stream.isatty()
     except (AttributeError, ValueError):
         return False
 
@@ -170,7 +202,8 @@ class Output:
     def _show(self, lines: list[bytes]) -> None:
         self._shown = time.monotonic()
         self.tail.extend(line[:4096].decode(errors="replace") for line in lines[-TAIL_LINES:])
-        self._echo.lines(self._process, lines, error=self._error)
+        told = [line for line in lines if not _CHATTER.match(line)]
+        self._echo.lines(self._process, told, error=self._error)
 
     def _write_log(self, data: bytes) -> None:
         """Log up to the last line break, so that lines of the two streams do not mix."""

@@ -21,6 +21,7 @@ from replicax.launch.event_loop import EventLoop, collected_signals, signals_tak
 from replicax.launch.island_supervisor import island_labels, run_islands
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import core_blocks
+from replicax.table import width
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
@@ -83,6 +84,7 @@ def launch(
     began = time.monotonic()
     labels = island_labels(job.islands, job.processes) if job.islands else ()
     echo = Echo(everything, quiet, labels)
+    base["COLUMNS"] = str(width() - echo.prefix_width)
     with _compilation_cache(job, base) as base, collected_signals() as signals:
         echo.say(f"launch {_size(job)} · job {job_id}\nlogs   {folder}/")
         loop = EventLoop(echo, signals, grace_seconds)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from replicax.blocks import GAP, Entry, ReportPart, report_of
 from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
 from replicax.plan.slow_links_table import slow_links_entries
-from replicax.table import MARGIN, WIDTH, Line
+from replicax.table import MARGIN, Line, width
 from replicax.wording import (
     UNKNOWN,
     counted,
@@ -314,7 +314,8 @@ def _scaling(plan: Plan) -> list[Entry]:
         return []
     rows = plan.speed.rows
     names = (f"{_counted(rows, 'row')} each", f"{_counted(rows * plan.replicas, 'row')} in all")
-    most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
+    named = MARGIN + max(len("efficiency"), *map(len, names)) + len("  devices")
+    most = max((width() - named) // _COLUMN, 2)
     counts = shown_counts(scaling, plan.target.devices, most)
     lines: list[Line] = [("efficiency", *map(number_text, counts), "devices")]
     pays = []

@@ -12,7 +12,7 @@ import msgspec
 
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
-from replicax.table import WIDTH
+from replicax.table import width
 from replicax.train.places import read_bytes
 from replicax.train.records import plain_config
 from replicax.train.sealed import unsealed
@@ -51,7 +51,9 @@ PROGRAM = {
     "batch": "the batch's arrays",
 }
 """The digests of `replicax.train.program_fingerprint`, and what a change of each means."""
-_OF_ONE_START = tuple(("start", name) for name in ("command", "host", "time", "run"))
+_OF_ONE_START = tuple(
+    ("start", name) for name in ("command", "host", "time", "run", "epochs", "steps")
+)
 _NO_TRACER = ("python", "numpy")
 """Packages whose versions do not affect the traced program."""
 _MOST_NAMED, _MOST_LINES = 6, 20
@@ -247,7 +249,7 @@ def _line(change: Change) -> str:
     end = " (accepted)" if change.matters else ""
     if change.field.startswith("program.") and not change.matters:
         end = " (versions differ: not comparable)"
-    room = WIDTH - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
+    room = width() - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
 
 

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
-from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
+from replicax.core.step.base import StepFigure
+from replicax.core.step.loss_scale import value_of
 from replicax.train.guarded import NOT_FINITE, SPIKE
 
 
@@ -46,6 +47,8 @@ class Dispatched:
     """Nonzero if its update was skipped because a value was not finite; see `guarded`."""
     spike: jax.Array | None
     """Whether its update was skipped as a spike; None without spike detection."""
+    latest: dict[str, bool] = dataclasses.field(default_factory=dict)
+    """Name of each metric that is no mean over rows -> whether a record has its last value."""
     by_row: dict[str, PerRow] = dataclasses.field(default_factory=dict)
     """Results with an entry for each row, of all steps of its call; records do not have them."""
     number: int | None = None
@@ -101,7 +104,7 @@ class Call:
                 RunPosition(at.step - left, at.epoch, at.batch - left),
                 rows[before - left],
                 (stack.mask, stack.index),
-                {name: value[before - left] for name, value in told.items()},
+                {name: _of_step(value, before - left) for name, value in told.items()},
                 before - left,
             )
             for left in range(before, 0, -1)
@@ -111,7 +114,7 @@ class Call:
 def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) -> Call:
     """Return the call that led to `place`, and begin to copy its `results` to the host."""
     known = {NOT_FINITE, SPIKE}
-    metrics = {name: value for name, value in results.items() if name not in known}
+    metrics = {name: value_of(each) for name, each in results.items() if name not in known}
     if next(iter(results[NOT_FINITE].devices())).platform != "cpu":  # on CPU it only costs time
         for value in jax.tree.leaves(dict(results)):
             value.copy_to_host_async()
@@ -120,7 +123,7 @@ def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) 
         return Call(last, metrics, None, results)
     arrays, of_last = (batch.stack.mask, batch.stack.index), dict[str, Any]()
     for name, value in results.items():
-        of_last[name] = value[-1] if isinstance(value, jax.Array | Merged) else value
+        of_last[name] = value if isinstance(value, PerRow) else _of_step(value, -1)
     last = _dispatched(place, batch.rows[-1], arrays, of_last, len(batch) - 1)
     return Call(last, metrics, batch, results)
 
@@ -145,6 +148,14 @@ def _dispatched(
 ) -> Dispatched:
     by_row = {name: value for name, value in results.items() if isinstance(value, PerRow)}
     known = {NOT_FINITE, SPIKE, *by_row}
-    others = {name: value for name, value in results.items() if name not in known}
+    others = {name: value_of(each) for name, each in results.items() if name not in known}
+    latest = {name: each.latest for name, each in results.items() if isinstance(each, StepFigure)}
     verdicts = results[NOT_FINITE], results.get(SPIKE)
-    return Dispatched(place, rows, *arrays, others, *verdicts, by_row, number)
+    return Dispatched(place, rows, *arrays, others, *verdicts, latest, by_row, number)
+
+
+def _of_step(value: Any, number: int) -> Any:
+    """Return the metric of one step from those of several."""
+    if isinstance(value, StepFigure):
+        return dataclasses.replace(value, value=value.value[number])
+    return value[number]

@@ -9,56 +9,70 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from replicax.errors import require
+from replicax.plot_style import PALETTE, picture
+from replicax.train.changes import read_config
 from replicax.train.places import is_remote, place, write_whole
-from replicax.train.records import Record, read_records
-from replicax.wording import first_line
+from replicax.train.records import CONFIG, Record, read_records
+from replicax.wording import counted, first_line
 
 CURVES = "curves.png"
-# Okabe and Ito's colors, distinguishable with any kind of color vision.
-TRAIN, *EVAL = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-COLUMNS = 4
+TRAIN, *EVAL = PALETTE
+COLUMNS = 3
+"""So that text of a picture as wide as a page can be read."""
+PANEL_INCHES = (2.9, 2.4)
 MOST_MARKERS = 20
 MOST_POINTS = 1000
 LOG_SCALE_FROM = 30.0
 """Ratio of largest to smallest loss above which a linear axis would hide the end of a run."""
-RATES = 50
-"""Maximum number of points; the rates of single records would make a zigzag."""
+FEWEST_RATES, MOST_RATES, RECORDS_OF_RATE = 8, 50, 4
+"""Points of a rate, and records of one; the rates of single records would make a zigzag."""
+LONG_NUMBER = 10_000
+RATE = "rows_per_second"
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
 """Metric -> series (`train`, `eval`, or the name of an evaluation set) -> steps, values."""
 
 
-def draw_curves(records: Sequence[Record], path: Path) -> None:
+def draw_curves(records: Sequence[Record], path: Path, title: str | None = None) -> None:
     """Draw every metric and figure over the steps, one panel each, and rows per second.
 
-    The title is the folder's name. The previous file stays at `path` until the new one is complete.
+    The title is the folder's name by default. The previous file stays at `path` until the new one
+    is complete.
     """
-    figure_module = require("matplotlib.figure", "cli")
-    panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
+    panels = [*panels_of(records).items(), (RATE, {"train": rates_of(records)})]
     count = len(panels)
     rows = -(-count // COLUMNS)
     columns = -(-count // rows)
-    figure = figure_module.Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
-    figure.suptitle(path.parent.resolve().name, parse_math=False)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (name, series) in zip(axes, panels, strict=False):
-        _draw_panel(axis, name, series)
-    if panels[0][0] == "loss":
-        losses = [y for points in panels[0][1].values() for _, y in points if math.isfinite(y)]
-        if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
-            axes[0].set_yscale("log")
-    axes[count - 1].set_ylim(bottom=0)
-    axes[count - 1].yaxis.set_major_formatter(_short())
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_whole(path, picture.getvalue())
+    title = title or path.parent.resolve().name
+    wide, high = PANEL_INCHES
+    file = io.BytesIO()
+    with picture(file, wide * columns, high * rows + 0.3) as figure:
+        size = min(11.0, 118 * wide * columns / len(title))  # points that fit the picture's width
+        figure.suptitle(title, parse_math=False, fontsize=size)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis, (name, series) in zip(axes, panels, strict=False):
+            _draw_panel(axis, name, series)
+        if panels[0][0] == "loss":
+            losses = [y for points in panels[0][1].values() for _, y in points if math.isfinite(y)]
+            if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
+                axes[0].set_yscale("log")
+        axes[count - 1].set_ylim(bottom=0)
+        for axis in axes[count:]:
+            axis.set_visible(False)
+    write_whole(path, file.getvalue())
+
+
+def title_of(config: Mapping[str, Any], run: str) -> str:
+    """Return `mlp on 4 cpu devices · mlp-20261125-194006`: what ran, where, and the run."""
+    parallel, command = config["parallel"], config["start"]["command"]
+    what = config.get("recipe") or Path(command[0]).name
+    devices = math.prod(parallel["mesh"].values())
+    return f"{what} on {counted(devices, parallel['device_kind'] + ' device')} · {run}"
 
 
 def panels_of(records: Sequence[Record]) -> Panels:
@@ -81,12 +95,22 @@ def panels_of(records: Sequence[Record]) -> Panels:
 
 
 def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Return steps and rows per second of the timed train records, averaged over groups."""
+    """Return steps and rows per second of the timed train records, over equal parts of the time."""
     timed = [record for record in records if record.kind == "train" and record.seconds > 0]
-    return [
-        (each[-1].step, sum(r.rows for r in each) / math.fsum(r.seconds for r in each))
-        for each in _groups(timed, RATES)
-    ]
+    points = min(max(len(timed) // RECORDS_OF_RATE, FEWEST_RATES), MOST_RATES)
+    least = math.fsum(record.seconds for record in timed) / points
+    groups = list[list[Record]]()
+    for record in timed:
+        if not groups or _seconds(groups[-1]) >= least:
+            groups.append([])
+        groups[-1].append(record)
+    if len(groups) > 1 and _seconds(groups[-1]) < least / 2:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return [(each[-1].step, sum(r.rows for r in each) / _seconds(each)) for each in groups]
+
+
+def _seconds(records: Sequence[Record]) -> float:
+    return math.fsum(record.seconds for record in records)
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
@@ -112,12 +136,12 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
         )
     axis.set_ylabel(name, parse_math=False)
     if list(series) != ["train"]:
-        axis.legend(frameon=False)
+        axis.legend()
     axis.set_xlabel("step")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, nbins=5)
     axis.xaxis.set_major_formatter(_short())
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
+    axis.yaxis.set_major_formatter(_short())
+    axis.grid()
 
 
 def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
@@ -130,8 +154,14 @@ def _mean(values: list[float]) -> float:
 
 
 def _short() -> Any:
-    """Return a formatter for `0`, `250k` or `1.5M`; longer labels collide in a small panel."""
-    return require("matplotlib.ticker", "cli").EngFormatter(sep="")
+    """Return a formatter for `0.0003`, `1,500`, `50k` or `1.5M`, without an offset on the axis."""
+    ticker = require("matplotlib.ticker", "cli")
+    long = ticker.EngFormatter(sep="")
+
+    def text(value: float, _place: int) -> str:
+        return str(long(value)) if abs(value) >= LONG_NUMBER else f"{value:g}"
+
+    return ticker.FuncFormatter(text)
 
 
 @contextlib.contextmanager
@@ -155,7 +185,9 @@ def draw_run(folder: Path) -> int:
     """Draw the run in `folder`; return the exit code."""
     try:
         with _alone(folder):
-            draw_curves(read_records(folder, sys.maxsize).records, folder / CURVES)
+            records = read_records(folder, sys.maxsize).records
+            title = title_of(read_config(folder / CONFIG), folder.name)
+            draw_curves(records, folder / CURVES, title)
     except Exception as error:  # the run that started this may be over
         if not folder.exists():  # removed since
             return 0

@@ -43,7 +43,7 @@ from replicax.train.resuming import Resuming
 from replicax.train.rounds_told import doubtful_rounds
 from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
-from replicax.train.step_records import BadSteps, Meter
+from replicax.train.step_records import BadSteps, Meter, log_interval
 from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import Storage, is_complete
 from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
@@ -79,14 +79,14 @@ class Run(Resuming):
         steps: number of updates.
         eval_source: evaluated in full after every epoch and after the last step: a source, or an
             `rx.Evaluation`.
-        shuffle: whether to reshuffle every epoch; by default if the source supports it.
+        shuffle: whether to reshuffle every epoch; by default, unlike `dp.feed`, if the source can.
         seed: seed of the shuffle.
         prefetch: as for `dp.feed`; 0 if the next batch depends on what the loop does with a step.
         steps_per_call: steps of each dispatched program, for models whose step takes a millisecond
             or less; the run yields so many batches as one, `step` returns metrics `[steps]`, and a
             stop, a checkpoint or an evaluation comes between two calls. With None, as in `rx.fit`,
             the run chooses, and says so; 1 if a hook looks at each step.
-        log_every: steps between two train records.
+        log_every: steps between two train records; by default 50, fewer in runs of under 1,000.
         hooks: observers of the run, in addition to `records.jsonl`, `curves.png` and the progress
             display; see `rx.Hook`.
         guard: when to skip a step, and how many skipped steps stop the run.
@@ -126,7 +126,7 @@ class Run(Resuming):
         seed: Seed = 0,
         prefetch: Natural = 2,
         steps_per_call: Count | None = 1,
-        log_every: Count = 50,
+        log_every: Count | None = None,
         hooks: Sequence[Hook] = (),
         guard: Guard = _MOST_5,
         run_dir: str | Path | None = None,
@@ -177,7 +177,7 @@ class Run(Resuming):
             self.source,
             dp.job,
             self.hooks,
-            Meter(log_every),
+            Meter(log_every or log_interval(self.total)),
             BadSteps(guard.max_bad_steps, dp.job, judged(dp, state)),
             self._evaluator,
             RereadCheck(dp.job, self.say, self.alarm, accept=accept_changes),
@@ -212,7 +212,7 @@ class Run(Resuming):
             if not self._interrupt.is_open:
                 stack.enter_context(self._interrupt)
             self.hooks("before_run", self)
-            self.config |= derived(self.dp, self._first)
+            self.config |= derived(self.dp, self._first, self._agreed)
             if self._evaluator is not None:
                 self.config["data"]["evaluation"] = self._evaluator.fingerprint()
             for line in describe(self.dp, self.state, self._first):

@@ -63,7 +63,7 @@ class Goodput:
     seconds: dict[str, float]
     """Seconds by bucket; see `BUCKETS`."""
     starts: int
-    """Number of starts of the run, including this one."""
+    """Number of starts of the run that did a step, including this one in any case."""
     down_seconds: float
     """Time between starts, as far as known; not part of the wall time."""
     hooks: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -100,12 +100,16 @@ class Goodput:
             for bucket, share in shares.items()
             if share >= 5e-4
         ]
+        down = []
         if self.down_seconds > 0:
-            parts.append(f"and {duration(self.down_seconds)} between the starts")
-            parts.append(f"productive {self.clock_fraction:.1%} of the clock")
+            down = labelled(
+                "",
+                f"not running for {duration(self.down_seconds)} between starts: productive "
+                f"{self.clock_fraction:.1%} in all",
+            )
         starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
         said = f" ·{NO_BREAK}".join(part.replace(" ", NO_BREAK) for part in parts)
-        return labelled("time", f"{duration(wall)}{starts}{':' if parts else ''} {said}")
+        return [*labelled("time", f"{duration(wall)}{starts}{':' if parts else ''} {said}"), *down]
 
 
 class Ledger:
@@ -214,7 +218,7 @@ class Ledger:
         self._lines = None
 
     def summary(self) -> Goodput:
-        now = _Start(self._began, self._began, self._spent())
+        now = _Start(self._began, self._began, self._spent(), stepped=True)
         return dataclasses.replace(_over([*self._earlier, now]), hooks=dict(self.hooks))
 
     def _spent(self) -> dict[str, float]:
@@ -270,6 +274,8 @@ class _Start:
     began: float
     ended: float
     seconds: dict[str, float]
+    stepped: bool
+    """Whether it did a step."""
     marks: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
     """Step and seconds of each mark."""
 
@@ -288,7 +294,7 @@ def _over(starts: Sequence[_Start]) -> Goodput:
     """Add up `starts`, in their order."""
     seconds = {bucket: math.fsum(each.seconds[bucket] for each in starts) for bucket in BUCKETS}
     down = math.fsum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(starts))
-    return Goodput(seconds, len(starts), down)
+    return Goodput(seconds, sum(start.stepped for start in starts), down)
 
 
 def _starts(text: bytes, below: int | None) -> tuple[list[_Start], int]:
@@ -311,7 +317,8 @@ def _starts(text: bytes, below: int | None) -> tuple[list[_Start], int]:
         if not isinstance(last.restored, msgspec.UnsetType):
             for earlier in starts:
                 earlier.cut(last.restored)
-        starts.append(_Start(began, last.at, last.seconds, marks))
+        stepped = last.seconds["productive"] > 0
+        starts.append(_Start(began, last.at, last.seconds, stepped, marks))
     return starts, read.count(None)
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from replicax.blocks import Bar, Paragraph, ReportPart, Verbatim, html_of
+from replicax.table import for_stream
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.loss_curve import LossCurve
@@ -95,7 +96,7 @@ class PlainProgress(Progress):
 
     def line(self, text: str) -> None:
         self._last = time.monotonic()
-        print(text, file=self._out, flush=True)
+        print(for_stream(text, self._out), file=self._out, flush=True)
 
     def status(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -206,6 +207,7 @@ class LiveProgress(Progress):
         from rich.table import Column
 
         width = 2 * len(str(total_steps)) + 1  # on narrow terminals, the bar shrinks
+        self._out = out
         self._bar: Any = Bar(
             MofNCompleteColumn(table_column=Column(min_width=width)),
             BarColumn(bar_width=None),
@@ -220,7 +222,7 @@ class LiveProgress(Progress):
         self._bar.start()
 
     def line(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, soft_wrap=True)
+        self._bar.console.print(for_stream(text, self._out), markup=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
         self._bar.update(self._task, figures=text)

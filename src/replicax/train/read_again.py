@@ -49,6 +49,8 @@ class FirstBatch:
     def __init__(self) -> None:
         self._sums: _Sums | None = None
         self._passes, self._varies, self._resumed = 0, False, False
+        self.may_differ = False
+        """Whether this pass is the first of a start that resumed, of a source that is shuffled."""
 
     def save_state(self) -> dict[str, Any]:
         return {"sums": self._sums, "passes": self._passes, "varies": self._varies}
@@ -59,15 +61,17 @@ class FirstBatch:
 
     def begins(self, rows: PyTree | None, job: Job) -> str | None:
         """Note the first batch of a pass; return how it has changed since an earlier start."""
+        resumed, self._resumed = self._resumed, False
+        self.may_differ = resumed and self._varies
         if self._varies:
             return None
-        now, resumed, self._resumed = checksums(rows, job), self._resumed, False
+        now = checksums(rows, job)
         changed = difference(self._sums, now)
         fixed = self._passes >= ALWAYS
         if changed is None:
             self._passes += 1
         elif resumed:
-            self._passes = 1
+            self._passes, self.may_differ = 1, not fixed
         else:
             self._varies = True
         self._sums = now
@@ -110,6 +114,11 @@ class RereadCheck:
         if feed.first == 0:
             if changed := self._first.begins(batch.host, self._job):
                 self._say(f"change data: the first batch of an epoch {changed}")
+            if self._first.may_differ and not feed.source.order_is_known:
+                self._say(
+                    f"order  of epoch {feed.epoch + 1}: perhaps another than without the stop, as "
+                    "the source shuffles by itself; give it a method set_epoch"
+                )
             return
         if (changed := difference(self.last(), checksums(feed.skipped, self._job))) is None:
             return

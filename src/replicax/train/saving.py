@@ -16,7 +16,8 @@ class Saving:
 
     Args:
         every: steps between two checkpoints; None to use `minutes`.
-        minutes: minutes between two checkpoints if `every` is None; None for no checkpoints.
+        minutes: minutes between two checkpoints if `every` is None, but the first of a start comes
+            after one; None for no checkpoints.
         keep: number of newest checkpoints to keep.
         keep_every: also keep the checkpoints of every multiple of this step; None for none.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from replicax.core.data.merged import Merged
 from replicax.core.ground.job import Job
-from replicax.core.ground.train_state import Metrics
 from replicax.core.rounds.round_step import ROUND_LOSS
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError
@@ -18,20 +17,31 @@ from replicax.train.records import Record
 
 _READ_TOGETHER = 64
 """Steps of which the metrics are read at once, if there is no record before."""
+_FEWEST_RECORDS, _INTERVALS = 20, (50, 20, 10, 5, 2, 1)
 _NAMED = 8  # examples listed in a message; the record has all of them
+
+
+def log_interval(total: int | None) -> int:
+    """Return the steps between two records of a run of `total` steps, if known; no clock decides.
+
+    At most 50, and in a shorter run as many as give it `_FEWEST_RECORDS`.
+    """
+    most = max((total or 10**9) // _FEWEST_RECORDS, 1)
+    return next(steps for steps in _INTERVALS if steps <= most)
 
 
 class Meter:
     """Tracks finished steps; returns a `Record` every `log_every` steps.
 
-    Its metrics are means over the steps since the last record, weighted by their real rows.
-    Skipped steps, which have separate records, and non-finite metrics are excluded; if no value
-    remains, the mean is NaN, and the loss of rounds is left out. Step 1 has a separate record.
-    Metrics that are no means are merged over these steps; see `MergedOfSteps`.
+    Its metrics are means over the steps since the last record, weighted by their real rows, but for
+    a `StepFigure` with `latest`, which has its last value. Skipped steps, which have separate
+    records, and non-finite metrics are excluded; if no value remains, the mean is NaN, and a figure
+    or the loss of rounds is left out. Step 1 has a separate record. Metrics that are no means are
+    merged over these steps; see `MergedOfSteps`.
     """
 
     _last: Dispatched | None  # the newest step, if it has no record yet
-    _sums: dict[str, list[float]]  # name -> sum over rows, and number of rows
+    _sums: dict[str, list[float]]  # name -> sum over rows, and their number; or the last value, 1
     _started: float | None
     _reached: float  # when the last step finished
     _together: tuple[int, float]  # steps that had finished with it, and the seconds of each
@@ -65,7 +75,7 @@ class Meter:
         self._reached += seconds
         self._together = left - 1, seconds
         self.rows += rows
-        self._unread.append((step.metrics, 0 if step.skipped else rows))
+        self._unread.append((step, 0 if step.skipped else rows))
         if len(self._unread) >= _READ_TOGETHER:
             self._read()
         self._last = step
@@ -96,8 +106,9 @@ class Meter:
             {name: self._sums[name] for name in step.metrics if name in self._sums},
             step.place,
         )
-        if ROUND_LOSS in sums and not sums[ROUND_LOSS][1]:
-            del sums[ROUND_LOSS]
+        for name in (*step.latest, ROUND_LOSS):
+            if name in sums and not sums[name][1]:
+                del sums[name]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
         metrics |= self._merged.values()
         record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
@@ -126,7 +137,7 @@ class Meter:
         self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
         self._merged = MergedOfSteps(state.get("merged"))
-        self._unread: list[tuple[Metrics, int]] = []  # metrics of finished steps, and their rows
+        self._unread: list[tuple[Dispatched, int]] = []  # finished steps, and their rows
         self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
         self._started, self._reached, self._together = None, time.perf_counter(), (0, 0.0)
         if compiled:
@@ -143,15 +154,19 @@ class Meter:
 
     def _read(self) -> None:
         """Add the metrics of finished steps, of which reading many at once takes least time."""
-        for metrics, rows in self._unread:
-            for name, metric in metrics.items():
+        for step, rows in self._unread:
+            for name, metric in step.metrics.items():
                 if isinstance(metric, Merged):
                     if rows:
                         self._merged.add(name, metric)
                     continue
                 value = float(python_number(metric))
                 sums = self._sums.setdefault(name, [0.0, 0])
-                if rows and math.isfinite(value):
+                if not math.isfinite(value):
+                    continue
+                if step.latest.get(name):
+                    sums[:] = value, 1
+                elif rows:
                     sums[0] += rows * value
                     sums[1] += rows
         self._unread.clear()

@@ -14,6 +14,8 @@ from replicax.core.ground.job import Job
 from replicax.islands.island_job import Everyone
 
 _BETWEEN_VOTES_SECONDS = 0.5
+_FIRST_SAVE_SECONDS = 60.0
+"""A start saves first after this time, if not earlier: a killed one loses no more of its begin."""
 _VOTES_BEFORE_LEAVING = 3
 """A signal reaches all islands within this many votes, if it is for all."""
 
@@ -207,7 +209,7 @@ class Stopping:
         self._islands, self._signalled_votes, self._calm = islands, 0, calm
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
-        self._saved_at = time.monotonic()
+        self._saved_at, self._has_saved = time.monotonic(), False
         self._decided: int | None = None
         self._calls = 0
         self._unit = ""
@@ -240,7 +242,7 @@ class Stopping:
     def saved(self) -> None:
         """Note that all processes have started to save; the next save is timed from here."""
         self.save_due = False
-        self._saved_at = time.monotonic()
+        self._saved_at, self._has_saved = time.monotonic(), True
 
     def save_state(self) -> dict[str, Any]:
         """Return what was decided, and when the next vote is."""
@@ -309,8 +311,10 @@ class Stopping:
                 self.leaves = shown_signal(own[0])
 
     def _is_time(self) -> bool:
-        every = self._save_every
-        return every is not None and time.monotonic() - self._saved_at >= every
+        if self._save_every is None:
+            return False
+        first = self._save_every if self._has_saved else _FIRST_SAVE_SECONDS
+        return time.monotonic() - self._saved_at >= min(first, self._save_every)
 
     def _next(self) -> int:
         """Return the number of calls that take about `_BETWEEN_VOTES_SECONDS`.

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from replicax.table import for_stream
+
 
 class Unfailing:
     """A text stream whose errors are no errors: a full disk, a reader that is gone, no stream.
@@ -57,7 +59,8 @@ class Unfailing:
 
 def alarm(line: str, who: str = "") -> None:
     """Print a line that must not be missed to stderr; `who` is the process, if of several."""
-    print(f"{who}ALARM  {line}", file=Unfailing(sys.stderr, tells=False), flush=True)
+    stream = Unfailing(sys.stderr, tells=False)
+    print(for_stream(f"{who}ALARM  {line}", stream), file=stream, flush=True)
 
 
 @contextlib.contextmanager

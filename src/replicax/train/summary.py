@@ -23,12 +23,15 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
-from replicax.table import WIDTH
+from replicax.table import width
 from replicax.train.goodput import Goodput
 from replicax.train.loss_curve import LossCurve
 from replicax.train.records import Record
 from replicax.train.rounds_told import rounds_lines
 from replicax.wording import UNKNOWN, counted, duration
+
+LENGTH = ("epochs", "steps")
+"""Entries of `start` in `config.json`, one of which is null: the length of the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Fit:
         how = "stopped early, " if self.interrupted else ""
         ordered = sorted(self.metrics.items(), key=lambda item: item[0] != "loss")
         told = "".join(f", {name} {value:.4g}" for name, value in ordered[:2])
+        if told and self.metrics_step != self.step:
+            told += f" of step {self.metrics_step}"
         done = f"{self.rows:,} rows in {duration(self.seconds)}"
         return f"Fit({how}step={self.step}, {done}{told})"
 
@@ -92,10 +97,29 @@ class Fit:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation, or of the last train record if there was none."""
-        steps = [r for r in self.records if r.kind in ("train", "eval")]
-        kinds = [r for r in steps if r.kind == "eval"] or steps
-        return kinds[-1].metrics if kinds else {}
+        """Metrics of the evaluation after the last step, or without one, of the last train record.
+
+        An evaluation of an earlier step, as in a run that was resumed without one, is `evaluation`.
+        """
+        return self._newest.metrics if self._newest is not None else {}
+
+    @property
+    def metrics_step(self) -> int | None:
+        """The step of `metrics`: `step`, or that of the last train record if a run was interrupted.
+
+        None without metrics.
+        """
+        return self._newest.step if self._newest is not None else None
+
+    @property
+    def evaluation(self) -> Record | None:
+        """The last evaluation, which may be of an earlier step or start; None if there was none."""
+        return _last(self.records, "eval")
+
+    @property
+    def _newest(self) -> Record | None:
+        scored = self.evaluation
+        return scored if scored and scored.step == self.step else _last(self.records, "train")
 
 
 def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
@@ -145,8 +169,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     return lines
 
 
-def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
-    """Return the derived values for `config.json`, with versions and this start."""
+def derived(dp: DataParallel, feed: Feed, length: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the derived values for `config.json`, with versions, and this start and its length."""
     return {
         "parallel": {
             **dp.configuration.names(),
@@ -168,7 +192,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
             # Model libraries, if imported, as they may determine the operations.
             **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
-        "start": this_start(),
+        "start": {**this_start(), **{name: length[name] for name in LENGTH}},
     }
 
 
@@ -204,11 +228,11 @@ def eval_line(record: Record) -> str:
 
 
 def skip_line(record: Record) -> str:
-    """Report in 80 columns that the update of a step was skipped, and its examples."""
+    """Report in the terminal's columns that the update of a step was skipped, and its examples."""
     what = "loss spike" if "spike" in record.metrics else "loss or gradient not finite"
     line = f"skip   step {record.step:,}: {what}, examples "
     examples = ", ".join(map(str, record.examples or ()))
-    return line + textwrap.shorten(examples, WIDTH - len(line), placeholder=" ...")
+    return line + textwrap.shorten(examples, width() - len(line), placeholder=" ...")
 
 
 def run_summary(result: Fit, total: int | None) -> list[str]:
@@ -230,9 +254,11 @@ def run_summary(result: Fit, total: int | None) -> list[str]:
     lines = [" · ".join(parts)]
     if first and not result.steps:
         lines = [f"complete at step {first:,}: nothing was trained"]
-    if result.metrics:
-        kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
-        lines.append(f"{kind:<6} {metrics_text(result.metrics)}")
+    trained, scored = _last(result.records, "train"), result.evaluation
+    if trained and not (scored and scored.step == result.step):
+        lines.append(_closing_line(trained, result.step))
+    if scored:
+        lines.append(_closing_line(scored, result.step))
     if skipped := sum(record.kind == "skip" for record in result.records):
         lines.append(f"skip   {counted(skipped, 'step')}; see records.jsonl for their examples")
     if result.stopped is not None:
@@ -244,6 +270,16 @@ def run_summary(result: Fit, total: int | None) -> list[str]:
 
 def _metric(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.4g}"
+
+
+def _last(records: list[Record], kind: str) -> Record | None:
+    return next((record for record in reversed(records) if record.kind == kind), None)
+
+
+def _closing_line(record: Record, step: int) -> str:
+    """Return the metrics of a record, and of which step they are if it is not the last `step`."""
+    of = "" if record.step == step else f"of step {record.step:,}: "
+    return f"{record.kind:<6} {of}{metrics_text(record.metrics)}"
 
 
 def _rows_per_second(records: list[Record]) -> float:

@@ -29,7 +29,7 @@ from replicax.core.modes import MODES, Mode
 from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
 from replicax.core.program import Program
 from replicax.core.step.loss import LOSS
-from replicax.core.step.loss_scale import SMALLEST, overflows, settled
+from replicax.core.step.loss_scale import SMALLEST, overflows, settled, value_of
 from replicax.core.step.objective import Objective
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -140,7 +140,7 @@ class Subject:
         before = self.state if state is None else state
         placed = self.placed(case, before)
         after, metrics = self.parallel(case).step(placed, self.batch_on(case, batch))
-        metrics = dict(metrics)
+        metrics = {name: value_of(metric) for name, metric in metrics.items()}
         if bool(metrics.pop(NOT_FINITE)) or overflows(after) > overflows(before):
             raise SkippedStepError(str(case))
         return after, _plain(metrics, batch.mask)

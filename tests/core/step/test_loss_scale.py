@@ -1,6 +1,8 @@
 """Precision `float16`: gradients that would underflow or overflow, and the loss scale."""
 
+import itertools
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -13,8 +15,9 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.step import loss_scale
-from replicax.core.step.loss_scale import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
+from replicax.core.step.loss_scale import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale, value_of
 from replicax.train.guarded import NOT_FINITE, guarded
+from replicax.train.hooks.figures import GRADIENT_NORM
 from replicax.train.noise_scale import noise_probe
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -131,7 +134,7 @@ def test_what_no_scale_mends_is_bad_and_not_an_overflow() -> None:
         for _ in range(32):
             state, metrics = safe.step(state, data)
             bad.append(bool(metrics[NOT_FINITE]))
-        return bad, int(metrics[OVERFLOWS])
+        return bad, int(value_of(metrics[OVERFLOWS]))
 
     assert told(loss, {**DATA, "x": DATA["x"] * np.nan}) == ([True] * 32, 0)
     assert told(steep, DATA) == ([False] * 29 + [True] * 3, 29)
@@ -150,6 +153,29 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     found, wanted = fit(tmp_path / "run", 7), fit(None, 7)
     assert bits(found.state) == bits(wanted.state)
     assert found.records[-1].metrics[LOSS_SCALE] <= LARGEST
+
+
+def test_a_record_has_the_last_scale_and_no_norm_of_skipped_steps() -> None:
+    def told(log_every: int) -> dict[int, dict[str, float]]:
+        dp = parallel()
+        result = rx.fit(
+            dp, dp.init(MODEL), DATA, batch_size=8, steps=8, log_every=log_every, progress=False,
+            hooks=[rx.GradientNorm()],
+        )  # fmt: skip
+        return {each.step: each.metrics for each in result.records}
+
+    single, together = told(1), told(4)
+    counts = [0, *(metrics[OVERFLOWS] for metrics in single.values())]
+    skipped = [after > before for before, after in itertools.pairwise(counts)]
+    assert [GRADIENT_NORM not in metrics for metrics in single.values()] == skipped
+    assert 1 < sum(skipped) < 8
+    assert list(together) == [1, 4, 8]
+    for step, metrics in together.items():
+        assert [metrics[name] for name in (LOSS_SCALE, OVERFLOWS)] == [
+            single[step][name] for name in (LOSS_SCALE, OVERFLOWS)
+        ]
+    norms = [single[step].get(GRADIENT_NORM) for step in (5, 6, 7, 8)]
+    assert together[8].get(GRADIENT_NORM) == pytest.approx(fmean(filter(None, norms)))
 
 
 def test_exact_keeps_its_bits() -> None:

@@ -31,6 +31,7 @@ def test_records_are_rows_and_a_new_metric_is_a_new_column(tmp_path: Path) -> No
         ("train", "3", "1.0", ""),
     ]
     assert run.lines == []
+    assert hook.summary() == [f"see    {tmp_path / 'records.csv'}"]
 
 
 def test_rows_of_what_is_no_more_are_removed(tmp_path: Path) -> None:

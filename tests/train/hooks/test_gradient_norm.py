@@ -10,6 +10,7 @@ import pytest
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
+from replicax.core.step.loss_scale import value_of
 from replicax.errors import ConfigError
 from replicax.train.guarded import guarded
 from replicax.train.hooks.figures import with_gradient_norm
@@ -66,7 +67,7 @@ def first_norm(**settings: Any) -> np.ndarray:
     dp = guarded(dp, state, (with_gradient_norm,))
     (batch,) = dp.feed(rows(), batch_size=48)  # of which 8 are padding
     _, metrics = dp.step(state, batch)
-    return np.asarray(metrics["gradient_norm"])
+    return np.asarray(value_of(metrics["gradient_norm"]))
 
 
 @pytest.mark.parametrize("settings", only(KEPT, CASES), ids=str)

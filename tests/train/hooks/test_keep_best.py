@@ -140,3 +140,10 @@ def test_another_process_decides_alike_and_writes_nothing(hook: rx.KeepBest) -> 
     hook.settle(run, due=True)
     hook.end(run)
     assert (run.saves, run.lines) == (1, [])
+
+
+def test_by_default_it_watches_what_early_stopping_does() -> None:
+    assert (rx.KeepBest().name, rx.EarlyStopping().name) == (
+        "KeepBest(loss)",
+        "EarlyStopping(loss)",
+    )

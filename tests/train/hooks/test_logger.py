@@ -159,14 +159,14 @@ def test_a_package_that_is_missing_is_named_as_the_run_begins(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependencyError, match=rf"^{package} .*\[{extra}\]"):
-        hook.start(WatchedRun(hook, tmp_path))
+        hook.before_run(WatchedRun(hook, tmp_path))
 
 
 def test_a_missing_package_of_a_logger_of_ones_own_is_in_no_extra(tmp_path: Path) -> None:
     hook = Kept()
     hook.package = "no_such_package"
     with pytest.raises(MissingDependencyError, match=r"install no_such_package$"):
-        hook.start(WatchedRun(hook, tmp_path))
+        hook.before_run(WatchedRun(hook, tmp_path))
 
 
 def test_names_are_those_of_the_kind_and_figures_are_among_them() -> None:

@@ -46,6 +46,11 @@ class Loader:
         self._iterator: Any = None
         self._of_loader = _has(batches, "state_dict", "load_state_dict")
 
+    @property
+    def has_state(self) -> bool:
+        """Whether it has one, as far as that is known before it is read."""
+        return self._of_loader or _has(self._iterator, "get_state", "set_state")
+
     def read(self, saved: LoaderState | None, epoch: int) -> Iterator[Any]:
         """Begin the epoch, or go on in it from what was `saved`."""
         if saved is None or (saved.epoch != epoch and not self._of_loader):

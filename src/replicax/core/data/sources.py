@@ -78,6 +78,11 @@ class Source(abc.ABC):
             before = (self.batches - 1) * own
             self.last_rows = sum(max(rows - before, 0) for rows in parts)
 
+    @property
+    def order_is_known(self) -> bool:
+        """Whether another start goes on in the same order: its state or the epoch decides."""
+        return True
+
     @abc.abstractmethod
     def epoch(
         self, number: int, held: np.ndarray | None = None, first: int = 0
@@ -241,6 +246,10 @@ class IterableSource(Source):
         super().__init__(batch_size)
         self.any_size, self.can_repeat = any_size, not isinstance(batches, Iterator)
         self._batches, self._was_read = batches, False
+        parts: tuple[Any, ...] = (batches, *(getattr(batches, name, None) for name in _OF_LOADER))
+        self._told: list[Any] = [
+            part for part in parts if callable(getattr(part, "set_epoch", None))
+        ]
         self._loader = Loader(batches)
         self._restored: LoaderState | None = None
 
@@ -250,11 +259,13 @@ class IterableSource(Source):
     def starts(self, first: int) -> int:
         return first - self._restored.again if self._restored and first else 0
 
+    @property
+    def order_is_known(self) -> bool:
+        return bool(self._told) or self._loader.has_state
+
     def set_epoch(self, number: int) -> None:
-        parts = (getattr(self._batches, name, None) for name in _OF_LOADER)
-        for part in (self._batches, *parts):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(number)
+        for part in self._told:
+            part.set_epoch(number)
 
     def epoch(
         self, number: int, held: np.ndarray | None = None, first: int = 0
@@ -296,6 +307,10 @@ class PerProcessSource(Source):
 
     def restore(self, state: LoaderState | None) -> None:
         self.own.restore(state)
+
+    @property
+    def order_is_known(self) -> bool:
+        return self.own.order_is_known
 
     def set_epoch(self, number: int) -> None:
         self.own.set_epoch(number)

@@ -199,7 +199,7 @@ def _means(metrics: Metrics) -> Metrics:
     """Return the means over all islands; of verdicts, which are no floats, the farthest from 0."""
     sums: Any = metrics.pop(SUMS, {})
     totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
-    found = {name: _mean_or_verdict(each) for name, each in metrics.items()}
+    found = jax.tree.map(_mean_or_verdict, metrics)
     return {**found, **{name: total.mean() for name, total in totals.items()}}
 
 

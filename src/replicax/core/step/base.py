@@ -141,13 +141,27 @@ MappedSums = MappedFunction[_TotalAndStates]
 """The same as a function of global arrays."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["latest"])
+@dataclasses.dataclass(frozen=True)
+class StepFigure:
+    """A metric of the update that is no mean over rows; a step without an update has none."""
+
+    value: Any
+    """float32 or int32 scalar; infinite where there is none, as NaN ends `jax_debug_nans`."""
+    latest: bool = False
+    """Whether a record of several steps has the last value, as of a counter, instead of a mean."""
+
+
 class Apply(Protocol):
     """The optimizer part of a step: `apply_gradient`, or a wrapper of it."""
 
     def __call__(
         self, state: TrainState, total: StepSums, extras: PyTree, reduction_state: PyTree, /
     ) -> tuple[TrainState, Metrics]:
-        """Return the state after the step, and metrics in addition to the means of `total`."""
+        """Return the state after the step, and metrics in addition to the means of `total`.
+
+        A wrapper may return `StepFigure`s among them.
+        """
 
 
 class CompiledFunction(Protocol[Result]):

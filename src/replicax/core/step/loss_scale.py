@@ -13,7 +13,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.accumulate import scale_of, zeros_like
-from replicax.core.step.base import Apply, StepSums
+from replicax.core.step.base import Apply, StepFigure, StepSums
 from replicax.core.step.loss import LOSS
 
 LARGEST = 2.0**15
@@ -103,19 +103,49 @@ def unscaling(apply: Apply) -> Apply:
             overflow, lambda state: apply(state, total, extras, reduction_state), state
         )
         after = dataclasses.replace(after, step=state.step + 1, scale=scale.after(overflow))
-        return after, {**metrics, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
+        figures: Any = {
+            LOSS_SCALE: StepFigure(scale.value, latest=True),
+            OVERFLOWS: StepFigure(after.scale.skipped, latest=True),
+        }
+        return after, {**metrics, **figures}
 
     return unscaled_apply
+
+
+def plain(apply: Apply) -> Apply:
+    """Return `apply` with the values of its `StepFigure`s as metrics."""
+
+    def plain_apply(*given: PyTree) -> tuple[TrainState, Metrics]:
+        after, metrics = apply(*given)
+        return after, {name: value_of(each) for name, each in metrics.items()}
+
+    return plain_apply
+
+
+def value_of(metric: Any) -> Any:
+    """Return a metric as a scalar."""
+    return metric.value if isinstance(metric, StepFigure) else metric
 
 
 def unless(
     bad: jax.Array, update: Callable[[TrainState], tuple[TrainState, Metrics]], state: TrainState
 ) -> tuple[TrainState, Metrics]:
-    """Return `update(state)`, or if `bad` the unchanged state with metrics of 0."""
-    left = state, zeros_like(jax.eval_shape(update, state)[1])
+    """Return `update(state)`, or if `bad` the unchanged state, metrics of 0 and no figures."""
+    left = (
+        state,
+        jax.tree.map(
+            lambda each: StepFigure(jnp.inf, each.latest) if _is_figure(each) else zeros_like(each),
+            jax.eval_shape(update, state)[1],
+            is_leaf=_is_figure,
+        ),
+    )
     if cuda_capability() is None:
         # Selecting between two states would be up to 50% slower in a step that is mostly
         # optimizer. With the branches swapped, XLA:CPU keeps two more gradients.
         return lax.cond(~bad, update, lambda state: (state, left[1]), state)  # type: ignore[no-any-return]
     # On a GPU the selection fuses into the optimizer's kernels; a branch would copy the state.
     return jax.tree.map(lambda old, new: jnp.where(bad, old, new), left, update(state))  # type: ignore[no-any-return]
+
+
+def _is_figure(node: Any) -> bool:
+    return isinstance(node, StepFigure)

@@ -141,9 +141,7 @@ class KeepBest(_Watching):
     """
 
     @typed
-    def __init__(
-        self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
-    ) -> None:
+    def __init__(self, metric: str = "loss", *, mode: str | None = None, file: str = BEST) -> None:
         super().__init__(metric, mode)
         if Path(file).name != file:
             raise ConfigError(

@@ -12,7 +12,7 @@ from replicax.analysis.hardware import chip_of_kind
 from replicax.arguments import NotNegative, typed
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.step.base import Apply, StepSums
+from replicax.core.step.base import Apply, StepFigure, StepSums
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
@@ -131,7 +131,8 @@ def with_gradient_norm(apply: Apply) -> Apply:
         means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
         squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
         norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
-        return after, {**told, GRADIENT_NORM: norm}
+        figure: Any = StepFigure(norm)
+        return after, {**told, GRADIENT_NORM: figure}
 
     return told_apply
 

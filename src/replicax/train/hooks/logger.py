@@ -12,7 +12,7 @@ from typing import Any
 from replicax.arguments import typed
 from replicax.errors import require
 from replicax.train.hook import Hook, Running
-from replicax.train.places import check_replaceable, on_disk
+from replicax.train.places import check_replaceable, on_disk, shown
 from replicax.train.records import Record
 from replicax.wording import first_line
 
@@ -60,6 +60,9 @@ class Logger(Hook):
     extra = ""
     """The extra of Replicax with that package, if there is one."""
 
+    looked_at: str | None = None
+    """A command or an address that shows what was sent; set it in `open`. The end prints it."""
+
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
     _given = _sent = 0  # records
@@ -84,12 +87,15 @@ class Logger(Hook):
         if self.package:
             require(self.package, self.extra)
 
+    def before_run(self, run: Running) -> None:
+        if run.is_main:
+            self.check_installed()
+
     def start(self, run: Running) -> None:
         if not run.is_main:
             return
-        self.check_installed()
         self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
-        self._fault, self._told, self._asked_at = None, False, None
+        self._fault, self._told, self._asked_at, self.looked_at = None, False, None, None
         given, name = (_start(run),), f"replicax-{self.name}"
         self._thread = threading.Thread(target=self._work, args=given, name=name, daemon=True)
         self._thread.start()
@@ -113,6 +119,9 @@ class Logger(Hook):
     def rewound(self, run: Running) -> None:
         if self._thread is not None:
             self._queue.put(("go_back", _start(run)))
+
+    def summary(self) -> list[str]:
+        return [] if self.looked_at is None else [f"see    {self.looked_at}"]
 
     def end(self, run: Running) -> None:
         if self._thread is None:
@@ -199,6 +208,7 @@ class CSV(Logger):
     def open(self, start: Start) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.go_back(start)
+        self.looked_at = shown(self._path)
 
     def go_back(self, start: Start) -> None:
         self._rows = [_row(record) for record in start.records]

@@ -8,7 +8,7 @@ from typing import Any
 from replicax.arguments import typed
 from replicax.train.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
-from replicax.train.places import on_disk
+from replicax.train.places import on_disk, shown
 from replicax.train.records import Record
 
 
@@ -48,6 +48,7 @@ class TensorBoard(Logger):
         self.go_back(start)
         config = json.dumps(start.config, indent=2, default=str)
         self._add(start.step, summary=text_pb("config", f"```json\n{config}\n```"))
+        self.looked_at = f"tensorboard --logdir {shown(self._path)}"
 
     def write(self, record: Record) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

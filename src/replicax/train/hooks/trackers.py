@@ -5,13 +5,14 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from replicax.arguments import typed
 from replicax.errors import require
 from replicax.train.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
-from replicax.train.places import on_disk
+from replicax.train.places import on_disk, shown
 from replicax.train.records import Record
 
 STEP = "step"
@@ -78,6 +79,7 @@ class WandB(_Resuming):
         # W&B's built-in steps cannot decrease, but a run that resumes from a checkpoint goes back.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
+        self.looked_at = self._run.url or f"wandb sync {shown(Path(self._run.dir).parent)}"
 
     def write(self, record: Record) -> None:
         self._run.log({STEP: record.step, **scalars(record)})
@@ -119,6 +121,7 @@ class Trackio(_Resuming):
         given = {"config": start.config, "resume": "allow", "embed": False}
         trackio = require("trackio", self.extra)
         self._run = trackio.init(**{**given, **self._init, "name": self._id})
+        self.looked_at = f"trackio show --project {self._init['project']}"
 
     def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record.step)
@@ -166,6 +169,8 @@ class Comet(_Resuming):
         given = {"experiment_config": comet.ExperimentConfig(**self._config)}
         self._experiment = comet.start(**{**given, **self._start, "experiment_key": self._id})
         self._experiment.log_parameters(start.config)
+        if self._config and not self._start.get("online", True):
+            self.looked_at = f"comet upload {shown(Path(self._config['offline_directory']))}/*"
 
     def write(self, record: Record) -> None:
         self._experiment.log_metrics(scalars(record), step=record.step)
@@ -224,6 +229,11 @@ class MLflow(_Resuming):
         else:
             client.update_run(self._id, status="RUNNING")
         self._client = client
+        self.looked_at = self._uri
+        if self._uri is None:
+            self.looked_at = (
+                f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {self._where}"
+            )
 
     def write(self, record: Record) -> None:
         entities = require("mlflow.entities", self.extra)
