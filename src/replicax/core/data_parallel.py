@@ -251,8 +251,7 @@ class DataParallel(Configured):
                 or a pytree of arrays `[steps, rows, ...]`.
 
         Returns:
-            The state after the last step, and metrics as those of `step`, with a leading dim of
-            steps.
+            The state after the last step, and metrics as those of `step`, each `[steps, ...]`.
         """
         self._of(state)
         placed = batches if type(batches) is Batches else self._checks.placed_all(batches)
