@@ -376,4 +376,6 @@ def test_every_option_of_the_command_is_judged() -> None:
     names = TrainOptions().flat().keys() - OF_THIS_START
     harmless = {path.removeprefix("options.") for path in HARMLESS}
     rounds = {field.name for field in dataclasses.fields(RoundOptions)}
-    assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"} | rounds
+    assert (
+        names - harmless <= {"precision", "reduction", "seed", "skip_spikes", "init_from"} | rounds
+    )

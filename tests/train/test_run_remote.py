@@ -76,7 +76,9 @@ def test_a_run_that_crashed_goes_on(
     assert result.goodput is not None
     assert result.goodput.starts == 2
     with pytest.raises(ConfigError, match=r"began\b.*another configuration"):
-        fit(dp, URL, model=lambda: {"hidden": rows()["x"][:8], "out": rows()["x"][:8]})
+        fit(
+            data_parallel(1), URL, model=lambda: {"hidden": rows()["x"][:8], "out": rows()["x"][:8]}
+        )
 
 
 def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:

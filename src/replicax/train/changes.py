@@ -34,6 +34,7 @@ HARMLESS = (
     *("options.keep", "options.keep_every", "options.keep_best", "options.early_stopping"),
     *("options.eval_every", "options.eval_every_epochs", "options.eval_rows"),
     *("options.eval_at_start", "options.log_to", "options.gradient_norm", "options.profile"),
+    "options.dump_hlo",
     "preset",  # a name for field values, each of which is compared
     "versions",  # an upgrade may round differently; the requested computation is the same
     "start",  # who started it, where, when, and with which code; the program itself is compared

@@ -132,7 +132,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "not there": (
         lambda folder: folder.rename(folder.with_name("elsewhere")),
-        r"^step-1 .*\(No such file or directory\)$",
+        r"^1 .*\(No such file or directory\)$",
     ),
 }
 
