@@ -245,7 +245,11 @@ def test_fields_come_back_as_what_they_were(
     texts = write_texts(tmp_path / "texts")
     ended = train("it", "gpt2", *TINY_GPT2, "--data", texts, "--steps", "2", "--remat", "none")
     found = rx.load(ended.folder)
-    assert (found.recipe.data, found.recipe.remat, found.recipe.vocab_size) == (texts, "none", None)
+    assert (found.recipe.data, found.recipe.remat, found.recipe.vocab_size) == (
+        (texts,),
+        "none",
+        None,
+    )
     assert bits(found.state) == bits(ended.result.state)
 
 
