@@ -77,6 +77,9 @@ def known() -> dict[str, Any]:
 
 
 @EXHAUSTIVE
+@pytest.mark.filterwarnings(  # Comet leaves one open
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_public_name_runs(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

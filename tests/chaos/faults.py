@@ -111,10 +111,10 @@ def corrupted(trial: Trial) -> None:
         return
     newest, older = folders[-1], folders[-2] if len(folders) > 1 else None
     trial.say(f"{newest.name}: {corrupt(newest, older, trial.chance)}")
-    left = [int(path.name[5:14]) for path in folders[:-1]]
+    left = [int(path.name) for path in folders[:-1]]
     trial.finish(newest=left[-1] if left else 0)
     said = trial.said(trial.starts[1])
-    step = f"{int(newest.name[5:14]):,}"
+    step = f"{int(newest.name):,}"
     trial.check(re.search(rf"refused step {step}: \w", said), f"step {step} refused without a word")
 
 

@@ -210,8 +210,9 @@ class GPT2:
     @cached_property
     def _text(self) -> TextDataset:
         trained_size = self.vocab_size if self.tokenizer == "bpe" else None
+        paths: Any = self.data or ()  # one path will do in a program, and is what older runs saved
         return text_dataset(
-            self.data or (),
+            [paths] if isinstance(paths, Path) else paths,
             self.tokenizer,
             trained_size,
             self.context,
