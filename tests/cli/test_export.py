@@ -50,10 +50,11 @@ def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], fol
 
 
 def test_a_run_begins_with_weights_from_a_file(
-    main: Main, there: dict[str, Ended], folder: Path
+    main: Main, there: dict[str, Ended], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = folder / "mlp.safetensors"
     assert main("export", "mlp", file)[0] == 0
+    monkeypatch.chdir(folder)
     begun = train("begun", *MLP, "--learning-rate", "0", "--steps", "1", "--init-from", file)
     wanted = there["mlp"].result.state.params
     jax.tree.map(np.testing.assert_array_equal, begun.result.state.params, wanted)

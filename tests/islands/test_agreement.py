@@ -114,6 +114,15 @@ class World:
             if other is not node:
                 self.separate(node, other)
 
+    def leave(self, node: Node) -> None:
+        """Let an island that has completed the run say so, and end its connections."""
+        for other in self.nodes.values():
+            if other is not node:
+                self.send(node, other.index, node.agreement.done())
+                self.cut |= {(node, other), (other, node)}
+                self.wires[node, other].append(None)
+        node.agreement.left, node.dead = "done", True
+
     def replace(self, index: int) -> None:
         """IslandStart a killed island again: it asks to join."""
         old = self.nodes[index]
@@ -227,6 +236,21 @@ def test_survivors_complete_every_exchange_in_the_same_view(seed):
     alive = [node for node in world.nodes.values() if node.runs]
     assert alive
     assert {node.agreement.committed for node in alive} == {TARGET}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_who_completes_the_run_later_than_others_has_not_lost_them(seed):
+    world = World(seed, 2 + seed % 4)
+    world.start()
+    for _ in range(6000):
+        for node in world.nodes.values():
+            if node.runs and node.agreement.committed == TARGET:
+                world.leave(node)
+        if not world.turn():
+            break
+    world.check()
+    ended = [node.agreement for node in world.nodes.values()]
+    assert {(each.committed, each.complete.number) for each in ended} == {(TARGET, 0)}
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -133,7 +133,7 @@ class Deaf(rx.Hook):
     def saving(self, run: Any) -> None:
         of = run.dp.job.group.agreement
         hear = of.hear
-        of.hear = lambda island, told: hear(island, told) if type(told) is Done else None
+        of.hear = lambda island, told: hear(island, Done()) if type(told) is Done else None
 
 
 def test_who_does_not_hear_that_the_end_is_saved_keeps_the_states_of_others(

@@ -4,7 +4,8 @@ There are no threads and no connections here: events come in as calls, messages 
 `send`. docs/islands.md has the protocol and why it holds; in short:
 
 - A member completes an exchange once it has the frames of all members (and says so: `Have`) and
-  knows that all of them have. So if one has completed it, all others have what they need.
+  knows that all of them have, or that one has completed it (`Done`). So if one has completed it,
+  all others have what they need.
 - Who loses a member tells the survivors (`Suspect`), who repeat what they hear until all name the
   same dead, and with which state they found each other. Those messages decide the next view: the
   same for all who decide. A survivor that comes late is told (`Decided`).
@@ -144,8 +145,12 @@ class Agreement:
             case Have(view, exchange) if exchange > self.committed:
                 self._have.setdefault(exchange, {})[index] = view
                 self._advance()
-            case Done():
+            case Done(view, exchange):
                 self._done.add(island)
+                if self.view is not None and view == self.view.number and exchange > self.committed:
+                    # It has completed that exchange, and so knew that all have the frames.
+                    self._have[exchange] = dict.fromkeys(self.members, view)
+                    self._advance()
             case GoOn(view):
                 self._going[index] = view
                 self._advance()
@@ -153,6 +158,10 @@ class Agreement:
                 self.left, self.is_final = self.left or reason, is_final
             case InView(view) if self.view is None and self.is_in(view):
                 self.begin(view)
+
+    def done(self) -> Done:
+        """Return what this island says when it leaves, as the run is complete or failed."""
+        return Done() if self.complete is None else Done(self.complete.number, self.committed)
 
     def go_on(self, allowed: bool) -> None:
         """Decide a tie, as the first member; the others follow."""

@@ -17,7 +17,7 @@ from replicax.islands.founding import disagreement, founders
 from replicax.islands.group_changes import GroupChange, ReceivedState, packed_state, unpacked_state
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import Control, Done, Frame, InView, Out, Ready, State, View
+from replicax.islands.messages import Control, Frame, InView, Out, Ready, State, View
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.pace import Pace
 from replicax.islands.parts import assigned
@@ -281,9 +281,9 @@ class Group:
 
     def finish(self) -> None:
         """Leave, as the run is complete or failed."""
-        for peer in self.network.peers.values():
-            peer.send(Done())
         with self._changed:  # a thread may still wait for an exchange
+            for peer in self.network.peers.values():
+                peer.send(self.agreement.done())
             self.agreement.left = self.agreement.left or "it has finished"
             self._changed.notify_all()
         self.network.close()

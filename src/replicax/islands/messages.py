@@ -158,6 +158,11 @@ class Out(Typed):
 class Done(Typed):
     """The sender has completed the run, and leaves."""
 
+    view: int = -1
+    """The view in which it completed its last exchange, or -1."""
+    exchange: int = -1
+    """That exchange, or -1."""
+
 
 Control = Beat | Ready | InView | Have | Suspect | Decided | GoOn | Out | Done
 
