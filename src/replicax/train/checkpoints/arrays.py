@@ -53,13 +53,14 @@ def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Ca
     all is written and raises any error. Then process 0 calls `finish_orbax`.
     """
     real = real_rows(state)
-    named = _named(real)
+    plain = _plainly_named(real)
+    named = _named(real, quoted=True) if plain is None else plain
     leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
     # Here Orbax would take seconds for a thousand small arrays.
     tiny = {name: leaves.pop(name) for name in small(leaves)}
     tree: PyTree = whole(tiny)
     tree |= {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-    if not _is_ambiguous(real):
+    if plain is not None:
         tree = jax.tree.unflatten(jax.tree.structure(real), map(tree.get, named))
     with quiet_orbax():
         futures = begin_orbax(folder / ITEM, leaves, packed=packed)
@@ -135,15 +136,17 @@ def _shape(leaf: Any) -> Any:
 
 def _named(tree: PyTree, *, quoted: bool = False) -> dict[str, Any]:
     """Return leaf name -> leaf: names such as `params.dense.kernel`, which are Orbax's as well."""
-    quoted = quoted or _is_ambiguous(tree)
+    plain = None if quoted else _plainly_named(tree)
+    if plain is not None:
+        return plain
+    return {_quoted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _plainly_named(tree: PyTree) -> dict[str, Any] | None:
+    """Return None if Orbax would take two leaves for one, as those of `{"a.b": 1, "a": {"b": 2}}`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {(_quoted if quoted else _plain)(path): leaf for path, leaf in leaves}
-
-
-def _is_ambiguous(tree: PyTree) -> bool:
-    """Whether Orbax would take two leaves for one, as those of `{"a.b": 1, "a": {"b": 2}}`."""
-    names = [_plain(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return len(set(names)) < len(names)
+    named = {_plain(path): leaf for path, leaf in leaves}
+    return named if len(named) == len(leaves) else None
 
 
 def _plain(path: Sequence[Any]) -> str:
