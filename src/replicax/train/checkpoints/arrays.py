@@ -143,7 +143,7 @@ def _named(tree: PyTree, *, quoted: bool = False) -> dict[str, Any]:
 
 
 def _plainly_named(tree: PyTree) -> dict[str, Any] | None:
-    """Return None if Orbax would take two leaves for one, as those of `{"a.b": 1, "a": {"b": 2}}`."""
+    """Return None if two leaves have one name in Orbax, as those of `{"a.b": 1, "a": {"b": 2}}`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {_plain(path): leaf for path, leaf in leaves}
     return named if len(named) == len(leaves) else None
