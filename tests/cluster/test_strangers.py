@@ -3,6 +3,7 @@
 `benchmarks/strangers.py` does the same to real processes, ten thousand times.
 """
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -14,7 +15,7 @@ from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
 from replicax.cluster import rendezvous, wire
-from replicax.cluster.door import MORE_STRANGERS
+from replicax.cluster.door import MORE_STRANGERS, Door
 from replicax.cluster.secret import Secret
 from replicax.cluster.wire import Bye, Gather, Hello, encode
 from replicax.errors import ClusterError
@@ -134,3 +135,20 @@ def test_who_asks_while_all_places_are_taken_waits_for_no_answer() -> None:
     with opened(2, secret=SECRET) as job:
         _ = [job.stranger() for _ in range(100)]
         assert rendezvous._whose(place(0, 2, job.port)) == ""
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_the_door_closes_while_it_lets_somebody_in(turns: int) -> None:
+    async def closes() -> None:
+        door = Door(2, lambda peer, message: None, lambda peer: None)
+        listening = socket.create_server(("127.0.0.1", 0))
+        with listening, socket.create_connection(listening.getsockname()):
+            serving = asyncio.ensure_future(door.serve(listening))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            serving.cancel()
+            door.close()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+
+    asyncio.run(closes())

@@ -88,7 +88,10 @@ class Door:
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
             if sum(peer.process is None for peer in self._peers) < self._most:
-                await loop.connect_accepted_socket(self._peer, connected)
+                _, peer = await loop.connect_accepted_socket(
+                    lambda: Peer(self._hear, self._forget), connected
+                )
+                self._peers.add(peer)
             else:
                 with contextlib.suppress(OSError), connected:
                     connected.send(wire.encode(wire.Busy()))
@@ -98,11 +101,6 @@ class Door:
         """End all connections."""
         for peer in self._peers:
             peer.close()
-
-    def _peer(self) -> Peer:
-        peer = Peer(self._hear, self._forget)
-        self._peers.add(peer)
-        return peer
 
     def _forget(self, peer: Peer) -> None:
         self._peers.discard(peer)

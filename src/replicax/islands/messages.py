@@ -159,9 +159,9 @@ class Done(Typed):
     """The sender has completed the run, and leaves."""
 
     view: int = -1
-    """The view in which it completed its last exchange, or -1."""
+    """The view in which it completed its last exchange; -1 if it completed none."""
     exchange: int = -1
-    """That exchange, or -1."""
+    """The last exchange that it has completed."""
 
 
 Control = Beat | Ready | InView | Have | Suspect | Decided | GoOn | Out | Done
