@@ -53,8 +53,8 @@ def load_weights(
             .index.json of one in several files; or a folder with such a file, or that Orbax wrote.
         rename: patterns (Python's `re`, of whole names; a group is `(...)`, and a dot stands for
             itself) of the file's names, and for each the dotted path of its leaf, in which `\1`
-            is the text of the first group, or a place that `rx.weights` describes; None for what
-            is no weight. The first that matches counts. A name that none matches is the path.
+            is the text of the first group, or a place such as `rx.weights.transposed`; None for
+            what is no weight. The first that matches counts. A name that none matches is the path.
         skip: patterns of names and paths to leave out on purpose, in the file and in the model,
             whose leaves stay as they are.
         cast: also round numbers that the model's dtype cannot hold; by default only conversions
