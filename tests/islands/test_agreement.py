@@ -7,7 +7,7 @@ import pytest
 from support.tiers import only
 
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.messages import Decided, Done, Frame, GoOn, Out, Suspect, View
+from replicax.islands.messages import Decided, Done, Frame, GoOn, Have, Out, Suspect, View
 
 TARGET = 6
 """Exchanges that each simulated run completes."""
@@ -251,6 +251,20 @@ def test_who_completes_the_run_later_than_others_has_not_lost_them(seed):
     world.check()
     ended = [node.agreement for node in world.nodes.values()]
     assert {(each.committed, each.complete.number) for each in ended} == {(TARGET, 0)}
+
+
+def test_who_left_in_an_earlier_view_completes_nothing_in_this_one():
+    view = founded([(n, "a") for n in range(3)], range(3))
+    of = Agreement((2, "a"), lambda to, message: None, lambda n: True)
+    of.begin(view)
+    of.lose(0)
+    of.hear((1, "a"), Suspect(view, [0], -1, []))
+    of.hear((1, "a"), Have(1, 0))
+    of.hear((0, "a"), Done(0, 0))
+    for index in (1, 2):
+        assert of.committed == -1
+        of.receive(index, Frame(1, 0, "step", [], ""))
+    assert of.committed == 0
 
 
 @pytest.mark.parametrize("seed", range(200))
