@@ -10,8 +10,9 @@ COMPILERS := $(VENV)/.compilers
 DOCS := $(VENV)/.docs
 UV_VERSION := 0.13.8
 
-# The first Python 3.11 or newer with venv, on the PATH or in pyenv.
-NEWEST := python3.14 python3.13 python3.12 python3.11
+# Python 3.11 or newer with venv, on the PATH or in pyenv; the first one that is here is used.
+NEWEST := python3.14 python3.13 python3.12 python3.11 python3
+OLDEST := python3.11 python3.12 python3.13 python3
 HAS_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 runnable = $(shell for name in $(1); do \
 	for python in $$name "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/$$name; do \
@@ -23,18 +24,19 @@ export PYTHONDONTWRITEBYTECODE :=
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers test test-fast test-all test-everything \
-	test-times newest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
+.PHONY: help train data peers engines compilers test test-fast test-changed test-all \
+	test-everything test-reach oldest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make test       every promise once, in minutes (PYTHON=python3.13, WORKERS=8)'
 	@echo 'make test-fast  the quick ones, in seconds'
+	@echo 'make test-changed  those that reach what the working tree changed, in seconds'
 	@echo 'make test-all   more combinations, real launchers and compilers; installs them'
-	@echo 'make newest     tests of what depends on JAX internals, on the newest Python here'
+	@echo 'make oldest     tests of what depends on JAX internals, on the oldest Python here'
 	@echo 'make unpinned   these and `make test`, on the newest released jax'
 	@echo 'make test-everything  all combinations, and the searches: hours'
-	@echo 'make test-times measure the tests, and put the table into CONTRIBUTING.md'
+	@echo 'make test-reach record which lines each test reaches, and what it costs'
 	@echo 'make check      lint, formatting, types'
 	@echo 'make chaos      inject faults into training runs (ARGS="--trials 1000")'
 	@echo 'make chaos-islands  the same to runs of several islands (ARGS="--trials 1000")'
@@ -50,7 +52,7 @@ help:
 	@echo 'make clean      remove all that these targets made, except runs/'
 
 $(STAMP): requirements.lock pyproject.toml
-	$(eval FOUND := $(call runnable,$(or $(PYTHON),python3 $(NEWEST))))
+	$(eval FOUND := $(call runnable,$(or $(PYTHON),$(NEWEST))))
 	@test -n "$(FOUND)" || { echo 'Replicax needs Python 3.11 or newer with its venv module' \
 		'(Debian: apt-get install python3-venv); or name one: make PYTHON=/path/to/python3' >&2; \
 		exit 1; }
@@ -145,16 +147,22 @@ tutorials: $(DOCS)
 # Each worker takes up to 3 GB.
 WORKERS ?= 2
 # A file runs in one worker, which makes its fixtures once; tests/conftest.py orders the files.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -p support.times -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder
+# Holds a whole run against tests/budget.json.
+cost = $(if $(ARGS),,$(BIN)/python tests/support/cost.py $(1) --)
 
 test: $(STAMP)
-	$(PYTEST) -m "not exhaustive" $(ARGS)
+	$(call cost,test) $(PYTEST) -m "not exhaustive" $(ARGS)
 
 test-fast: $(STAMP)
-	$(PYTEST) --fast -m "not exhaustive" $(ARGS)
+	$(call cost,test-fast) $(PYTEST) --fast -m "not exhaustive" $(ARGS)
+
+test-changed: $(STAMP)
+	$(BIN)/python tests/support/changed.py $(ARGS)
 
 test-all: $(STAMP) data peers engines compilers $(DOCS)
-	$(PYTEST) -m "exhaustive and not everything" $(ARGS)
+	$(call cost,test-all) $(PYTEST) -m "exhaustive and not everything" $(ARGS)
 
 test-everything: $(STAMP) data peers engines compilers $(DOCS)
 	XLA_FLAGS= $(PYTEST) $(ARGS)
@@ -165,11 +173,11 @@ TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/c
 	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
 	tests/core/first_step/test_rows_*.py
 
-newest:
-	$(MAKE) tier PYTHON=$(call runnable,$(NEWEST))
+oldest:
+	$(MAKE) tier PYTHON=$(call runnable,$(OLDEST))
 
 tier: $(STAMP)
-	XLA_FLAGS= $(PYTEST) -m "not exhaustive" $(TIER) $(ARGS)
+	XLA_FLAGS= $(call cost,oldest) $(PYTEST) -m "not exhaustive" $(TIER) $(ARGS)
 
 # The newest jax, whatever pyproject.toml and the lock say.
 unpinned:
@@ -178,11 +186,12 @@ unpinned:
 	.venv-unpinned/bin/python -m pip install --quiet --upgrade jax jaxlib
 	$(MAKE) test tier BIN=.venv-unpinned/bin STAMP=.venv-unpinned/bin/python
 
-test-times: $(STAMP)
-	rm -rf build/test-programs build/test-times
-	REPLICAX_TEST_TIMES=cold $(PYTEST) -p support.times -m "not exhaustive" $(ARGS)
-	REPLICAX_TEST_TIMES=warm $(PYTEST) -p support.times -m "not exhaustive" $(ARGS)
-	$(BIN)/python tests/support/times.py
+# Takes Python 3.12 or newer. RUN names the record, for benchmarks/test_choice.py and mutations.py.
+RUN ?= test
+TESTS ?= -m "not exhaustive"
+
+test-reach: $(STAMP)
+	TEST_REACH_RUN=$(RUN) PYTHONPATH=tests $(PYTEST) -p support.reach $(TESTS) $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
@@ -209,7 +218,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
 # One lock for Python 3.11 and newer: environment markers choose among the versions.
 lock:
-	$(call runnable,$(or $(PYTHON),python3 $(NEWEST))) -m venv build/lock
+	$(call runnable,$(or $(PYTHON),$(NEWEST))) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	build/lock/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-config --custom-compile-command 'make lock' --quiet \

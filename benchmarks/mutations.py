@@ -1,70 +1,57 @@
-"""Break the source in drawn places, one at a time, and count how many breaks the tests catch.
+"""Break the source in drawn places, one at a time, and count how many breaks the tests find.
 
-    pip install cosmic-ray pytest-cov
-    make test ARGS="--cov=replicax --cov-context=test --cov-report="
-    python benchmarks/mutations.py draw --count 120 --seed 1 --out draws.json
-    python benchmarks/mutations.py run draws.json --out results.json
+    pip install cosmic-ray                          # in an environment of its own, for `draw`
+    python benchmarks/mutations.py draw draws.json --count 330 --seed 1
+    make test-reach                                 # which lines each test reaches, its seconds
+    .venv/bin/python benchmarks/mutations.py run draws.json --runs test --out results.json
 
-A draw is a line of `core`, `train` or `cluster` that some test executes, and a change of it:
-cosmic-ray's operators (an operator, a constant, a condition), or the line removed. Each is run
-against the tests that reach the line, by coverage's contexts, quickest first, up to
-`--most-seconds` of recorded time; it is caught if one fails, or if they take far longer than
-recorded. Draws are text, so that the same are found in a later tree.
+A draw is a line in the body of a function, anywhere in the package, and a change of it that
+compiles: one of cosmic-ray's operators (an operator, a constant, a condition), or the statement
+removed. It is run against the tests that reach the line, those first that are cheap and reach
+little else, until `--kills` of them have failed or `--most-seconds` of recorded time are over. A
+mutant is killed if a test fails; if the tests do not end in time, it does not count. Draws are
+text, so that the same are found in a later tree.
 """
 
 import argparse
 import ast
+import contextlib
 import difflib
 import json
 import os
 import random
 import shutil
-import sqlite3
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("core", "train", "cluster")
 DRAWN = ("file", "line", "operator", "before", "after")
 REMOVED = ast.Expr | ast.AugAssign | ast.Raise | ast.Delete | ast.Assert
+ANY_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+JOB = Path(__file__).parent / "mutant.py"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-class Reached:
-    """The tests that execute a line, from coverage's database, and how long each takes."""
+def function_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of statements in functions, without docstrings and signatures."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ANY_FUNCTION):
+            for statement in node.body:
+                if not _is_text(statement):
+                    lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return lines
 
-    def __init__(self, root: Path) -> None:
-        from coverage.numbits import numbits_to_nums
 
-        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
-        with sqlite3.connect(root / ".coverage") as base:
-            found = base.execute(
-                "select path, context, numbits from line_bits join file on file.id = file_id"
-                " join context on context.id = context_id where context != ''"
-            )
-            for path, context, numbits in found:
-                name = Path(path).relative_to(root).as_posix()
-                for line in numbits_to_nums(numbits):
-                    self.tests[name, line].add(context.rpartition("|")[0])
-        self.seconds: dict[str, float] = {}
-        for file in (root / "build" / "test-times").glob("**/*.json"):
-            for row in json.loads(file.read_text())["rows"]:
-                self.seconds[row["test"]] = row["seconds"]
-
-    def chosen(self, name: str, line: int, most_seconds: float) -> tuple[list[str], float]:
-        """The quickest tests that reach a line, and their seconds."""
-        kept, total = [], 0.0
-        reached = self.tests.get((name, line), ())
-        for test in sorted(reached, key=lambda test: (self.seconds.get(test, 1.0), test)):
-            total += self.seconds.get(test, 1.0)
-            if kept and total > most_seconds:
-                break
-            kept.append(test)
-        return kept, total
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def places(source: str) -> dict[int, list[tuple[str, int]]]:
@@ -82,8 +69,7 @@ def places(source: str) -> dict[int, list[tuple[str, int]]]:
         for occurrence, ((line, _), _) in enumerate(each):
             found[line].append((name, occurrence))
     for number, node in enumerate(ast.walk(ast.parse(source))):
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, REMOVED) and not docstring:
+        if isinstance(node, REMOVED) and not _is_text(node):
             found[node.lineno].append(("RemoveLine", number))
     return found
 
@@ -101,40 +87,56 @@ def mutant(source: str, operator: str, occurrence: int) -> str:
     return "".join(lines[: node.lineno - 1] + gone + lines[node.end_lineno :])
 
 
-def draw(root: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` changes of lines that tests execute; a line is drawn first, then a change of it."""
-    reached, chance = Reached(root), random.Random(seed)
-    rooms = tuple(f"src/replicax/{room}/" for room in ROOMS)
-    lines = sorted(where for where in reached.tests if where[0].startswith(rooms))
+def draw(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """`count` changes; a line is drawn first, then a kind of change, then a change of that kind."""
+    chance = random.Random(seed)
+    files = sorted((ROOT / "src" / "replicax").rglob("*.py"))
+    lines = [
+        (path, line)
+        for path in files
+        for line in sorted(function_lines(ast.parse(path.read_text())))
+    ]
     chance.shuffle(lines)
-    known: dict[str, dict[int, list[tuple[str, int]]]] = {}
-    draws: list[dict[str, Any]] = []
-    for name, line in lines:
-        old = (root / name).read_text()
-        known[name] = known.get(name) or places(old)
-        if len(draws) == count or not known[name].get(line):
+    known: dict[Path, dict[int, list[tuple[str, int]]]] = {}
+    for path, line in lines:
+        old = path.read_text()
+        if path not in known:
+            known[path] = places(old)
+        if not known[path].get(line):
             continue
         # An operator's name tells what it replaces by what: kinds are as likely as one another.
-        kinds = sorted({operator.split("_")[0] for operator, _ in known[name][line]})
+        kinds = sorted({operator.split("_")[0] for operator, _ in known[path][line]})
         kind = chance.choice(kinds)
         operator, occurrence = chance.choice(
-            [each for each in known[name][line] if each[0].split("_")[0] == kind]
+            [each for each in known[path][line] if each[0].split("_")[0] == kind]
         )
-        before, after = old.splitlines(), mutant(old, operator, occurrence).splitlines()
-        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-        changes = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
-        (start, _, first, _), (_, end, _, last) = changes[0], changes[-1]
-        draws.append(
-            {
-                "file": name,
-                "line": start + 1,
-                "operator": operator.removeprefix("core/"),
-                "before": before[start:end],
-                "after": after[first:last],
-            }
+        new = mutant(old, operator, occurrence)
+        if not _is_other_program(old, new):
+            continue
+        yield {
+            "file": path.relative_to(ROOT).as_posix(),
+            "operator": operator.removeprefix("core/"),
+            **_difference(old.splitlines(), new.splitlines()),
+        }
+        count -= 1
+        if not count:
+            return
+
+
+def _is_other_program(old: str, new: str) -> bool:
+    try:
+        return ast.dump(ast.parse(old)) != ast.dump(ast.parse(new)) and bool(
+            compile(new, "", "exec")
         )
-        print(f"{len(draws)}/{count} {name}:{line} {draws[-1]['operator']}", flush=True)
-    return draws
+    except SyntaxError:
+        return False
+
+
+def _difference(before: list[str], after: list[str]) -> dict[str, Any]:
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    changes = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
+    (start, _, first, _), (_, end, _, last) = changes[0], changes[-1]
+    return {"line": start + 1, "before": before[start:end], "after": after[first:last]}
 
 
 def applied(source: str, draw: dict[str, Any]) -> tuple[str, int] | None:
@@ -148,89 +150,141 @@ def applied(source: str, draw: dict[str, Any]) -> tuple[str, int] | None:
     return "\n".join([*lines[:at], *draw["after"], *lines[at + size :]]) + "\n", at + 1
 
 
-def run(root: Path, python: str, draws: list[dict[str, Any]], most: float, jobs: int) -> None:
-    """Run the tests of each draw, in `jobs` copies of the tree, and add what came of it."""
-    reached, local, done = Reached(root), threading.local(), iter(range(1, len(draws) + 1))
-    with tempfile.TemporaryDirectory() as scratch:
+class Reached:
+    """The tests that reach a line, in the order in which they are tried, with their seconds."""
 
-        def copy() -> Path:
-            if not hasattr(local, "tree"):
-                local.tree = Path(tempfile.mkdtemp(dir=scratch)) / "tree"
-                kept_out = shutil.ignore_patterns(".venv*", ".git", "build", ".coverage", ".*cache")
-                shutil.copytree(root, local.tree, ignore=kept_out)
-            return Path(local.tree)
+    def __init__(self, runs: list[str], only: set[str] | None) -> None:
+        from support import reach
 
-        def one(draw: dict[str, Any]) -> None:
-            tree = copy()
-            path = tree / draw["file"]
-            source = path.read_text() if path.exists() else ""
-            if (changed := applied(source, draw)) is None:
-                draw["outcome"] = "gone"
-                return
-            tests, seconds = reached.chosen(draw["file"], changed[1], most)
-            draw |= {"reached": len(reached.tests.get((draw["file"], changed[1]), ()))}
-            draw |= {"run": len(tests), "line": changed[1]}
+        self._tests: dict[tuple[str, int], list[tuple[float, float, str]]] = defaultdict(list)
+        for record in (record for run in runs for record in reach.records(run)):
+            for test in record.tests:
+                if not test.passed or (only is not None and test.name not in only):
+                    continue
+                seconds = max(test.processor_seconds, test.seconds / 4, 0.02)
+                for place in test.places:
+                    name, _, line, destination = record.places[place]
+                    if not destination:
+                        row = (seconds * len(test.places), seconds, test.name)
+                        self._tests[f"src/replicax/{name}", line].append(row)
+        for rows in self._tests.values():
+            rows.sort()
+
+    def chosen(self, name: str, line: int, most_seconds: float) -> tuple[list[str], int]:
+        """Return the tests for `most_seconds` of recorded time, and how many there are."""
+        rows, kept, total = self._tests.get((name, line), []), [], 0.0
+        for _, seconds, test in rows:
+            total += seconds
+            if kept and total > most_seconds:
+                break
+            kept.append(test)
+        return kept, len(rows)
+
+
+class Trials:
+    """Runs mutants, each in a copy of the tree and in a process forked from a warm one."""
+
+    def __init__(self, reached: Reached, options: argparse.Namespace) -> None:
+        from support.fork_server import ForkServer
+
+        self._reached, self._options = reached, options
+        self._local = threading.local()
+        self._scratch = tempfile.TemporaryDirectory()
+        modules = ("jax", "optax", "orbax.checkpoint", "flax.nnx", "flax.linen", "msgspec")
+        self._server = ForkServer(os.environ, modules)
+        self._done = iter(range(1, sys.maxsize))
+
+    def run(self, draws: list[dict[str, Any]]) -> None:
+        """Add to each draw what came of it."""
+        with self._scratch, ThreadPoolExecutor(self._options.jobs) as pool:
+            list(pool.map(self._one, draws))
+        self._server.close()
+
+    def _tree(self) -> Path:
+        if not hasattr(self._local, "tree"):
+            tree = Path(tempfile.mkdtemp(dir=self._scratch.name)) / "tree"
+            tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+            for name in filter(None, tracked.split("\0")):
+                if (ROOT / name).is_file():
+                    (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / name, tree / name)
+            (tree / "build").mkdir()
+            (ROOT / "build" / "test-programs").mkdir(parents=True, exist_ok=True)
+            (tree / "build" / "test-programs").symlink_to(ROOT / "build" / "test-programs")
+            self._local.tree = tree
+        return Path(self._local.tree)
+
+    def _one(self, draw: dict[str, Any]) -> None:
+        path = self._tree() / draw["file"]
+        source = path.read_text() if path.exists() else ""
+        changed = applied(source, draw)
+        if changed is None:
+            draw["outcome"] = "gone"
+            return
+        tests, count = self._reached.chosen(draw["file"], changed[1], self._options.most_seconds)
+        draw |= {"reached": count, "run": len(tests), "line": changed[1], "outcome": "missed"}
+        if tests:
             path.write_text(changed[0])
             try:
-                draw |= outcome(tree, python, tests, 60 + 4 * seconds) if tests else {}
-                draw.setdefault("outcome", "missed")
+                draw |= self._outcome(tests)
             finally:
                 path.write_text(source)
-            about = f"{draw['file']}:{draw['line']} {draw['operator']}"
-            print(f"{next(done)}/{len(draws)} {draw['outcome']:7} {about}", flush=True)
+        about = f"{draw['file']}:{draw['line']} {draw['operator']}"
+        print(f"{next(self._done)} {draw['outcome']:7} {about}", flush=True)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, draws))
-
-
-def outcome(tree: Path, python: str, tests: list[str], limit: float) -> dict[str, Any]:
-    """`caught` with the test that failed, or `missed`."""
-    chosen = tree / "chosen-tests.txt"
-    chosen.write_text("\n".join(tests))
-    env = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    try:
-        ended = subprocess.run(
-            [*command, f"@{chosen}"],
-            cwd=tree,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired:
-        return {"outcome": "caught", "by": "time"}
-    if not ended.returncode:
-        return {"outcome": "missed"}
-    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return {"outcome": "caught", "by": failed[0][:200] if failed else ended.stderr[-200:]}
+    def _outcome(self, tests: list[str]) -> dict[str, Any]:
+        tree = self._tree()
+        (tree / "chosen.txt").write_text("\n".join(tests))
+        told, log = tree / "failed.json", tree / "out.txt"
+        told.unlink(missing_ok=True)
+        command = [str(JOB), str(tree), str(told), str(self._options.kills)]
+        child = self._server.fork(command, {}, log, log)
+        ended = self._server.wait([child], 60 + 4 * self._options.most_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if not ended:
+            return {"outcome": "endless"}
+        if not told.exists():  # it ended in the middle of a test
+            return {"outcome": "killed", "by": [f"exit code {child.status}"]}
+        failed = json.loads(told.read_text())
+        return {"outcome": "killed", "by": failed} if failed else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("verb", choices=("draw", "run"))
-    parser.add_argument("draws", nargs="?", type=Path, help="of `run`: the file that `draw` wrote")
-    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout under test")
-    parser.add_argument("--python", default=sys.executable, help="of the checkout's environment")
-    parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--most-seconds", type=float, default=60.0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    drawing = verbs.add_parser("draw", help="draw changes of this checkout")
+    drawing.add_argument("draws", type=Path)
+    drawing.add_argument("--count", type=int, default=330)
+    drawing.add_argument("--seed", type=int, default=1)
+    running = verbs.add_parser("run", help="run the tests of each draw")
+    running.add_argument("draws", type=Path)
+    running.add_argument("--runs", nargs="+", default=["test"], help="of `make test-reach`")
+    running.add_argument("--tests", type=Path, help="names of tests, a line each: no others")
+    running.add_argument("--kills", type=int, default=1, help="failures that end a trial")
+    running.add_argument("--most-seconds", type=float, default=40.0)
+    running.add_argument("--jobs", type=int, default=2)
+    running.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    root = options.root.resolve()
     if options.verb == "draw":
-        draws = draw(root, options.count, options.seed)
-    else:
-        every = json.loads(options.draws.read_text())["draws"]  # with what came of them elsewhere
-        draws = [{name: each[name] for name in DRAWN} for each in every]
-        run(root, options.python, draws, options.most_seconds, options.jobs)
-    counts = {name: sum(d.get("outcome") == name for d in draws) for name in ("caught", "missed")}
-    options.out.write_text(json.dumps({**counts, "seed": options.seed, "draws": draws}, indent=1))
+        draws = []
+        for each in draw(options.count, options.seed):
+            draws.append(each)
+            print(f"{len(draws)} {each['file']}:{each['line']} {each['operator']}", flush=True)
+        options.draws.write_text(json.dumps({"seed": options.seed, "draws": draws}, indent=1))
+        return
+    every = json.loads(options.draws.read_text())["draws"]  # with what came of them elsewhere
+    draws = [{name: each[name] for name in DRAWN} for each in every]
+    only = set(options.tests.read_text().splitlines()) if options.tests else None
+    Trials(Reached(options.runs, only), options).run(draws)
+    outcomes = ("killed", "missed", "endless", "gone")
+    counts = {name: sum(d["outcome"] == name for d in draws) for name in outcomes}
+    options.out.write_text(json.dumps({**counts, "draws": draws}, indent=1) + "\n")
     print(counts)
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
     main()

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -37,8 +38,12 @@ from support.waiting import Threads
 from replicax.train.drawing import CURVES
 
 HERE = Path(__file__).parent
-DURATIONS = json.loads((HERE / "durations.json").read_text())
-"""Tests and seconds by file, from the last `make test-times`."""
+PIECES = json.loads((HERE / "durations.json").read_text())["pieces"]
+"""Cases and seconds by file of each target, from the last run that wrote them."""
+TIERS: dict[str, dict[str, list[str]]] = json.loads((HERE / "tiers.json").read_text())
+"""By file, the tests that left `make test` for `test-all` or `everything`; a name stands for all of
+a function's cases. Written by benchmarks/test_choice.py."""
+TEST = r"^ *def (test_\w+)"
 FAST_SECONDS = 0.1
 """Most seconds of a test, on average, in a file that `--fast` runs."""
 
@@ -64,21 +69,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files alone of which the target runs no test."""
     name = collection_path.relative_to(HERE).as_posix()
-    if not config.getoption("--fast") or not name.endswith(".py"):
+    if not name.endswith(".py") or config.option.markexpr != "not exhaustive":
         return None
-    tests, seconds = DURATIONS.get(name, (1, 0.0))
-    return seconds > FAST_SECONDS * tests or None
+    if config.getoption("--fast"):
+        tests, seconds = _times("test").get(name, (1, 0.0))
+        if seconds > FAST_SECONDS * tests:
+            return True
+    left = {test.rpartition("::")[2] for tests in TIERS.get(name, {}).values() for test in tests}
+    every = re.findall(TEST, collection_path.read_text(), re.M) if left else ()
+    return (bool(left) and left.issuperset(every)) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that short ones fill the end of both workers."""
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what left `make test`; run the slowest files first, so that short ones fill the end."""
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        for tier, tests in TIERS.get(file, {}).items():
+            if name in tests or name.partition("[")[0] in tests:
+                item.add_marker("exhaustive" if tier == "test-all" else tier)
+        if item.get_closest_marker("everything"):
+            item.add_marker("exhaustive")
+    times = _times("test-all" if config.option.markexpr.startswith("exhaustive") else "test")
 
     def place(item: pytest.Item) -> tuple[float, str]:
         name = item.path.relative_to(HERE).as_posix()
-        return -DURATIONS.get(name, (1, 60.0))[1], name
+        return -times.get(name, (1, 60.0))[1], name
 
     items.sort(key=place)
+
+
+def _times(piece: str) -> dict[str, tuple[int, float]]:
+    return PIECES.get(piece, {}).get("files", {})
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

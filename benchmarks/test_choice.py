@@ -1,0 +1,198 @@
+"""Choose the tests of `make test` by what they reach and what they find, per second.
+
+    make test-reach                                          # what each test reaches and costs
+    python benchmarks/mutations.py run ... --kills 3         # what each test finds
+    python benchmarks/test_choice.py mutations.json --seconds 330
+
+In this order, the cheapest first each time: a test for each mutant that `make test` finds; the
+tests of promises; those that reach none of the source (of documents and of the house); then every
+line and every direction of a branch is reached once, twice and so on by tests of other names, while
+seconds are left. What is not chosen leaves `make test`: `make test-all` runs it if it alone reaches
+a line or finds a mutant, else `make test-everything`. The choice is written to `tests/tiers.json`.
+"""
+
+import argparse
+import heapq
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Place = tuple[str, str, int, int]
+TESTS_OF_FUNCTION = 6
+FILE_SECONDS = 0.15
+"""Seconds that the first test of a file costs more: its import."""
+CASE_SECONDS = 0.01
+"""Least seconds of a test: its set-up."""
+
+
+@dataclass
+class Case:
+    """A test, or one of its cases."""
+
+    name: str
+    seconds: float
+    places: frozenset[int]
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
+    def function(self) -> str:
+        return self.name.partition("[")[0]
+
+
+@dataclass
+class Choice:
+    """The tests chosen so far, and how often each place is reached by them."""
+
+    cases: dict[str, Case]
+    chosen: dict[str, str] = field(default_factory=dict)
+    """By name, why."""
+    reached: Counter[int] = field(default_factory=Counter)
+    functions: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    files: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+
+    def price(self, case: Case) -> float:
+        """Return the seconds that a test would add."""
+        return case.seconds + (FILE_SECONDS if case.file not in self.files else 0.0)
+
+    def add(self, case: Case, why: str) -> None:
+        """Choose a test."""
+        if case.name in self.chosen:
+            return
+        self.seconds += self.price(case)
+        self.chosen[case.name] = why
+        self.files.add(case.file)
+        for place in case.places:
+            self.functions[place].add(case.function)
+
+    def cheapest(self, names: Iterable[str]) -> Case | None:
+        """Return the one that adds least, of those that exist."""
+        known = [self.cases[name] for name in names if name in self.cases]
+        return min(known, key=self.price, default=None)
+
+    def cover(self, times: int, most_seconds: float) -> None:
+        """Add the tests that reach most per second until every place is reached so many times."""
+
+        def gain(case: Case) -> float:
+            new = sum(
+                len(self.functions[place]) < times and case.function not in self.functions[place]
+                for place in case.places
+            )
+            return new / self.price(case)
+
+        heap = [(-gain(case), case.name) for case in self.cases.values()]
+        heapq.heapify(heap)
+        while heap and self.seconds < most_seconds:
+            _, name = heapq.heappop(heap)
+            case = self.cases[name]
+            if name in self.chosen or not (now := gain(case)):
+                continue
+            if heap and now < -heap[0][0]:  # others were better before, and no gain grows
+                heapq.heappush(heap, (-now, name))
+            else:
+                self.add(case, f"reaches, {times}")
+
+
+def known_cases(runs: list[str]) -> tuple[dict[str, Case], list[Place]]:
+    """Return the tests of recorded runs that passed, and the places that they reach.
+
+    A later record replaces an earlier one.
+    """
+    from support import reach
+
+    indices: dict[Place, int] = {}
+    cases = {}
+    for record in (record for run in runs for record in reach.records(run)):
+        ours = [indices.setdefault(place, len(indices)) for place in record.places]
+        for test in record.tests:
+            if test.passed:
+                seconds = max(test.processor_seconds, CASE_SECONDS)
+                places = frozenset(ours[place] for place in test.places)
+                cases[test.name] = Case(test.name, seconds, places)
+    return cases, list(indices)
+
+
+def by_function(cases: list[Case], places: list[Place]) -> dict[str, Any]:
+    """Return the table of `make test-changed`: by function, tests that reach it and little else."""
+    named = [(file, re.sub(r"\.<locals>.*", "", name)) for file, name, _, _ in places]
+    order = sorted(cases, key=lambda case: case.seconds * len(case.places))
+    found: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for number, case in enumerate(order):
+        for file, name in {named[place] for place in case.places}:
+            tests = found[file, name]
+            if name != "<module>" and len(tests) < TESTS_OF_FUNCTION:
+                tests.setdefault(case.function, number)
+    used = sorted({number for tests in found.values() for number in tests.values()})
+    ours = {number: index for index, number in enumerate(used)}
+    functions: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for (file, name), tests in sorted(found.items()):
+        if tests:
+            functions[file][name] = [ours[number] for number in tests.values()]
+    tests_ = [[order[number].name, round(order[number].seconds, 2)] for number in used]
+    return {"tests": tests_, "functions": functions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("mutations", type=Path, nargs="*", help="written by mutations.py run")
+    parser.add_argument("--runs", nargs="+", default=["test"], help="of `make test-reach`")
+    parser.add_argument("--keep", type=Path, help="names of tests that are kept, a line each")
+    parser.add_argument("--seconds", type=float, default=330.0, help="processor seconds in all")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "tiers.json")
+    options = parser.parse_args()
+    cases, places = known_cases(options.runs)
+    choice = Choice(cases)
+    killers = [
+        draw["by"]
+        for path in options.mutations
+        for draw in json.loads(path.read_text())["draws"]
+        if draw["outcome"] == "killed"
+    ]
+    for names in sorted(killers, key=len):
+        if not choice.chosen.keys() & set(names) and (case := choice.cheapest(names)):
+            choice.add(case, "finds")
+    print(f"{len(choice.chosen)} tests find {len(killers)} mutants in {choice.seconds:.0f} s")
+    kept = set(options.keep.read_text().split("\n")) if options.keep else set()
+    for case in cases.values():
+        if not case.places or case.name in kept or case.function in kept:
+            choice.add(case, "kept")
+    print(f"{len(choice.chosen)} with those that are kept in {choice.seconds:.0f} s")
+    for times in range(1, 9):
+        choice.cover(times, options.seconds)
+        print(f"{len(choice.chosen)} reach all {times} times in {choice.seconds:.0f} s")
+    rest = {name: case for name, case in cases.items() if name not in choice.chosen}
+    tiers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    of_file = defaultdict(list)
+    for name in cases:
+        of_file[name.partition("[")[0]].append(name)
+    for function, names in sorted(of_file.items()):
+        file, _, test = function.partition("::")
+        gone = [name for name in names if name in rest]
+        if len(gone) == len(names):
+            tiers[file.removeprefix("tests/")]["test-all"].append(test)
+        else:
+            short = (name.partition("::")[2] for name in gone)
+            tiers[file.removeprefix("tests/")]["test-all"] += sorted(short)
+    options.out.write_text(json.dumps(tiers, indent=0) + "\n")
+    chosen = [cases[name] for name in choice.chosen]
+    lines = json.dumps(by_function(chosen, places), indent=1)
+    lines = re.sub(r"\n {3,}|\n  (?=\])", " ", lines)
+    (ROOT / "tests" / "reach.json").write_text(lines + "\n")
+    total = sum(case.seconds for case in cases.values())
+    print(f"{len(choice.chosen)} of {len(cases)} tests, {choice.seconds:.0f} of {total:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+    main()

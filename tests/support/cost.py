@@ -1,0 +1,195 @@
+"""What a target of the Makefile costs, held against `tests/budget.json`.
+
+    python tests/support/cost.py test -- python -m pytest ...
+
+runs the command and counts the processor seconds of all processes that it started. A reference
+loop runs beside it every few seconds; cost is counted in seconds of a machine on which the loop
+takes `LOOP_SECONDS`, so that a slow or a busy machine matters little. Above the budget it fails.
+With `TEST_TIMES=write` in the environment the times of this run become the table of times,
+`tests/durations.json`.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+LOOP_SECONDS = 0.025
+"""Processor seconds of the reference loop, by definition."""
+_EVERY_SECONDS = 4.0
+_TABLE_SECONDS = 0.5
+"""A file grows by at least that much, or is not mentioned."""
+_PROGRAM = "\n".join(f"def f{n}(x, *y):\n    return [x + {n}, (y, {{'a': x}})]" for n in range(150))
+
+
+def loop_seconds() -> float:
+    """Return the processor seconds of the reference loop, now: Python that is compiled and run."""
+    start = time.thread_time()
+    for _ in range(4):
+        names: dict[str, Any] = {}
+        exec(compile(_PROGRAM, "", "exec"), names)
+        table = {n: str(n) for n in range(20_000)}
+        sum(len(table[n]) for n in table)
+    return time.thread_time() - start
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a run cost."""
+
+    status: int
+    wall_seconds: float
+    processor_seconds: float
+    loops: list[float]
+    files: dict[str, list[float]]
+    """Cases and processor seconds by file."""
+
+    @property
+    def loop(self) -> float:
+        """The median of the reference loop, in processor seconds."""
+        return statistics.median(self.loops)
+
+    @property
+    def seconds(self) -> float:
+        """The cost, in seconds of the reference."""
+        return self.processor_seconds / self.loop * LOOP_SECONDS
+
+    @property
+    def cases(self) -> int:
+        """The number of tests that ran."""
+        return int(sum(cases for cases, _ in self.files.values()))
+
+    def by_file(self) -> dict[str, list[float]]:
+        """Return cases and seconds of the reference by file."""
+        scale = LOOP_SECONDS / self.loop
+        return {
+            name: [cases, round(seconds * scale, 1)]
+            for name, (cases, seconds) in self.files.items()
+        }
+
+
+def measured(command: Sequence[str]) -> Cost:
+    """Run a command to its end, with the reference loop beside it."""
+    start, before = time.monotonic(), _of_children()
+    with tempfile.TemporaryDirectory() as folder:
+        loops = [loop_seconds()]
+        with subprocess.Popen(command, env={**os.environ, "TEST_TIMES_FOLDER": folder}) as running:
+            while True:
+                try:
+                    running.wait(_EVERY_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    loops.append(loop_seconds())
+                except KeyboardInterrupt:
+                    continue  # pytest has it too, and ends
+        files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for path in Path(folder).glob("*.json"):
+            for name, (cases, seconds) in json.loads(path.read_text()).items():
+                files[name][0] += cases
+                files[name][1] += seconds
+    wall = time.monotonic() - start
+    return Cost(running.returncode, wall, _of_children() - before, loops, dict(files))
+
+
+def _of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def functions(tests: Path = TESTS) -> dict[str, int]:
+    """Return the number of test functions by file."""
+    found = {
+        path.relative_to(tests).as_posix(): len(re.findall(r"^ *def test_", path.read_text(), re.M))
+        for path in sorted(tests.rglob("test_*.py"))
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def grown(
+    files: dict[str, list[float]], table: dict[str, list[float]], most: int = 10
+) -> list[str]:
+    """Return lines on the files that grew most since the table."""
+    more = {name: seconds - table.get(name, [0, 0.0])[1] for name, (_, seconds) in files.items()}
+    order = sorted(
+        (name for name in more if more[name] >= _TABLE_SECONDS), key=lambda name: -more[name]
+    )
+    return [
+        f"{name}: {table.get(name, [0, 0.0])[1]:.1f} -> {files[name][1]:.1f} s"
+        for name in order[:most]
+    ]
+
+
+def report(
+    piece: str, cost: Cost, budget: float | None, table: dict[str, list[float]]
+) -> list[str]:
+    """Return the lines that say what a piece cost, and where it grew."""
+    quartiles = [
+        f"{1000 * at:.1f}" for at in statistics.quantiles([*cost.loops, cost.loops[-1]], n=4)
+    ]
+    allowed = "no budget" if budget is None else f"budget {budget:,.0f}"
+    lines = [
+        f"{piece}: {cost.cases:,} cases cost {cost.seconds:,.0f} s of the reference ({allowed}); "
+        f"{cost.processor_seconds:,.0f} processor s, {cost.wall_seconds:,.0f} s in all; "
+        f"the loop took {quartiles[1]} ms ({quartiles[0]} to {quartiles[2]})"
+    ]
+    lines += [
+        f"{piece}: grown since the table of times: {line}" for line in grown(cost.by_file(), table)
+    ]
+    if budget is not None and cost.seconds > budget:
+        lines.append(
+            f"{piece}: {cost.seconds:,.0f} s of the reference are {cost.seconds - budget:,.0f} "
+            f"above the budget of {budget:,.0f} in tests/budget.json: make tests cheaper, or take "
+            "out what the new ones make unnecessary"
+        )
+    return lines
+
+
+def write(piece: str, cost: Cost, tests: Path = TESTS) -> None:
+    """Put the times of a run into the table."""
+    path = tests / "durations.json"
+    table = json.loads(path.read_text())
+    table["functions"] = functions(tests)
+    table["pieces"][piece] = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "cases": cost.cases,
+        "seconds": round(cost.seconds),
+        "wall_seconds": round(cost.wall_seconds),
+        "loop_ms": round(1000 * cost.loop, 1),
+        "files": dict(sorted(cost.by_file().items())),
+    }
+    text = json.dumps(table, indent=1)
+    path.write_text(re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
+
+
+def main(arguments: Sequence[str], tests: Path = TESTS) -> int:
+    """Run the command after `--` as the piece before it; return the exit code."""
+    piece, _, *command = arguments
+    budgets = json.loads((tests / "budget.json").read_text())["seconds"]
+    table = json.loads((tests / "durations.json").read_text())["pieces"]
+    budget = budgets.get(piece)
+    cost = measured(command)
+    for line in report(piece, cost, budget, table.get(piece, {}).get("files", {})):
+        print(line, flush=True)
+    if os.environ.get("TEST_TIMES") == "write":
+        write(piece, cost, tests)
+    above = budget is not None and cost.seconds > budget
+    return cost.status or int(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""The budget of `make test` and its like, the table of times, and the choice of tests."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support import cost, times
+from support.cost import TESTS
+
+SLOW = """
+import time
+import pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_slow(number):
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+"""
+
+
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "support.times"]
+    code = cost.main(["test", "--", *command, f"--rootdir={folder}", str(folder)], folder)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_twenty_slow_tests_are_above_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")  # a process that runs tests itself
+    monkeypatch.delenv(times.FOLDER, raising=False)
+    (tmp_path / "test_quick.py").write_text("def test_quick():\n    pass\n")
+    (tmp_path / "durations.json").write_text('{"functions": {}, "pieces": {}}')
+    (tmp_path / "budget.json").write_text('{"seconds": {"test": 1000}}')
+    code, (*_, line) = run(tmp_path, capsys)
+    assert code == 0
+    assert line.startswith("test: 1 cases cost ")
+    before = float(line.split()[4].replace(",", ""))
+    (tmp_path / "budget.json").write_text(json.dumps({"seconds": {"test": before + 1}}))
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    code, (*_, first, grown, above) = run(tmp_path, capsys)
+    assert code == 1
+    assert first.startswith("test: 21 cases cost ")
+    assert grown.startswith("test: grown since the table of times: test_slow.py: 0.0 -> ")
+    assert f"above the budget of {before + 1:,.0f} in tests/budget.json" in above
+
+
+def test_a_machine_of_half_the_speed_has_the_same_cost() -> None:
+    files = {"test_a.py": [2, 30.0]}
+    quiet = cost.Cost(0, 20.0, 40.0, [0.025, 0.02, 0.09], files)
+    slow = cost.Cost(0, 60.0, 80.0, [0.05, 0.04, 0.18], {"test_a.py": [2, 60.0]})
+    assert quiet.seconds == slow.seconds == 40.0
+    assert quiet.by_file() == slow.by_file() == {"test_a.py": [2, 30.0]}
+
+
+def test_the_ten_files_that_grew_most_are_named() -> None:
+    files = {f"test_{n}.py": [1, float(n)] for n in range(20)}
+    lines = cost.grown(files, {"test_19.py": [1, 18.8], "test_5.py": [1, 9.0]})
+    assert [line.split(":")[0] for line in lines] == [f"test_{n}.py" for n in range(18, 8, -1)]
+    assert lines[0] == "test_18.py: 0.0 -> 18.0 s"
+
+
+def test_times_are_written_by_a_run(tmp_path: Path) -> None:
+    table = {"functions": {}, "pieces": {"oldest": {"files": {"test_a.py": [1, 2.0]}}}}
+    (tmp_path / "durations.json").write_text(json.dumps(table))
+    (tmp_path / "test_b.py").write_text("def test_one(): ...\n\ndef test_two(): ...\n")
+    ran = cost.Cost(0, 20.0, 40.0, [0.025], {"test_b.py": [3, 1.25]})
+    cost.write("test", ran, tmp_path)
+    written = json.loads((tmp_path / "durations.json").read_text())
+    assert written["functions"] == {"test_b.py": 2}
+    assert written["pieces"]["test"]["files"] == {"test_b.py": [3, 1.2]}
+    assert written["pieces"]["oldest"] == table["pieces"]["oldest"]
+
+
+def test_the_table_of_times_is_of_these_tests() -> None:
+    """Of at most 5% other functions; else `TEST_TIMES=write .ci/run` writes it again."""
+    then = json.loads((TESTS / "durations.json").read_text())["functions"]
+    now = cost.functions()
+    other = sum(abs(now.get(name, 0) - then.get(name, 0)) for name in {*now, *then})
+    assert other <= 0.05 * sum(then.values())
+
+
+def test_what_left_make_test_exists() -> None:
+    tiers = json.loads((TESTS / "tiers.json").read_text())
+    for file, by_tier in tiers.items():
+        text = (TESTS / file).read_text()
+        for name in (name for names in by_tier.values() for name in names):
+            assert f"def {name.partition('[')[0].rpartition('::')[2]}(" in text, f"{file}::{name}"
