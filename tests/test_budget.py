@@ -20,6 +20,17 @@ def test_slow(number):
 """
 
 
+OLDEST = {
+    "date": "2026-11-29",
+    "python": "3.11.7",
+    "cases": 1,
+    "seconds": 2,
+    "wall_seconds": 1,
+    "loop_ms": 25.0,
+    "files": {"test_a.py": [1, 2.0]},
+}
+
+
 def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "support.times"]
     code = cost.main(["test", "--", *command, f"--rootdir={folder}", str(folder)], folder)
@@ -64,15 +75,26 @@ def test_the_ten_files_that_grew_most_are_named() -> None:
 
 
 def test_times_are_written_by_a_run(tmp_path: Path) -> None:
-    table = {"functions": {}, "pieces": {"oldest": {"files": {"test_a.py": [1, 2.0]}}}}
-    (tmp_path / "durations.json").write_text(json.dumps(table))
-    (tmp_path / "test_b.py").write_text("def test_one(): ...\n\ndef test_two(): ...\n")
+    table = {"functions": {}, "pieces": {"oldest": OLDEST}}
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "durations.json").write_text(json.dumps(table))
+    (tests / "budget.json").write_text('{"seconds": {"test": 50}}')
+    (tests / "test_b.py").write_text("def test_one(): ...\n\ndef test_two(): ...\n")
+    page = tmp_path / "CONTRIBUTING.md"
+    page.write_text(f"before\n{cost._BEGIN}\nold\n{cost._END}\nafter\n")
     ran = cost.Cost(0, 20.0, 40.0, [0.025], {"test_b.py": [3, 1.25]})
-    cost.write("test", ran, tmp_path)
-    written = json.loads((tmp_path / "durations.json").read_text())
+    cost.write("test", ran, tests)
+    written = json.loads((tests / "durations.json").read_text())
     assert written["functions"] == {"test_b.py": 2}
     assert written["pieces"]["test"]["files"] == {"test_b.py": [3, 1.2]}
     assert written["pieces"]["oldest"] == table["pieces"]["oldest"]
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old\n" not in text
+    assert "| `make test` | 3 | 40 | 50 | 20 | 25.0 |" in text
+    assert "| test_b.py | 3 | 1.2 |" in text
 
 
 def test_the_table_of_times_is_of_these_tests() -> None:

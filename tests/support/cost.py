@@ -31,6 +31,7 @@ TESTS = ROOT / "tests"
 LOOP_SECONDS = 0.025
 """Processor seconds of the reference loop, by definition."""
 _EVERY_SECONDS = 4.0
+_BEGIN, _END = "<!-- TEST_TIMES=write .ci/run writes this -->", "<!-- end -->"
 _TABLE_SECONDS = 0.5
 """A file grows by at least that much, or is not mentioned."""
 _PROGRAM = "\n".join(f"def f{n}(x, *y):\n    return [x + {n}, (y, {{'a': x}})]" for n in range(150))
@@ -158,8 +159,27 @@ def report(
     return lines
 
 
+def page(pieces: dict[str, Any], budgets: dict[str, float], most: int = 15) -> str:
+    """Return the tables of CONTRIBUTING.md: what each target costs, and the slowest files."""
+    lines = [
+        "| target | cases | cost | budget | wall, s | loop, ms | Python | date |",
+        "|---|--:|--:|--:|--:|--:|---|---|",
+    ]
+    for name, of in pieces.items():
+        numbers = (f"{of['cases']:,}", of["seconds"], budgets.get(name, ""), of["wall_seconds"])
+        cells = (f"`make {name}`", *numbers, of["loop_ms"], of["python"], of["date"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| file of `make test` | cases | cost |", "|---|--:|--:|"]
+    files = pieces.get("test", {}).get("files", {})
+    order = sorted(files, key=lambda name: -files[name][1])
+    lines += [f"| {name} | {files[name][0]} | {files[name][1]} |" for name in order[:most]]
+    rest = [files[name] for name in order[most:]]
+    cases, seconds = (sum(of[column] for of in rest) for column in (0, 1))
+    return "\n".join([*lines, f"| {len(rest)} others | {cases} | {seconds:.1f} |"])
+
+
 def write(piece: str, cost: Cost, tests: Path = TESTS) -> None:
-    """Put the times of a run into the table."""
+    """Put the times of a run into the table, and the table into CONTRIBUTING.md."""
     path = tests / "durations.json"
     table = json.loads(path.read_text())
     table["functions"] = functions(tests)
@@ -174,6 +194,11 @@ def write(piece: str, cost: Cost, tests: Path = TESTS) -> None:
     }
     text = json.dumps(table, indent=1)
     path.write_text(re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
+    contributing = tests.parent / "CONTRIBUTING.md"
+    before, begin, rest = contributing.read_text().partition(_BEGIN)
+    budgets = json.loads((tests / "budget.json").read_text())["seconds"]
+    shown = page(table["pieces"], budgets)
+    contributing.write_text(f"{before}{begin}\n{shown}\n{_END}{rest.partition(_END)[2]}")
 
 
 def main(arguments: Sequence[str], tests: Path = TESTS) -> int:
