@@ -58,6 +58,11 @@ def on_devices(kind: str, mode: str, devices: int, accumulate: int, optimizer: s
     return kind, on(mode, data=devices, accumulate=accumulate, optimizer=optimizer)
 
 
+EXACT = [
+    on_devices(kind, "exact", devices, 1, optimizer)
+    for kind, devices, optimizer in itertools.product(ROW_BY_ROW, (2, 8), OPTIMIZERS)
+]
+"""Without BatchNorm, whose statistics are those of a micro-shard."""
 PRODUCT = [
     on_devices(kind, *rest)
     for kind, *rest in itertools.product(CASES, MODES_OF_DEVICES, (1, 2, 8), (1, 4), OPTIMIZERS)
@@ -84,26 +89,17 @@ IN_EVERY_TEST_RUN = [
     on_devices("weighted", "pmap", 8, 1, "sgd"),
     on_devices("nnx", "pmap", 2, 4, "adamw"),
     on_devices("linear_regression", "pmap", 1, 4, "adamw"),
+    on_devices("equinox", "exact", 2, 1, "adamw"),
 ]
-"""Each mode on each number of devices; each small model, but for the one in mode `exact`."""
-
-
-@pytest.mark.parametrize(("kind", "how"), only(IN_EVERY_TEST_RUN, PRODUCT, PAIRWISE), ids=str)
-def test_agrees_with_one_device(kind: str, how: How) -> None:
-    agrees(CASES[kind], how, bounds(kind, how))
-
-
-EXACT = [
-    on_devices(kind, "exact", *rest)
-    for kind, *rest in itertools.product(ROW_BY_ROW, (2, 8), (1,), OPTIMIZERS)
-]
+"""Each mode on each number of devices, and each small model."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), only([on_devices("equinox", "exact", 2, 1, "adamw")], EXACT), ids=str
+    ("kind", "how"),
+    only(IN_EVERY_TEST_RUN, [*PRODUCT, *EXACT], [*PAIRWISE, *EXACT]),
+    ids=str,
 )
-def test_exact_agrees_with_one_device(kind: str, how: How) -> None:
-    """BatchNorm is left out: its statistics are those of a micro-shard."""
+def test_agrees_with_one_device(kind: str, how: How) -> None:
     agrees(CASES[kind], how, bounds(kind, how))
 
 

@@ -23,6 +23,7 @@ from replicax.verify.simulated_islands import SimulatedIslands
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.05, momentum=0.9),
+    "slow": lambda: optax.sgd(0.02, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-3, weight_decay=0.01),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), OPTIMIZERS["adamw"]()),
 }
@@ -38,10 +39,11 @@ class How:
     schedule: str = "1f1b"
     accumulate: int = 1
     optimizer: str = "adamw"
-    reduction: str = "float32"
+    reduction: Any = "float32"
     islands: int = 0
     """Simulated islands that exchange parts."""
     micro_shards: int = MICRO_SHARDS
+    precision: str = "float32"
     rounds: rx.Islands | None = None
 
     def __str__(self) -> str:
@@ -100,6 +102,7 @@ def data_parallel(case: Case, how: How, job: Job | None = None) -> rx.DataParall
         layout=rx.layout(how.layout, rules=rules, schedule=how.schedule),
         accumulate=how.accumulate,
         micro_shards=how.micro_shards,
+        precision=how.precision,
         reduction=how.reduction,
         islands=how.rounds,
         job=SimulatedIslands(how.islands) if how.islands else job,
