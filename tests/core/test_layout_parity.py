@@ -84,7 +84,7 @@ def is_sampled(model: str, how: How) -> bool:
 
 
 IN_EVERY_TEST_RUN = [
-    ("nnx", on("jit", "zero1", data=2, fsdp=2)),
+    ("tower", on("jit", "zero1", data=2, fsdp=2, accumulate=4)),
     ("tower", on("shard_map", "fsdp", data=2, accumulate=4)),
     ("tower", on("jit", "replicated", data=2, model=2, stage=2, accumulate=4)),
     ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2, accumulate=4)),
