@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.agreement import largest_difference
-from support.job_layouts import CASES, flat
-from support.layout_cases import SINGLE, train
+from support.agreement import largest_difference, reference
+from support.job_layouts import PARTS, TRAINED, flat
 from support.processes import SUPPORT, run_job
 
 pytestmark = pytest.mark.exhaustive
@@ -29,10 +28,10 @@ def part(results: dict[str, np.ndarray], name: str, of: str) -> dict[str, np.nda
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_two_processes_train_as_one_device_does(name: str, results: dict[str, Any]) -> None:
-    model, _, accumulate = CASES[name]
-    found, wanted = part(results, name, "trained"), flat(train(model, SINGLE, accumulate))
+    case, how = TRAINED[name]
+    found, wanted = part(results, name, "trained"), flat(reference(case, how.alone).parts(*PARTS))
     assert found.keys() == wanted.keys()
     for path, leaf in wanted.items():
         if path.startswith("['params']"):
@@ -41,8 +40,8 @@ def test_two_processes_train_as_one_device_does(name: str, results: dict[str, An
             assert largest_difference(found[path], leaf)[0] <= BOUND, path
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_only_data_goes_between_processes(name: str, results: dict[str, Any]) -> None:
-    _, setup, _ = CASES[name]
-    inner = [axis for axis, size in setup.axes if axis != "data" and size > 1]
+    _, how = TRAINED[name]
+    inner = [axis for axis, size in how.axes if axis != "data" and size > 1]
     assert sorted(part(results, name, "inside").values()) == sorted(inner)

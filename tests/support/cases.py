@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.recipes import transformer
@@ -30,13 +31,19 @@ def first_key() -> jax.Array:
     return jax.random.key(0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A model, its loss, and rows to train on."""
+    """A model, its loss, and rows to train on; equal to itself alone."""
 
     model: Callable[[], Any]
-    loss: Callable[..., Any]
+    loss: Callable[..., Any] | None
     source: dict[str, np.ndarray]
+    rules: tuple[tuple[str, P], ...] = ()
+    """Over the axes `model` and `stage`; other parameters are whole."""
+    step: Callable[..., Any] | None = None
+    """A step of one's own, instead of the loss."""
+    batch: int = BATCH
+    epochs: int = 5
 
 
 def _vectors(weights: bool = False) -> dict[str, np.ndarray]:
@@ -119,6 +126,28 @@ def _equinox_loss(model: Any, batch: Any, key: Any) -> Any:
     return _cross_entropy(jax.vmap(model)(batch["x"]), batch["label"])
 
 
+def _tower_model() -> Any:
+    """Stacked layers between an input and an output layer."""
+    keys = jax.random.split(jax.random.key(7), 3)
+    return {
+        "in": jax.random.normal(keys[0], (6, 16)) / 3,
+        "layers": {
+            "kernel": jax.random.normal(keys[1], (8, 16, 16)) / 6,
+            "bias": jax.random.normal(keys[1], (8, 16)) / 9,
+        },
+        "out": jax.random.normal(keys[2], (16, CLASSES)) / 4,
+    }
+
+
+def _tower_loss(model: Any, batch: Any, key: Any) -> Any:
+    def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ own["kernel"] + own["bias"]), None
+
+    x, _ = jax.lax.scan(layer, batch["x"] @ model["in"], model["layers"])
+    values, metrics = _cross_entropy(x @ model["out"], batch["label"])
+    return rx.Weighted(values, batch["weight"]), metrics
+
+
 class LinenNetwork(nn.Module):
     """Dense, BatchNorm, relu, Dense."""
 
@@ -155,31 +184,61 @@ def _nnx_loss(model: Any, batch: Any, key: Any) -> Any:
     return _cross_entropy(model(batch["x"]), batch["label"])
 
 
-def _recipe(recipe: Any, source: dict[str, np.ndarray]) -> Case:
-    return Case(lambda: recipe.model(first_key()), recipe.loss, source)
+def _recipe(recipe: Any, source: dict[str, np.ndarray], *rules: tuple[str, P]) -> Case:
+    return Case(lambda: recipe.model(first_key()), recipe.loss, source, rules)
 
 
 _SMALL_MLP = MLP(layers=3, hidden=16, inputs=6, rows=ROWS)
 _SMALL_GPT2 = transformer.Shape(layers=2, heads=2, width=16, context=12, vocab_size=37)
+_GPT2 = GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context)
+_SPLIT_IN, _SPLIT_OUT = P("model"), P(None, "model")
+"""Kernels of which each device has rows, or columns."""
+_OF_PYTREE = (("hidden.*kernel", _SPLIT_OUT), ("hidden.*bias", P("model")))
 
 CASES = {
-    "pytree": Case(_pytree_model, _pytree_loss, _vectors()),
-    "weighted": Case(_pytree_model, _weighted_loss, _vectors(weights=True)),
+    "pytree": Case(_pytree_model, _pytree_loss, _vectors(), _OF_PYTREE),
+    "weighted": Case(_pytree_model, _weighted_loss, _vectors(weights=True), _OF_PYTREE),
     "rnn": Case(_pytree_model, _rnn_loss, _vectors()),
     "equinox": Case(_equinox_model, _equinox_loss, _vectors()),
-    "linen": Case(_linen_model, _linen_loss, _vectors()),
-    "nnx": Case(lambda: NNXNetwork(0.0, nnx.Rngs(0)), _nnx_loss, _vectors()),
+    "linen": Case(
+        _linen_model,
+        _linen_loss,
+        _vectors(),
+        (("Dense_0.*kernel", _SPLIT_OUT), ("Dense_1.*kernel", _SPLIT_IN)),
+    ),
+    "nnx": Case(
+        lambda: NNXNetwork(0.0, nnx.Rngs(0)),
+        _nnx_loss,
+        _vectors(),
+        (("hidden.*kernel", _SPLIT_OUT), ("out.*kernel", _SPLIT_IN)),
+    ),
     "linear_regression": _recipe(LinearRegression(), LinearRegression(points=ROWS).train_source()),
-    "mlp": _recipe(_SMALL_MLP, _SMALL_MLP.train_source()),
-    "lenet": _recipe(LeNet(), _images()),
-    "cnn": _recipe(CNN(dropout=0.0), _images()),
+    "mlp": _recipe(
+        _SMALL_MLP,
+        _SMALL_MLP.train_source(),
+        ("Dense_[02].*kernel", _SPLIT_OUT),
+        ("Dense_1.*kernel", _SPLIT_IN),
+    ),
+    "lenet": _recipe(
+        LeNet(), _images(), ("dense1.*kernel", _SPLIT_OUT), ("dense2.*kernel", _SPLIT_IN)
+    ),
+    "cnn": _recipe(CNN(dropout=0.0), _images(), ("linear.*kernel", _SPLIT_IN)),
     "gpt2": Case(  # the recipe's model would look for a text
         lambda: transformer.init(_SMALL_GPT2, first_key()),
-        GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context).loss,
+        _GPT2.loss,
         _text(_SMALL_GPT2.context, _SMALL_GPT2.vocab_size),
+        (("wte", _SPLIT_OUT), *_GPT2.rules()[:-1]),  # tied: the input and the output
     ),
 }
 """Without Dropout, whose masks differ between replicas in the per-replica modes."""
+
+TOWER = Case(
+    _tower_model,
+    _tower_loss,
+    CASES["weighted"].source,
+    (("kernel", P("stage", None, "model")), ("layers", P("stage")), ("in", P("model"))),
+)
+"""Eight layers that can be cut into stages."""
 
 DROPOUT_CASES = {
     "nnx": Case(lambda: NNXNetwork(0.5, nnx.Rngs(0)), _nnx_loss, _vectors()),

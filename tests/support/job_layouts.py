@@ -6,22 +6,25 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from support.layout_cases import Setup, on, train
+from support.agreement import How, Trained, on
+from support.cases import CASES, TOWER, Case
 
 import replicax as rx
 
-CASES: dict[str, tuple[str, Setup, int]] = {
-    "zero1": ("weighted", on("jit", "zero1", data=8), 1),
-    "zero1 in shard_map": ("weighted", on("shard_map", "zero1", data=8), 4),
-    "zero1 in exact": ("weighted", on("exact", "zero1", data=8), 1),
-    "fsdp": ("weighted", on("jit", "fsdp", data=8), 1),
-    "fsdp in shard_map": ("tower", on("shard_map", "fsdp", data=8), 1),
-    "hybrid": ("weighted", on("shard_map", "fsdp", data=2, fsdp=4), 4),
-    "rules": ("tower", on("jit", "replicated", data=4, model=2), 1),
-    "stages": ("tower", on("jit", "replicated", data=2, model=2, stage=2), 4),
-    "hybrid and rules": ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2), 1),
+WEIGHTED = CASES["weighted"]
+TRAINED: dict[str, tuple[Case, How]] = {
+    "zero1": (WEIGHTED, on("jit", "zero1", data=8)),
+    "zero1 in shard_map": (WEIGHTED, on("shard_map", "zero1", data=8, accumulate=4)),
+    "zero1 in exact": (WEIGHTED, on("exact", "zero1", data=8)),
+    "fsdp": (WEIGHTED, on("jit", "fsdp", data=8)),
+    "fsdp in shard_map": (TOWER, on("shard_map", "fsdp", data=8)),
+    "hybrid": (WEIGHTED, on("shard_map", "fsdp", data=2, fsdp=4, accumulate=4)),
+    "rules": (TOWER, on("jit", data=4, model=2)),
+    "stages": (TOWER, on("jit", data=2, model=2, stage=2, accumulate=4)),
+    "hybrid and rules": (TOWER, on("jit", "fsdp", data=2, fsdp=2, model=2)),
 }
-"""Model, setup on 8 devices, and micro-batches."""
+"""Cases, and how they are trained on 8 devices."""
+PARTS = ("first", "last", "gradient", "params", "extras", "evaluated")
 
 
 def axes_inside(mesh: Mesh) -> list[str]:
@@ -44,10 +47,10 @@ def main(path: str) -> None:
     """Run as one process of a job."""
     job = rx.initialize(verbose=False)
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, (case, how) in TRAINED.items():
         found[name] = {
-            "trained": train(*case, job=job),
-            "inside": axes_inside(rx.make_mesh(**dict(case[1].axes))),
+            "trained": Trained(case, how, job).parts(*PARTS),
+            "inside": axes_inside(rx.make_mesh(**dict(how.axes))),
         }
     if jax.process_index() == 0:
         np.savez(path, **flat(found))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from support.agreement import How, data_parallel, on
+from support.cases import TOWER
 from support.figures import assert_mentions
-from support.layout_cases import MODELS, Setup, data_parallel, on
 from support.tiers import exhaustive
 from verify import zoo_recipes as zoo
 
@@ -128,24 +129,21 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "micro_batches", "most", "inside"),
+    ("how", "most", "inside"),
     [
-        exhaustive((on("shard_map", "zero1", data=4), 2, 1, False)),
-        (on("shard_map", "fsdp", data=4), 1, 1.5, False),
-        exhaustive((on("shard_map", "zero1", data=2, fsdp=2), 1, 1, False)),
-        exhaustive((on("shard_map", "fsdp", data=2, fsdp=2), 1, 4 / 3, False)),
-        (on("jit", "replicated", data=2, stage=2), 2, 1, True),
-        exhaustive((on("jit", "replicated", "gpipe", data=2, stage=2), 2, 1, True)),
+        exhaustive((on("shard_map", "zero1", data=4, accumulate=2), 1, False)),
+        (on("shard_map", "fsdp", data=4), 1.5, False),
+        exhaustive((on("shard_map", "zero1", data=2, fsdp=2), 1, False)),
+        exhaustive((on("shard_map", "fsdp", data=2, fsdp=2), 4 / 3, False)),
+        (on("jit", data=2, stage=2, accumulate=2), 1, True),
+        exhaustive((on("jit", "replicated", "gpipe", data=2, stage=2, accumulate=2), 1, True)),
     ],
     ids=str,
 )
-def test_a_layout_sends_what_it_has_to(
-    setup: Setup, micro_batches: int, most: float, inside: bool
-) -> None:
+def test_a_layout_sends_what_it_has_to(how: How, most: float, inside: bool) -> None:
     """Multiples of the bytes of one all-reduce of the gradient; traffic in a replica is apart."""
-    dp = data_parallel("tower", setup, micro_batches)
-    case = MODELS["tower"]
-    of = Subject(dp, case.model(), {name: leaf[:48] for name, leaf in case.source.items()}, 1, 0)
+    dp, rows = data_parallel(TOWER, how), {name: leaf[:48] for name, leaf in TOWER.source.items()}
+    of = Subject(dp, TOWER.model(), rows, 1, 0)
     programs = read_programs(of, [of.own, of.single])
     (sent,) = check_traffic(of, examine_subject(of), {of.own: programs[of.own]})
     (work, _) = check_work(of, programs, programs[of.single].step)

@@ -1,6 +1,6 @@
 """Mode `exact`: the same bits on any number of devices; `test_parity` has the numbers."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.agreement import How, Trained, data_parallel, has_the_bits_of_one_device, on
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case, first_key
 from support.tiers import EXHAUSTIVE, only
 
@@ -15,61 +16,44 @@ import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.core.exact.ordered_reduction import add_in_order
 from replicax.core.step.reduction import REDUCTIONS
-from replicax.train.fingerprint import sha256
 
 ALL = {**CASES, **{f"{name}, dropout": case for name, case in DROPOUT_CASES.items()}}
 QUICK = ("weighted", "nnx, dropout")
 
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, weight_decay=0.01))
-
-
-def step_of(case: Case, devices: int, mode: str = "exact", **options: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(case.loss, optimizer(), mesh=mesh, mode=mode, **options)
-
-
-@functools.cache
-def trained(name: str, devices: int, **options: Any) -> tuple[str, float, dict[str, float]]:
-    """Return the state's digest, the loss and the evaluation after four steps on 51 padded rows."""
-    case = ALL[name]
-    dp = step_of(case, devices, **options)
-    state = dp.init(case.model())
-    for epoch in range(4):
-        (batch,) = dp.feed(case.source, BATCH, shuffle=True, epoch=epoch)
-        state, metrics = dp.step(state, batch)
-    return sha256(state), float(metrics["loss"]), dp.evaluate(state, dp.feed(case.source, BATCH))
+def how(devices: int, **more: Any) -> How:
+    return on("exact", data=devices, **{"optimizer": "clipped", **more})
 
 
 @pytest.mark.parametrize("devices", only([8], [2, 4, 8]))
 @pytest.mark.parametrize("name", only(QUICK, ALL))
 def test_the_same_bits_on_any_number_of_devices(name: str, devices: int) -> None:
-    assert trained(name, devices) == trained(name, 1)
+    has_the_bits_of_one_device(ALL[name], how(devices))
 
 
 @pytest.mark.parametrize(("devices", "accumulate"), only([(2, 4)], [(1, 8), (2, 4), (4, 2)]))
 def test_the_same_bits_with_any_split_into_micro_batches(devices: int, accumulate: int) -> None:
-    assert trained("weighted", devices, accumulate=accumulate) == trained("weighted", 1)
+    has_the_bits_of_one_device(CASES["weighted"], how(devices, accumulate=accumulate))
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", ["weighted", "gpt2"])
 def test_the_same_bits_in_bfloat16(name: str) -> None:
-    assert trained(name, 8, precision="bfloat16") == trained(name, 2, precision="bfloat16")
+    narrow = how(8, precision="bfloat16")
+    two = dataclasses.replace(narrow, axes=(("data", 2),))
+    has_the_bits_of_one_device(CASES[name], narrow, wanted=two)
 
 
 def test_shard_map_has_other_bits_on_other_devices() -> None:
     """Otherwise the tests above would show nothing."""
-    assert (
-        trained("weighted", 1, mode="shard_map")[0] != trained("weighted", 8, mode="shard_map")[0]
-    )
+    one, eight = (Trained(CASES["weighted"], on("shard_map", data=n)) for n in (1, 8))
+    assert one.bits["state"] != eight.bits["state"]
 
 
 def test_batch_norm_keeps_the_mean_of_its_micro_shards_statistics() -> None:
     case = CASES["linen"]
     rows = {"x": case.source["x"][:32], "label": case.source["label"][:32]}
-    dp = step_of(case, 2)
+    dp = data_parallel(case, how(2))
     state = dp.init(case.model())
     kernel = np.asarray(state.params["Dense_0"]["kernel"])
     state, _ = dp.step(state, next(iter(dp.feed(rows, 32))))
@@ -81,7 +65,7 @@ def test_batch_norm_keeps_the_mean_of_its_micro_shards_statistics() -> None:
 
 def test_moves_no_more_than_a_ring() -> None:
     case = CASES["pytree"]
-    compiled = inspect(step_of(case, 8).lower(case.model(), case.source).compile())
+    compiled = inspect(data_parallel(case, how(8)).lower(case.model(), case.source).compile())
     assert {each.kind: each.count for each in compiled.collectives} == {
         "all-gather": 1,
         "all-to-all": 1,
@@ -141,9 +125,10 @@ def test_zeros_keep_their_sign() -> None:
     ],
 )
 def test_refuses_what_cannot_be_shared_out(options: dict[str, Any], words: list[str]) -> None:
-    options = {"devices": 8, **options}
+    options = {**options}
+    layout, devices = options.pop("layout", "replicated"), options.pop("devices", 8)
     with pytest.raises(rx.ConfigError) as refused:
-        step_of(CASES["pytree"], **options)
+        data_parallel(CASES["pytree"], on("exact", layout, data=devices, **options))
     for word in words:
         assert word in str(refused.value)
 
@@ -161,7 +146,7 @@ def test_refuses_state_that_each_micro_shard_would_write() -> None:
             return self.linear(x)
 
     case = Case(Counting, CASES["nnx"].loss, CASES["nnx"].source)
-    dp = step_of(case, 2)
+    dp = data_parallel(case, how(2))
     state = dp.init(case.model())
     with pytest.raises(rx.ConfigError, match="seen"):
         dp.step(state, next(iter(dp.feed(case.source, BATCH))))

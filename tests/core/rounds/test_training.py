@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from support.cases import CASES
 from support.rounds import (
     BATCH,
     MODEL,
@@ -25,22 +25,10 @@ from support.rounds import (
 import replicax as rx
 
 
-class Normed(linen.Module):
-    @linen.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        x = linen.BatchNorm(use_running_average=not train, momentum=0.5)(linen.Dense(8)(x))
-        return linen.Dense(8)(x)
-
-
-def normed(model: Any, batch: Any, key: Any) -> Any:
-    return ((model(batch["x"], train=key is not None) - batch["y"]) ** 2).mean(-1)
-
-
 def test_model_state_is_averaged() -> None:
-    module = Normed()
-    model = module.bind(module.init(jax.random.key(0), jnp.zeros((1, 8)), train=True))
-    dp = on(2, over(3), loss=normed)
-    state, _ = train(dp, model, steps=2)
+    case = CASES["linen"]
+    dp = on(2, over(3), loss=case.loss)
+    state, _ = train(dp, case.model(), case.source, steps=2)
     own = [np.asarray(leaf) for leaf in jax.tree.leaves(state.islands.inner.extras)]
     assert all(np.abs(leaf[0] - leaf[1]).max() > 0 for leaf in own)
     after = dp.end_round(jax.tree.map(jnp.copy, state))

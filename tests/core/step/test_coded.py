@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.agreement import agrees, on
+from support.cases import Case
 from support.tiers import exhaustive, only
 
 import replicax as rx
@@ -107,7 +109,7 @@ def by_hand(
     return np.concatenate(total)[:size], lost.reshape(replicas, -1)[:, :size] / np.float32(weight)
 
 
-@pytest.mark.parametrize("replicas", only([2, 4], [2, 3, 4, 8]))
+@pytest.mark.parametrize("replicas", only([4], [2, 3, 4, 8]))
 @pytest.mark.parametrize("send", ["int8", "int4", exhaustive("bfloat16"), exhaustive("float32")])
 def test_it_is_that_of_a_loop_over_replicas_in_the_order_of_ranks(send: str, replicas: int) -> None:
     coded = Coded(send)
@@ -231,20 +233,21 @@ def is_equal_on_all_devices(tree: PyTree) -> bool:
     return all(np.array_equal(each, own[0]) for own in copies for each in own)
 
 
-@pytest.mark.parametrize("devices", only([1, 4], [1, 2, 4, 8]))
+NETWORK = Case(network, loss, data(), epochs=60)
+
+
+@pytest.mark.parametrize("devices", only([4], [1, 2, 4, 8]))
 @pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap"]))
 @SEND
 def test_training_comes_as_far_as_on_one_device(send: str, mode: str, devices: int) -> None:
-    optimizer = optax.sgd(0.02, momentum=0.9)
-    _, alone = trained(data_parallel("float32", 1, "single", optimizer=optimizer), 60)
-    state, coded = trained(data_parallel(send, devices, mode, optimizer=optimizer), 60)
+    how = on(mode, data=devices, reduction=send, optimizer="slow")
+    state = agrees(NETWORK, how, {"last": {"int8": 5e-4, "int4": 3e-3}[send]}).state
     assert state.reduction.shape == (devices, 24 * 40 + 40 * 8 + BLOCK)
     assert bool(np.any(state.reduction)) == (devices > 1)
-    assert coded == pytest.approx(alone, rel={"int8": 5e-4, "int4": 3e-3}[send])
     assert is_equal_on_all_devices(jax.tree.leaves(state.params))
 
 
-@SEND
+@pytest.mark.parametrize("send", only(["int4"], ["int8", "int4"]))
 def test_zero1_takes_its_part_of_the_same_total(send: str) -> None:
     whole, _ = trained(data_parallel(send), 3)
     parts, _ = trained(data_parallel(send, layout="zero1"), 3)
