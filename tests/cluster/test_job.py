@@ -4,12 +4,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from support.cluster_jobs import Process, opened
 from support.figures import assert_mentions
 
 from replicax.cluster import cluster_job
+from replicax.core.data.feed import Feed, Split
+from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone, Job
+from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import AgreementError, CheckpointError
 
 
@@ -80,6 +85,23 @@ def test_settings_that_change_after_the_start_are_found_before_a_program_runs(
         job.agree_on_text("the step", "a program")
 
     assert all("jax_a" in told and "the step" in told for told in asked(2, ask))
+
+
+def test_programs_that_differ_are_named_by_their_first_line() -> None:
+    def ask(job: Job) -> None:
+        job.agree_on_text("the step", f"begin\nrate {job.process // 2}\nthen {job.process}")
+
+    (line,) = set(asked(3, ask))
+    assert_mentions(line, "step: line 2 is rate 1 on process 2, rate 0 on processes 0 and 1: start")
+
+
+def test_batch_sizes_that_differ_are_named_before_any_batch() -> None:
+    def read(job: Job) -> None:
+        source = as_source(np.zeros(8), 2 + job.process, job, shuffle=False, seed=0)
+        next(iter(Feed(source, Split(1, 1), by_rows(make_mesh(1, devices=jax.devices()[:1])), job)))
+
+    (line,) = set(asked(2, read))
+    assert_mentions(line, "the data: batch_size is 3 on process 1, 2 on process 0: start")
 
 
 def test_a_topic_can_be_gathered_again() -> None:

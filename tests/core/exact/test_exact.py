@@ -36,6 +36,16 @@ def test_the_same_bits_with_any_split_into_micro_batches(devices: int, accumulat
     has_the_bits_of_one_device(CASES["weighted"], how(devices, accumulate=accumulate))
 
 
+def test_a_state_that_moves_to_other_devices_keeps_its_bits() -> None:
+    case = ALL["weighted"]
+    steps = {devices: step_of(case, devices) for devices in (1, 8)}
+    state = steps[8].init(case.model())
+    for epoch, devices in enumerate((8, 8, 1, 8)):
+        (batch,) = steps[devices].feed(case.source, BATCH, shuffle=True, epoch=epoch)
+        state, _ = steps[devices].step(state, batch)
+    assert sha256(state) == trained("weighted", 1)[0]
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", ["weighted", "gpt2"])
 def test_the_same_bits_in_bfloat16(name: str) -> None:
