@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ Place = tuple[str, str, int, int]
 TESTS_OF_FUNCTION = 6
 FILE_SECONDS = 0.15
 """Seconds that the first test of a file costs more: its import."""
+DOCUMENT_SECONDS = 1.0
+"""Most seconds of a test that reaches nothing, of documents or the house, which is kept."""
 CASE_SECONDS = 0.01
 """Least seconds of a test: its set-up."""
 
@@ -54,8 +56,7 @@ class Choice:
 
     cases: dict[str, Case]
     chosen: dict[str, str] = field(default_factory=dict)
-    """By name, why."""
-    reached: Counter[int] = field(default_factory=Counter)
+    """By name, the tier."""
     functions: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     files: set[str] = field(default_factory=set)
     seconds: float = 0.0
@@ -64,12 +65,12 @@ class Choice:
         """Return the seconds that a test would add."""
         return case.seconds + (FILE_SECONDS if case.file not in self.files else 0.0)
 
-    def add(self, case: Case, why: str) -> None:
-        """Choose a test."""
+    def add(self, case: Case, tier: str) -> None:
+        """Choose a test for a tier."""
         if case.name in self.chosen:
             return
         self.seconds += self.price(case)
-        self.chosen[case.name] = why
+        self.chosen[case.name] = tier
         self.files.add(case.file)
         for place in case.places:
             self.functions[place].add(case.function)
@@ -79,7 +80,7 @@ class Choice:
         known = [self.cases[name] for name in names if name in self.cases]
         return min(known, key=self.price, default=None)
 
-    def cover(self, times: int, most_seconds: float) -> None:
+    def cover(self, tier: str, times: int, most_seconds: float) -> None:
         """Add the tests that reach most per second until every place is reached so many times."""
 
         def gain(case: Case) -> float:
@@ -99,7 +100,7 @@ class Choice:
             if heap and now < -heap[0][0]:  # others were better before, and no gain grows
                 heapq.heappush(heap, (-now, name))
             else:
-                self.add(case, f"reaches, {times}")
+                self.add(case, tier)
 
 
 def known_cases(runs: list[str]) -> tuple[dict[str, Case], list[Place]]:
@@ -141,18 +142,43 @@ def by_function(cases: list[Case], places: list[Place]) -> dict[str, Any]:
     return {"tests": tests_, "functions": functions}
 
 
+def functions_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the cases of each function."""
+    found = defaultdict(list)
+    for name in names:
+        found[name.partition("[")[0]].append(name)
+    return dict(sorted(found.items()))
+
+
+def tiers(every: Iterable[str], tier_of: Callable[[str], str]) -> dict[str, dict[str, list[str]]]:
+    """Return by file the tests outside of `make test`, by tier; a function stands for its cases."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for function, names in functions_of(every).items():
+        file, _, test = function.removeprefix("tests/").partition("::")
+        by_tier = defaultdict(list)
+        for name in names:
+            by_tier[tier_of(name)].append(name.partition("::")[2])
+        by_tier.pop("test", None)
+        for tier, left in sorted(by_tier.items()):
+            found[file][tier] += [test] if len(left) == len(names) else sorted(left)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("mutations", type=Path, nargs="*", help="written by mutations.py run")
     parser.add_argument("--runs", nargs="+", default=["test"], help="of `make test-reach`")
+    parser.add_argument("--all-runs", nargs="*", default=[], help="the same, of exhaustive tests")
+    parser.add_argument("--all-tests", type=Path, help="names of all exhaustive tests, a line each")
     parser.add_argument("--keep", type=Path, help="names of tests that are kept, a line each")
-    parser.add_argument("--seconds", type=float, default=330.0, help="processor seconds in all")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "tiers.json")
+    parser.add_argument("--seconds", type=float, default=400.0, help="processor seconds of test")
+    parser.add_argument("--all-seconds", type=float, default=2000.0, help="the same of test-all")
     options = parser.parse_args()
-    cases, places = known_cases(options.runs)
-    choice = Choice(cases)
+    cases, places = known_cases([*options.runs, *options.all_runs])
+    quick, _ = known_cases(options.runs)
+    choice = Choice({name: cases[name] for name in quick})
     killers = [
         draw["by"]
         for path in options.mutations
@@ -161,36 +187,33 @@ def main() -> None:
     ]
     for names in sorted(killers, key=len):
         if not choice.chosen.keys() & set(names) and (case := choice.cheapest(names)):
-            choice.add(case, "finds")
+            choice.add(case, "test")
     print(f"{len(choice.chosen)} tests find {len(killers)} mutants in {choice.seconds:.0f} s")
     kept = set(options.keep.read_text().split("\n")) if options.keep else set()
-    for case in cases.values():
-        if not case.places or case.name in kept or case.function in kept:
-            choice.add(case, "kept")
+    for case in choice.cases.values():
+        if case.function in kept or (not case.places and case.seconds < DOCUMENT_SECONDS):
+            choice.add(case, "test")
     print(f"{len(choice.chosen)} with those that are kept in {choice.seconds:.0f} s")
     for times in range(1, 9):
-        choice.cover(times, options.seconds)
+        choice.cover("test", times, options.seconds)
         print(f"{len(choice.chosen)} reach all {times} times in {choice.seconds:.0f} s")
-    rest = {name: case for name, case in cases.items() if name not in choice.chosen}
-    tiers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    of_file = defaultdict(list)
-    for name in cases:
-        of_file[name.partition("[")[0]].append(name)
-    for function, names in sorted(of_file.items()):
-        file, _, test = function.partition("::")
-        gone = [name for name in names if name in rest]
-        if len(gone) == len(names):
-            tiers[file.removeprefix("tests/")]["test-all"].append(test)
-        else:
-            short = (name.partition("::")[2] for name in gone)
-            tiers[file.removeprefix("tests/")]["test-all"] += sorted(short)
-    options.out.write_text(json.dumps(tiers, indent=0) + "\n")
     chosen = [cases[name] for name in choice.chosen]
+
+    choice.cases, choice.seconds = cases, 0.0
+    for names in functions_of(cases.keys() - quick.keys()).values():
+        if case := choice.cheapest(names):
+            choice.add(case, "test-all")
+    print(f"each exhaustive function once in {choice.seconds:.0f} s")
+    for times in range(1, 9):
+        choice.cover("test-all", times, options.all_seconds)
+    every = {*cases, *(options.all_tests.read_text().splitlines() if options.all_tests else ())}
+    found = tiers(every, lambda name: choice.chosen.get(name, "everything"))
+    (ROOT / "tests" / "tiers.json").write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
     lines = json.dumps(by_function(chosen, places), indent=1)
     lines = re.sub(r"\n {3,}|\n  (?=\])", " ", lines)
     (ROOT / "tests" / "reach.json").write_text(lines + "\n")
-    total = sum(case.seconds for case in cases.values())
-    print(f"{len(choice.chosen)} of {len(cases)} tests, {choice.seconds:.0f} of {total:.0f} s")
+    counts = Counter(choice.chosen.get(name, "everything") for name in every)
+    print(f"{dict(counts)}; test-all takes {choice.seconds:.0f} s")
 
 
 if __name__ == "__main__":
