@@ -85,30 +85,6 @@ def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> N
     assert "record" not in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlq"], ["'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"]),
-        (["texts"], ["texts is not"]),
-        ([""], ['""']),
-        (["mlp", "--step", "some"], ["--step some", "best"]),
-        (["mlp", "--step", "7"], ["step 7", "8, 6, 3"]),
-        (["mlp", "--step", "best"], ["best.json"]),
-        (["mlp", "--data", "x"], ["mlp", "--data"]),
-        (["gpt2", "--data", "nowhere"], ["nowhere does not exist"]),
-        (["mlp", "--json=no/where.json"], ["no folder no"]),
-        (["mlp", "stray"], ["'stray'", "--help"]),
-        ([], ["RUN", "--help"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "evaluate", *arguments)
-    assert [word for word in words if word not in line] == []
-
-
 def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], folder: Path) -> None:
     shutil.copytree(there["mlp"].folder, folder / "harmed")
     _, newest = Store(folder / "harmed/checkpoints", 1, None).paths()[-1]

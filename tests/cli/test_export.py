@@ -135,23 +135,6 @@ def test_only_a_regular_file_is_overwritten(
     assert kind != "link" or other.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlp", "no/where.safetensors"], ["no folder no"]),
-        (["mlp", "texts"], ["texts is a folder"]),
-        (["mlp"], ["FILE", "--help"]),
-        (["mpl", "x.safetensors"], ["mean 'mlp'"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "export", *arguments)
-    assert [word for word in words if word not in line] == []
-
-
 @EXHAUSTIVE
 def test_transformers_reads_it_and_gives_the_same_logits(
     main: Main, there: dict[str, Ended], folder: Path

@@ -10,57 +10,6 @@ from support.figures import assert_mentions
 PYTHON = [sys.executable, "-S", "-c"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["--processes"]),
-        (["--processes", "2"], ["without a command", "-- python train.py"]),
-        (["--processes", "2", "--"], ["nothing after --", "-- python train.py"]),
-        (["--processes", "2", "python", "train.py"], ["without a command", "-- python train.py"]),
-        (["--processes", "0", "--", "true"], ["--processes 0", "at least 1"]),
-        (["--processes", "two", "--", "true"], ["--processes", "'two'"]),
-        (["--", "true"], ["--processes"]),
-        (["--proceses", "2", "--", "true"], ["'--proceses'", "mean '--processes'"]),
-        (["--processes", "2", "--pinned", "--", "true"], ["'--pinned'", "mean '--pin'"]),
-        (
-            ["--processes", "1", "--devices-per-process", "0", "--", "true"],
-            ["--devices-per-process 0", "at least 1"],
-        ),
-        (["--processes", "1", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
-        (["--islands", "0", "--", "true"], ["--islands 0", "at least 1"]),
-        (
-            ["--islands", "99", "--processes", "99", "--", "true"],
-            ["--processes 99", "--islands 99"],
-        ),
-        (["--islands", "2", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
-        (["--on", "slurm", "--islands", "0", "--", "true"], ["islands", "0", "at least 1"]),
-        (["--processes", "1", "--grace", "-1", "--", "true"], ["--grace -1"]),
-        (["--processes", "1", "--grace", "nan", "--", "true"], ["--grace nan"]),
-        (["--processes", "1", "--grace", "inf", "--", "true"], ["--grace inf"]),
-        (["--processes", "1", "--grace", "1e300", "--", "true"], ["--grace 1e+300", "604,800"]),
-        (["--processes", "100000", "--", "true"], ["--processes 100000", "4096"]),
-        (
-            ["--processes", "1", "--devices-per-process", "100000", "--", "true"],
-            ["--devices-per-process 100000", "4,096"],
-        ),
-        (["--processes", "1", "--on", "slrum", "--", "true"], ["--on", "slurm"]),
-        (["--processes", "1", "--", "no-such-program"], ["'no-such-program'", "PATH"]),
-        (["--processes", "1", "--logs", "file/logs", "--", "true"], ["file/logs", "--logs"]),
-        (["--processes", "999", "--pin", "--", "true"], ["--processes 999", "cores"]),
-    ],
-)
-def test_a_wrong_flag_is_one_line_and_exit_code_2(
-    arguments: list[str], words: list[str], main: Main, folder: Path
-) -> None:
-    (folder / "file").write_text("")
-    code, out, err = main("launch", *arguments)
-    line = one_line(err)
-    assert (code, out) == (2, "")
-    for word in words:
-        assert word in line
-    assert not (folder / "runs").exists()
-
-
 def test_help_shows_where_the_command_goes(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = main("launch", "--help")

@@ -43,20 +43,6 @@ def test_json_and_annotations(main: Main) -> None:
     assert out.startswith("::error file=code/wrong.py,line=6,")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "no files to read"),
-        (["gone.py"], "no such file"),
-        (["gone.py", "--json", "no/such.json"], "no folder no"),
-    ],
-)
-@pytest.mark.usefixtures("folder")
-def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> None:
-    line = refusal(main, "lint", *arguments)
-    assert words in line
-
-
 @pytest.mark.usefixtures("wrong")
 def test_the_file_for_verify(main: Main) -> None:
     code, out, err = main("lint", "--step-file", "code/wrong.py")

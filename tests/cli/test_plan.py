@@ -171,34 +171,6 @@ def test_a_noise_scale_that_no_run_has_resolved(
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["plan needs a recipe"]),
-        (["linear_regresion"], ["linear_regression"]),
-        ([*LINE, "--target", "h10:8"], ["hardware 'h10'", "h100"]),
-        ([*LINE, "--target", "h100"], ["has no size", "h100:8"]),
-        ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
-        ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave it out"]),
-        ([*LINE, *H100, "--mode", "jitt"], ["jit"]),
-        ([*LINE, *H100, "--mode", "pmap", "--layout", "fsdp"], ["fsdp", "jit"]),
-        (["mlp", *H100, "--layers", 4, "--stages", 3], ["8 devices over stage=3", "must divide"]),
-        ([*LINE, *H100, "--noise-scale", "0"], ["--noise-scale 0", "above 0"]),
-        ([*LINE, *H100, "--noise-scale", "nan"], ["--noise-scale nan", "above 0"]),
-        ([*LINE, *H100, "--noise-scale", "runs/none"], ["runs/none"]),
-        ([*LINE, *H100, "--json", "no/such.json"], ["no folder no"]),
-        ([*LINE, *H100, "--json", "."], ["is a folder"]),
-        ([*LINE, *H100, "--accumulate", "0"], ["--accumulate 0"]),
-        ([*LINE, *H100, "--tokens", "-5"], ["--tokens -5", "above 0"]),
-        ([*LINE, *H100, "--devices", "2"], ["--devices"]),
-        ([*LINE, *H100, "--run", "../out"], ["--run '../out'", "runs/"]),
-    ],
-)
-def test_what_is_refused(main: Main, arguments: list[object], words: list[str]) -> None:
-    line = refusal(main, "plan", *arguments)
-    assert all(word in line for word in words), line
-
-
 def test_a_folder_that_exists_is_left_alone(main: Main) -> None:
     Path("runs/mine").mkdir(parents=True)
     line = refusal(main, "plan", *LINE, *H100, "--run", "mine")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main
 from support.recipe_runs import MLP, Ended, train
 
 import replicax as rx
@@ -68,23 +68,6 @@ def test_the_number_of_islands_of_the_job_decides_the_rate() -> None:
     assert islands is not None
     assert isinstance(islands.outer, OuterSGD)
     assert islands.outer.rate == 0.6
-
-
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (["--send", "int4"], ["--send", "--every"]),
-        (["--outer-rate", "0.1"], ["--outer-rate", "--every"]),
-        (["--every", "30", "--fragments", "4"], ["every=30", "fragments=4"]),
-        (["--every", "30", "--delay", "30"], ["delay=30", "29"]),
-        (["--every", "30", "--island-axis", "data"], ["'shard_map'", "mode='jit'"]),
-        (["--every", "0"], ["--every"]),
-        (["--every", "3", "--send", "int3"], ["--send", "int3"]),
-    ],
-)
-def test_wrong_flags(main: Main, flags: list[str], names: list[str], folder: Path) -> None:
-    said = refusal(main, "train", *MLP, *flags)
-    assert [name for name in names if name not in said] == []
 
 
 def test_help_has_the_codecs(main: Main) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import pytest
 from support.command_line import Main, refusal
 from support.recipe_runs import TINY_GPT2, Ended, train, write_texts
 from support.tiers import EXHAUSTIVE
@@ -26,25 +25,6 @@ def test_the_seed_decides(main: Main, there: dict[str, Ended]) -> None:
         main("sample", "gpt2", "one", "--temperature", "3", "--seed", seed)[1] for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlp", "a"], ["mlp", "gpt2"]),
-        (["gpt2", ""], ["empty"]),
-        (["gpt2", "a", "--temperature=-1"], ["--temperature -1"]),
-        (["gpt2", "a", "--tokens=-1"], ["--tokens -1"]),
-        (["gpt2"], ["TEXT", "--help"]),
-        (["gpt3", "a"], ["mean 'gpt2'"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "sample", *arguments)
-    assert [word for word in words if word not in line] == []
 
 
 @EXHAUSTIVE

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,31 +149,6 @@ def test_the_mesh_has_the_axes_that_were_asked_for(
 
 
 GPT2_HEADS = ("gpt2", "--heads", "4", "--width", "16")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["lenet", "--model-parallel", 2], ["--model-parallel 2", "lenet", "rules()"]),
-        (["mlp", "--stages", 3], ["8 devices", "--stages 3", "divide"]),
-        (["mlp", "--stages", 2, "--model-parallel", 3], ["--model-parallel 3 --stages 2", "6"]),
-        (["mlp", "--devices", 2, "--model-parallel", 4], ["2 devices", "--model-parallel 4"]),
-        ([*GPT2_HEADS, "--model-parallel", 8], ["--model-parallel 8", "heads=4"]),
-        (["mlp", "--stages", 0], ["--stages 0", "at least 1"]),
-        (["mlp", "--model-parallel", -1], ["--model-parallel -1", "at least 1"]),
-        (["mlp", "--fsdp-size", 2], ["--fsdp-size 2", "--layout replicated", "zero1"]),
-        (["mlp", "--fsdp-size", 1, "--layout", "fsdp"], ["--fsdp-size 1", "at least 2"]),
-        (["mlp", "--stages", 2, "--mode", "shard_map"], ["shard_map", "8 devices", "'jit'"]),
-        (["mlp", "--model-parallel", 2, "--mode", "single"], ["single", "8 devices", "'jit'"]),
-        (["mlp", "--stages", 2, "--schedule", "gp"], ["'gp'", "--schedule"]),
-    ],
-)
-def test_what_cannot_be_split_so_is_one_line(
-    flags: list[object], words: list[str], main: Main, folder: Path
-) -> None:
-    line = refusal(main, "train", *flags)
-    assert [word for word in words if word not in line] == []
-    assert not (folder / "runs").exists()
 
 
 def test_bench_takes_no_mesh(main: Main) -> None:

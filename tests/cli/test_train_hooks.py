@@ -114,48 +114,6 @@ def unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--profile", "5:4"], ["5", "4"]),
-        (["--profile", "soon"], ["'soon'", "100:110"]),
-        (["--eval-every", "0"], ["--eval-every 0"]),
-        (["--eval-every-epochs", "-1"], ["--eval-every-epochs -1"]),
-        (["--eval-rows", "0"], ["--eval-rows 0"]),
-        (["--early-stopping", "loss:0"], ["patience=0"]),
-        (["--early-stopping", "loss:many"], ["--early-stopping loss:many", "accuracy:5"]),
-        (["--early-stopping", ":3"], ["--early-stopping :3"]),
-        (["--keep-best", "loss", "--save-minutes", "0"], ["--keep-best", "--save-minutes"]),
-        (["--log-to", "csv,tensorbord"], ["'tensorbord'", "'tensorboard'"]),
-        (["--keep", "0"], ["--keep 0"]),
-    ],
-)
-@pytest.mark.usefixtures("unbegun")
-def test_bad_values_are_refused_before_anything_is_compiled(
-    flags: list[str], words: list[str], main: Main, folder: Path
-) -> None:
-    line = refusal(main, *LINE, *flags)
-    assert [word for word in words if word not in line] == []
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--keep-best", "los"], ["'los'", "'loss'"]),
-        (["--early-stopping", "accuracy:2"], ["'accuracy'", "loss"]),
-        (["--audit-every", "5", "--devices", "1"], ["1 device"]),
-        (["--measure-noise-scale", "--batch-size", "1", "--devices", "1"], ["batch_size=1"]),
-    ],
-)
-def test_what_this_run_cannot_do_is_refused_before_it_has_a_folder(
-    flags: list[str], words: list[str], main: Main, folder: Path
-) -> None:
-    line = refusal(main, *LINE, *flags)
-    assert [word for word in words if word not in line] == []
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
     ("logger", "package"),
     [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
 )
