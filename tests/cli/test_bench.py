@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.tiers import EXHAUSTIVE
 
 from replicax.cli.bench import over_heads
@@ -15,8 +15,7 @@ BENCH = ["bench", "linear_regression", "--points", "64", "--batch-size", "16", "
 
 
 def test_bench_prints_the_table_and_leaves_its_files(main: Main, folder: Path) -> None:
-    code, out, err = main(*BENCH, "--devices", "1,2", "--modes", "jit,shard_map", "--run", "it")
-    assert (code, err) == (0, "")
+    out = done(main, *BENCH, "--devices", "1,2", "--modes", "jit,shard_map", "--run", "it")
     lines = out.splitlines()
     assert lines[0].startswith("data   64 points")
     assert any(line.split()[:2] == ["shard_map", "2"] for line in lines)
@@ -35,8 +34,7 @@ MLP = ["bench", "mlp", "--rows", "64", "--batch-size", "16", "--rounds", "1", "-
 @EXHAUSTIVE
 def test_layouts_are_compared_by_the_rules_of_a_recipe(main: Main, folder: Path) -> None:
     options = ["--layers", "4", "--devices", "4", "--layouts", "replicated,model,stages"]
-    code, out, err = main(*MLP, *options, "--run", "it")
-    assert (code, err) == (0, "")
+    out = done(main, *MLP, *options, "--run", "it")
     lines = out.splitlines()
     assert max(len(line) for line in lines) <= 80
     rows = [line.split()[:3] for line in lines if line.startswith("jit ")]
@@ -56,8 +54,7 @@ def test_heads_stay_whole(folder: Path) -> None:
 
 def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path) -> None:
     options = ["--devices", "2", "--modes", "jit", "--profile", "--run", "it"]
-    code, out, err = main(*BENCH, *options)
-    assert (code, err) == (0, "")
+    out = done(main, *BENCH, *options)
     line, how = out.splitlines()[-2:]
     assert line.startswith("trace  runs/it/trace/plugins/profile/")
     assert line.endswith("perfetto_trace.json.gz")
@@ -84,8 +81,7 @@ def test_in_a_job_of_several_processes_it_is_refused(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores on Linux"
 )
 def test_processes_are_measured_with_a_core_each(main: Main, folder: Path) -> None:
-    code, out, err = main(*BENCH, "--processes", "1,2", "--modes", "shard_map", "--run", "it")
-    assert (code, err) == (0, "")
+    out = done(main, *BENCH, "--processes", "1,2", "--modes", "shard_map", "--run", "it")
     lines = out.splitlines()
     assert any(re.fullmatch(r"weak scaling: 8 rows .*process", line) for line in lines)
     assert max(len(line) for line in lines) <= 80

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main
+from support.command_line import Main, done
 from support.figures import assert_mentions, figures
 from support.tiers import EXHAUSTIVE, only
 from support.waiting import HANG_SECONDS
@@ -40,8 +40,7 @@ def verdicts(out: str) -> list[str]:
 
 
 def test_alone(main: Main, folder: Path) -> None:
-    code, out, err = main("doctor", *FAST)
-    assert (code, err) == (0, "")
+    out = done(main, "doctor", *FAST)
     assert max(map(len, out.splitlines())) <= 80
     assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
     assert re.fullmatch(r"no problem\b.*", out.splitlines()[-1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.recipe_runs import MLP, Ended, train
 from support.tiers import EXHAUSTIVE
 
@@ -20,8 +20,7 @@ def test_parameters_have_their_dotted_paths(
     main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
     file = folder / "mlp.safetensors"
-    code, out, err = main("export", "mlp", file)
-    assert (code, err) == (0, "")
+    out = done(main, "export", "mlp", file)
     assert f"{file}: 714 numbers in 6 tensors" in out
     params = there["mlp"].result.state.params
     wanted = {

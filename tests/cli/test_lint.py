@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 
 WRONG = """import jax
 
@@ -45,8 +45,7 @@ def test_json_and_annotations(main: Main) -> None:
 
 @pytest.mark.usefixtures("wrong")
 def test_the_file_for_verify(main: Main) -> None:
-    code, out, err = main("lint", "--step-file", "code/wrong.py")
-    assert (code, err) == (0, "")
+    out = done(main, "lint", "--step-file", "code/wrong.py")
     step, reference = "wrong_step.py:step", "wrong_step.py:reference"
     assert f"verify --step {step} --reference {reference}" in out
     compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")

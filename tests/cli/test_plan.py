@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from plan.plans import make_plan
-from support.command_line import RECIPE, Main, refusal
+from support.command_line import RECIPE, Main, done, refusal
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE, only
 
@@ -26,8 +26,7 @@ LINE = ("linear_regression", "--points", 48)
 
 
 def shown(main: Main, *arguments: object) -> str:
-    code, out, err = main("plan", *arguments)
-    assert (code, err) == (0, ""), err
+    out = done(main, "plan", *arguments)
     assert max(map(len, out.splitlines())) <= 80
     return out
 
@@ -90,8 +89,7 @@ def test_the_folder_has_a_name_of_its_own(main: Main) -> None:
 
 
 def test_json_alone_on_standard_output(main: Main) -> None:
-    code, out, err = main("plan", *LINE, *H100, "--json")
-    assert (code, err) == (0, "")
+    out = done(main, "plan", *LINE, *H100, "--json")
     assert json.loads(out)["target"]["devices"] == 8
     assert not Path("runs").exists()
 
@@ -183,11 +181,9 @@ def test_mode_single_plans_one_device(main: Main) -> None:
 
 
 def test_help_tells_every_flag_in_words(main: Main) -> None:
-    code, out, _ = main("plan", "--help")
-    assert code == 0
+    out = done(main, "plan", "--help")
     assert "plan RECIPE" in out
-    code, out, _ = main("plan", "linear_regression", "--help")
-    assert code == 0
+    out = done(main, "plan", "linear_regression", "--help")
     for name in get_type_hints(PlanOptions):
         assert f"--{name.replace('_', '-')}" in out
     assert_mentions(out, "v5e:16x16", "noise scale", "compiler")

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.recipe_runs import TINY_GPT2, Ended, train, write_texts
 from support.tiers import EXHAUSTIVE
 
@@ -12,8 +12,7 @@ import replicax as rx
 
 
 def test_it_is_what_the_recipe_says_after_training(main: Main, there: dict[str, Ended]) -> None:
-    code, out, err = main("sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
-    assert (code, err) == (0, "")
+    out = done(main, "sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
     run = rx.load(there["gpt2"].folder)
     asked = {"sample": "one two ", "sample_tokens": 12, "temperature": 0.0}
     assert out == f"{dataclasses.replace(run.recipe, **asked).after_training(run.model)}\n"
@@ -32,8 +31,7 @@ def test_a_tokenizer_trained_on_another_text_is_refused(main: Main, folder: Path
     texts = write_texts(folder / "texts")
     how = ["--data", texts, "--tokenizer", "bpe", "--vocab-size", "265", "--steps", "1"]
     train("bpe", "gpt2", *TINY_GPT2, *how)
-    code, out, _ = main("sample", "bpe", "one", "--tokens", "3")
-    assert code == 0
+    out = done(main, "sample", "bpe", "one", "--tokens", "3")
     assert out.startswith("one")
     shutil.rmtree(texts)
     texts = write_texts(folder / "texts")

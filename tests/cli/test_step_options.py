@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from support.command_line import REGRESSION, Main, refusal
+from support.command_line import REGRESSION, Main, done, refusal
 
 import replicax as rx
 from replicax.cli import step_options
@@ -38,8 +38,7 @@ OPTIONS = {
 
 def help_of(main: Main, command: str) -> dict[str, str]:
     """The text of each flag in the help of a command, on one line."""
-    code, out, err = main(command, "linear_regression", "--help")
-    assert (code, err) == (0, "")
+    out = done(main, command, "linear_regression", "--help")
     text = " ".join(out.replace("│", " ").split())
     return {
         flag: " ".join(words.split())
@@ -73,8 +72,7 @@ def test_what_a_table_gains_is_a_choice_of_every_command(
 ) -> None:
     for table in (MODES, LAYOUTS, REDUCTIONS):
         monkeypatch.setitem(table, "tenth", next(iter(table.values())))
-    code, out, _ = main(command, "linear_regression", "--help")
-    assert code == 0
+    out = done(main, command, "linear_regression", "--help")
     text = " ".join(out.replace("│", " ").split())
     assert f"--layout {{{','.join(LAYOUTS)}}}" in text
     assert f"--reduction {{{','.join(REDUCTIONS)}}}" in text
@@ -169,8 +167,7 @@ def test_threads_are_fixed_for_modes_whose_bits_are(
 
 def test_a_bfloat16_reduction_trains(main: Main) -> None:
     flags = ("--mode", "shard_map", "--reduction", "bfloat16", "--devices", 2)
-    code, out, err = main(*REGRESSION, *flags)
-    assert (code, err) == (0, "")
+    out = done(main, *REGRESSION, *flags)
     assert "done: 1 steps" in out
 
 

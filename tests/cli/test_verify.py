@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main
+from support.command_line import Main, done
 
 from replicax.cli import step_options
 from replicax.verify import step_files
@@ -133,17 +133,17 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     assert found == code, out
 
 
-def test_help(main: Main) -> None:
-    code, out, _ = main("verify", "--help")
-    assert code == 0
-    assert "--step FILE.py:name" in out
-    code, out, _ = main("verify", "linear_regression", "--help")
-    assert code == 0
-    assert "--modes" in out
-    code, out, _ = main("verify", "--step", "--help")
-    assert code == 0
-    for flag in ("--micro-batches", "--weights", "--replicas", "--steps"):
-        assert flag in out
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--step FILE.py:name"]),
+        (["linear_regression"], ["--modes"]),
+        (["--step"], ["--micro-batches", "--weights", "--replicas", "--steps"]),
+    ],
+)
+def test_help(arguments: list[str], words: list[str], main: Main) -> None:
+    out = done(main, "verify", *arguments, "--help")
+    assert [word for word in words if word not in out] == []
 
 
 def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
