@@ -57,7 +57,6 @@ def test_a_layout_is_named_with_the_axes_of_its_mesh(layout: Any, axes: Any, nam
 
 def at_most(sizes: int, axis: str) -> Callable[[BenchCase], None]:
     def check(case: BenchCase) -> None:
-        assert case.placed is not None
         size = case.placed.mesh.shape[axis]
         if size > sizes:
             raise ConfigError(f"{axis}={size}")

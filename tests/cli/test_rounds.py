@@ -56,7 +56,6 @@ def test_what_one_flag_of_the_outer_step_leaves_to_the_others(
     flags: list[str], rate: float, momentum: float
 ) -> None:
     islands = islands_of("--every", "30", *flags)
-    assert islands is not None
     assert isinstance(islands.outer, OuterSGD)
     assert (islands.outer.rate, islands.outer.momentum) == (rate, momentum)
 
@@ -65,7 +64,6 @@ def test_the_number_of_islands_of_the_job_decides_the_rate() -> None:
     job = Alone()
     job.islands = 4
     islands = islands_of("--every", "30", "--outer-momentum", "0.9", job=job)
-    assert islands is not None
     assert isinstance(islands.outer, OuterSGD)
     assert islands.outer.rate == 0.6
 

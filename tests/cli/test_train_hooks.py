@@ -82,7 +82,6 @@ def test_when_a_run_is_evaluated(
     flags: dict[str, int], steps: int | None, epochs: int | None
 ) -> None:
     evaluation = EvalOptions(**flags).evaluation({"x": [1.0]})
-    assert evaluation is not None
     assert (evaluation.every_steps, evaluation.every_epochs) == (steps, epochs)
 
 
