@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, done, refusal
+from support.command_line import Main, done
 from support.tiers import EXHAUSTIVE
 
 from replicax.cli.bench import over_heads
@@ -60,20 +60,6 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
     assert line.endswith("perfetto_trace.json.gz")
     assert how.endswith("https://ui.perfetto.dev")
     assert Path(line.split()[1]).stat().st_size > 100
-
-
-def test_a_folder_that_is_there_is_refused_before_anything_runs(main: Main, folder: Path) -> None:
-    (folder / "runs/it").mkdir(parents=True)
-    assert "runs/it exists" in refusal(main, *BENCH, "--run", "it")
-
-
-def test_in_a_job_of_several_processes_it_is_refused(
-    main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "process 1 of 2" in refusal(main, *BENCH)
 
 
 @EXHAUSTIVE

@@ -14,8 +14,6 @@ from support.tiers import only
 from replicax.train.checkpoints.store import Store
 from replicax.train.places import copy_files, place, shown
 
-HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
-
 
 @pytest.mark.parametrize("recipe", only(["mlp"], ["mlp", "gpt2"]))
 def test_the_figures_are_those_of_the_last_evaluation(
@@ -89,18 +87,3 @@ def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], fol
     assert code == 1
     assert "default/_METADATA" in one_line(err)
     assert newest.is_dir()
-
-
-def test_several_processes_are_refused(
-    main: Main, there: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "process 1 of 2" in refusal(main, "evaluate", "mlp")
-
-
-def test_help_lists_the_flags(main: Main) -> None:
-    out = done(main, "evaluate", "--help")
-    assert all(word in out for word in HELP)

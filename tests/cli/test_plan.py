@@ -25,6 +25,12 @@ H100 = ("--target", "h100:8", "--by-formula")
 LINE = ("linear_regression", "--points", 48)
 
 
+def planned(main: Main, *arguments: object) -> tuple[str, dict[str, Any]]:
+    """Return what the command prints and what it writes."""
+    out = shown(main, *arguments, "--run", "mine")
+    return out, json.loads(Path("runs/mine/plan.json").read_text())
+
+
 def shown(main: Main, *arguments: object) -> str:
     out = done(main, "plan", *arguments)
     assert max(map(len, out.splitlines())) <= 80
@@ -47,8 +53,7 @@ def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
 
 
 def test_no_batch_is_advised_that_is_larger_than_the_data(main: Main) -> None:
-    out = shown(main, *LINE, *H100, "--batch-size", 16, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, *LINE, *H100, "--batch-size", 16)
     assert written["largest"]["rows"] == 48 // 8
     assert [each["batch_size"] for each in written["batches"]] == [16, 48]
     assert "(48 in all) take" in " ".join(out.split())
@@ -64,8 +69,7 @@ def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
 
 def test_a_users_recipe(main: Main) -> None:
     Path("my_recipe.py").write_text(RECIPE)
-    out = shown(main, "my_recipe.py:Mine", *H100, "--batch-size", 32, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, "my_recipe.py:Mine", *H100, "--batch-size", 32)
     assert written["about"]["batch_size"] == 32
     assert written["about"]["recipe"] == "my_recipe.py:Mine"
     assert not written["asked"]["compiled"]
@@ -74,8 +78,7 @@ def test_a_users_recipe(main: Main) -> None:
 
 def test_the_axes_of_a_mesh(main: Main) -> None:
     axes = ("--model-parallel", 2, "--stages", 2, "--accumulate", 4)
-    out = shown(main, "mlp", "--layers", 5, *H100, *axes, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, "mlp", "--layers", 5, *H100, *axes)
     assert written["mesh"] == {"data": 2, "model": 2, "stage": 2}
     assert written["speeds"][0]["bubble"] == 1 / 5
     assert "data 2 · model 2 · stage 2" in " ".join(out.split())
@@ -149,9 +152,8 @@ def test_the_noise_scale_of_a_run(main: Main, monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(rows=123.0, resolved=True)
 
     monkeypatch.setattr(command, "load_noise_scale", load)
-    shown(main, *LINE, *H100, "--noise-scale", "runs/measured", "--run", "mine")
+    _, written = planned(main, *LINE, *H100, "--noise-scale", "runs/measured")
     assert asked == [Path("runs/measured")]
-    written = json.loads(Path("runs/mine/plan.json").read_text())
     assert written["about"]["noise_scale"] == 123.0
     assert all(batch["steps"] > 1 for batch in written["batches"])
 
@@ -167,13 +169,6 @@ def test_a_noise_scale_that_no_run_has_resolved(
     assert "--noise-scale runs/a: measure longer" in refusal(
         main, "plan", *LINE, *H100, "--noise-scale", "runs/a"
     )
-
-
-def test_a_folder_that_exists_is_left_alone(main: Main) -> None:
-    Path("runs/mine").mkdir(parents=True)
-    line = refusal(main, "plan", *LINE, *H100, "--run", "mine")
-    assert "runs/mine exists" in line
-    assert not list(Path("runs/mine").iterdir())
 
 
 def test_mode_single_plans_one_device(main: Main) -> None:

@@ -12,6 +12,8 @@ import replicax as rx
 
 TELLS_ITS_DATA = ("train", "bench", "plan", "verify")
 LINE = "train linear_regression --points 48 --batch-size 16 --epochs 3"
+BENCH = "bench linear_regression --points 64 --batch-size 16 --rounds 1"
+PLAN = "plan linear_regression --points 48 --target h100:8 --by-formula"
 REFUSED = {
     "": [
         ("trian", "'trian'", "train, evaluate, sample, ", "mean 'train'"),
@@ -89,7 +91,7 @@ REFUSED = {
         ("--every 0", "--every"),
         ("--every 3 --send int3", "--send", "int3"),
     ],
-    "bench linear_regression --points 64 --batch-size 16 --rounds 1": [
+    BENCH: [
         ("--devices 1,two", "'1,two'", "1,2,4"),
         ("--run ../out", "--run '../out'", "runs/"),
         ("--devices ''", "--devices ''", "1,2,4"),
@@ -125,7 +127,7 @@ REFUSED = {
         ("--target h100", "has no size", "h100:8"),
         ("--target v5e:3x3", "no such slice", "v5e:2x4"),
     ],
-    "plan linear_regression --points 48 --target h100:8 --by-formula": [
+    PLAN: [
         ("--mode single", "has 8 devices", "leave it out"),
         ("--mode jitt", "jit"),
         ("--mode pmap --layout fsdp", "fsdp", "jit"),
@@ -268,3 +270,20 @@ def test_so_it_is_where_runs_are(
 ) -> None:
     line = refusal(main, *shlex.split(command))
     assert [word for word in words if word not in line] == []
+
+
+@pytest.mark.parametrize("command", [BENCH, PLAN])
+def test_a_folder_that_is_there_is_left_alone(command: str, main: Main, folder: Path) -> None:
+    (folder / "runs/mine").mkdir(parents=True)
+    assert "runs/mine exists" in refusal(main, *command.split(), "--run", "mine")
+    assert not list((folder / "runs/mine").iterdir())
+
+
+@pytest.mark.parametrize("command", [BENCH, "evaluate mlp"])
+def test_a_process_of_several_is_refused(
+    command: str, main: Main, there: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert "process 1 of 2" in refusal(main, *command.split())

@@ -19,33 +19,6 @@ def test_an_island_has_to_name_its_run(
     assert not (folder / "runs").exists()
 
 
-HALF = """
-import dataclasses
-@dataclasses.dataclass
-class Half:
-    batch_size: int = 8
-class Plain:
-    batch_size = 8
-    epochs = 1
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (":Mime", ["no class 'Mime'", "mean 'Mine'"]),
-        (":Half", ["Half", "lacks epochs, model, loss", "methods"]),
-        (":Plain", ["Plain", "dataclass"]),
-    ],
-)
-def test_a_file_without_the_recipe_is_a_user_error(
-    name: str, words: list[str], main: Main, folder: Path
-) -> None:
-    (folder / "my_recipe.py").write_text(RECIPE + HALF)
-    line = refusal(main, "train", f"my_recipe.py{name}")
-    assert [word for word in words if word not in line] == []
-
-
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03 and no images"])
 def test_a_corrupt_data_file_is_a_user_error(content: bytes, main: Main, folder: Path) -> None:
     data = folder / "data"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main, done
+from support.command_line import Main
 
 from replicax.cli import step_options
 from replicax.verify import step_files
@@ -131,19 +131,6 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
         "verify", "--step", f"my_step.py:{name}", "--reference", "my_step.py:reference"
     )
     assert found == code, out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["--step FILE.py:name"]),
-        (["linear_regression"], ["--modes"]),
-        (["--step"], ["--micro-batches", "--weights", "--replicas", "--steps"]),
-    ],
-)
-def test_help(arguments: list[str], words: list[str], main: Main) -> None:
-    out = done(main, "verify", *arguments, "--help")
-    assert [word for word in words if word not in out] == []
 
 
 def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
