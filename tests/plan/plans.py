@@ -254,7 +254,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "100,000 devices": {"target": "h100:131072"},
 }
-"""What differs from a plan that fits, in every field."""
+"""Changes of a plan that fits and has every field."""
 
 
 def plan_of(kind: str) -> Plan:
