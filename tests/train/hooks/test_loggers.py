@@ -25,7 +25,7 @@ BLOCK, HEADER = 32768, 7
 
 
 class Held(NamedTuple):
-    """What a logger holds of all starts in a folder."""
+    """Ids, configuration and points of all starts in a folder."""
 
     ids: set[str | None]
     config: dict[str, Any]  # of the last start
