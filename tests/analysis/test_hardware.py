@@ -68,7 +68,6 @@ def test_memory_is_a_little_less_than_sold(name: str, gigabytes: int) -> None:
 def test_nvlink_carries_less_than_its_data_sheet_says(name: str, both_directions: int) -> None:
     """Data sheets count both directions, and the raw rate."""
     inside = CHIPS[name].inside
-    assert inside is not None
     raw = both_directions / 2 * 1e9
     assert 0.75 * raw < inside.bytes_per_second < 0.95 * raw
 
@@ -81,7 +80,6 @@ def test_one_link_of_a_torus_agrees_with_the_pods_bisection(
 ) -> None:
     """Google's pages tell a pod's bisection: half of a torus is joined to the rest by 2 faces."""
     chip = CHIPS[name]
-    assert chip.inside is not None
     link = chip.inside.bytes_per_second / (2 * chip.torus_dims)
     face = 16 ** (chip.torus_dims - 1)
     assert 2 * face * link == pytest.approx(bisection, rel=within or 1e-9)
@@ -91,7 +89,6 @@ def test_gpus_share_the_network_of_their_host() -> None:
     """DGX-1 has 4 ports of 100 Gbit/s for 8 GPUs, DGX A100 8 of 200, DGX H100 8 of 400."""
     for name, gigabits in (("v100", 50), ("a100-80", 200), ("h100", 400), ("b200", 400)):
         between = CHIPS[name].between
-        assert between is not None
         assert between.bytes_per_second * 8 == gigabits * 1e9
 
 

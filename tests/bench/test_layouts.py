@@ -11,6 +11,7 @@ from bench import small
 from bench.small import MODEL, MODEL_BYTES, SOURCE, loss, parallel, short
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from support.figures import refused
 
 import replicax as rx
 from replicax.bench import run as run_module
@@ -56,7 +57,6 @@ def test_a_layout_is_named_with_the_axes_of_its_mesh(layout: Any, axes: Any, nam
 
 def at_most(sizes: int, axis: str) -> Callable[[BenchCase], None]:
     def check(case: BenchCase) -> None:
-        assert case.placed is not None
         size = case.placed.mesh.shape[axis]
         if size > sizes:
             raise ConfigError(f"{axis}={size}")
@@ -106,9 +106,8 @@ def test_impossible_cases_are_left_out_with_the_reason_of_the_widest() -> None:
     ],
 )
 def test_layouts_that_mean_nothing_are_refused(layouts: Any, devices: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, says):
         cases_of_layouts(layouts, ["jit"], devices, 8, RULES, lambda _: None)
-    assert says in str(caught.value)
 
 
 @pytest.fixture(scope="module")

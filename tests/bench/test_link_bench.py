@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.figures import refused
 from support.pictures import saved_figures
 from support.tiers import exhaustive
 
@@ -132,9 +133,8 @@ def test_files_and_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_cannot_be_measured_is_one_line(flags: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError):
         bench(["gpt2", *flags])
-    assert "\n" not in str(caught.value)
 
 
 def test_an_island_that_ends_is_an_error_with_its_last_line(tmp_path: Path) -> None:

@@ -104,7 +104,6 @@ def order(timeline: Timeline) -> list[str]:
 def test_the_peak_is_what_xla_reserves(loss: str, mode: str, accumulate: int) -> None:
     step = compiled(loss, mode, accumulate)
     memory = inspect(step[0]).memory
-    assert memory is not None
     timeline = memory_timeline(*step)
     assert timeline.reserved_bytes == memory.peak
     assert 0.95 * memory.peak <= timeline.peak <= memory.peak
@@ -116,7 +115,6 @@ def test_an_output_is_not_alive_before_it_is_written() -> None:
     # The only reason for a peak that is much lower: the new state of a step that does not donate
     # is reserved from the start, and written when the activations are gone.
     memory = inspect(compiled("scan", donate=False)[0]).memory
-    assert memory is not None
     timeline = memory_timeline(*compiled("scan", donate=False))
     assert memory.peak - memory.outputs <= timeline.peak < memory.peak
 

@@ -45,7 +45,6 @@ def measured_rate(links: ShapedLinks, sender: int, receiver: int) -> float:
     of_other = links.addresses(sender).split(",")[receiver]
     options = {"stdout": subprocess.PIPE}
     receives = links.start(receiver, [sys.executable, "-c", _RECEIVES, own], **options)
-    assert receives.stdout is not None
     assert receives.stdout.readline() == b"ready\n"
     arguments = [of_other, str(SENT_BYTES)]
     links.start(sender, [sys.executable, "-c", _SENDS, *arguments]).wait()

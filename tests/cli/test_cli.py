@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_line import RECIPE, REGRESSION, Main, one_line, refusal
+from support.command_line import RECIPE, REGRESSION, Main, done, one_line, refusal
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE
 from support.waiting import HANG_SECONDS, until
@@ -22,10 +22,9 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 def test_a_users_recipe_trains(main: Main, folder: Path) -> None:
     (folder / "my_recipe.py").write_text(RECIPE)
-    code, out, err = main(
-        "train", "my_recipe.py:Mine", "--offset", "0.5", "--log-every", "1", "--run", "mine"
+    out = done(
+        main, "train", "my_recipe.py:Mine", "--offset", "0.5", "--log-every", "1", "--run", "mine"
     )
-    assert (code, err) == (0, "")
     assert "epoch  48 rows in 3 batches" in out
     assert "\ndone: 6 steps, 96 rows in " in out
     assert out.endswith(
@@ -51,15 +50,13 @@ def test_a_users_recipe_trains(main: Main, folder: Path) -> None:
     ],
 )
 def test_flags_choose_devices_mode_and_layout(flags: list[str], mesh: str, main: Main) -> None:
-    code, out, err = main(*REGRESSION, "--batch-size", "48", *flags)
-    assert (code, err) == (0, "")
+    out = done(main, *REGRESSION, "--batch-size", "48", *flags)
     assert mesh in out
     assert "done: 1 steps, 48 rows" in out
 
 
 def test_underscores_in_flags_are_dashes(main: Main) -> None:
-    code, out, _ = main("train", "linear_regression", "--batch_size=24", "--steps=2")
-    assert code == 0
+    out = done(main, "train", "linear_regression", "--batch_size=24", "--steps=2")
     assert "batch  24 rows" in out
     assert "done: 2 steps, 48 rows" in out
 
@@ -67,8 +64,7 @@ def test_underscores_in_flags_are_dashes(main: Main) -> None:
 def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--run", "once")[0] == 0
     before = (folder / "runs/once/records.jsonl").read_bytes()
-    code, out, err = main(*REGRESSION, "--run", "once")
-    assert (code, err) == (0, "")
+    out = done(main, *REGRESSION, "--run", "once")
     assert_mentions(out, "resume runs/once: step 1, saved ", "complete at", "step 1: nothing")
     assert (folder / "runs/once/records.jsonl").read_bytes() == before
 
@@ -82,8 +78,7 @@ def test_another_configuration_needs_a_flag(main: Main, folder: Path) -> None:
     assert "--accept-changes" in line
     assert (folder / "runs/once/config.json").read_bytes() == before
     more = ["--run", "once", "--seed", "3", "--learning-rate", "0.5", "--accept-changes"]
-    code, out, err = main(*REGRESSION, *more)
-    assert (code, err) == (0, "")
+    out = done(main, *REGRESSION, *more)
     assert "change options.seed 0 -> 3 (accepted)" in out
 
 
@@ -135,10 +130,8 @@ def test_a_syntax_error_in_a_recipe_shows_where(main: Main, folder: Path) -> Non
 
 
 def test_show_sharding_draws_state_and_batch(main: Main) -> None:
-    code, plain, _ = main(*REGRESSION, "--devices", "2", "--run", "plain")
-    assert code == 0
-    code, out, err = main(*REGRESSION, "--devices", "2", "--run", "drawn", "--show-sharding")
-    assert (code, err) == (0, "")
+    plain = done(main, *REGRESSION, "--devices", "2", "--run", "plain")
+    out = done(main, *REGRESSION, "--devices", "2", "--run", "drawn", "--show-sharding")
     lines = out.splitlines()
     assert set(plain.splitlines()[:3]) < set(lines)
     start = next(place for place, line in enumerate(lines) if line.startswith("shards "))
@@ -160,8 +153,7 @@ def test_show_sharding_reads_no_source_twice(main: Main, folder: Path) -> None:
         yield {"x": super()._points(16, seed=0)["x"], "y": super()._points(16, seed=0)["y"]}
 """
     )
-    code, out, err = main("train", "my_stream.py:Mine", "--show-sharding")
-    assert (code, err) == (0, "")
+    out = done(main, "train", "my_stream.py:Mine", "--show-sharding")
     assert "batch  " in out
     assert "done: 1 steps, 16 rows" in out
 

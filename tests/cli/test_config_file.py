@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import RECIPE, Main, refusal
+from support.command_line import RECIPE, Main, done, refusal
 
 from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
@@ -40,8 +40,7 @@ def test_the_keys_are_flags_and_flags_override_them(recipe: str, main: Main, fol
         'recipe = "my_recipe.py:Mine"\npoints = 16\nbatch-size = 8\nroot = "a/b"\n'
         'steps = 2\nsave_minutes = 0\ndevices = 2\nlayout = "zero1"\nrun = "mine"\n'
     )
-    code, _, err = main("train", recipe, "--config", "a.toml", "--batch-size", "4", "--seed", "5")
-    assert (code, err) == (0, "")
+    done(main, "train", recipe, "--config", "a.toml", "--batch-size", "4", "--seed", "5")
     config = json.loads((folder / "runs/mine/config.json").read_text())
     fields, options = config["fields"], config["options"]
     assert (fields["points"], fields["batch_size"], fields["root"]) == (16, 4, "a/b")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main, one_line
+from support.command_line import Main, done
 from support.figures import assert_mentions, figures
 from support.tiers import EXHAUSTIVE, only
 from support.waiting import HANG_SECONDS
@@ -40,8 +40,7 @@ def verdicts(out: str) -> list[str]:
 
 
 def test_alone(main: Main, folder: Path) -> None:
-    code, out, err = main("doctor", *FAST)
-    assert (code, err) == (0, "")
+    out = done(main, "doctor", *FAST)
     assert max(map(len, out.splitlines())) <= 80
     assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
     assert re.fullmatch(r"no problem\b.*", out.splitlines()[-1])
@@ -95,22 +94,6 @@ def test_a_check_that_breaks_hides_no_other(main: Main, monkeypatch: pytest.Monk
     ]
     assert_mentions(rows["folder"]["found"], "ZeroDivisionError: division by")
     assert rows["all-reduce"]["verdict"] == "ok"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--largest-mb", "0"], ["--largest-mb 0", "above 0"]),
-        (["--timeout", "-1"], ["--timeout -1"]),
-        (["--timeout", "nan"], ["--timeout nan"]),
-        (["--jsno"], ["'--jsno'", "mean '--json'"]),
-    ],
-)
-def test_a_wrong_flag_is_one_line(arguments: list[str], words: list[str], main: Main) -> None:
-    code, out, err = main("doctor", *arguments)
-    assert (code, out) == (2, "")
-    for word in words:
-        assert word in one_line(err)
 
 
 class Doctors:

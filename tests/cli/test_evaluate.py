@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, one_line, refusal
+from support.command_line import Main, done, one_line, refusal
 from support.object_store import register
 from support.recipe_runs import Ended
 from support.tiers import only
@@ -14,22 +14,18 @@ from support.tiers import only
 from replicax.train.checkpoints.store import Store
 from replicax.train.places import copy_files, place, shown
 
-HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
-
 
 @pytest.mark.parametrize("recipe", only(["mlp"], ["mlp", "gpt2"]))
 def test_the_figures_are_those_of_the_last_evaluation(
     recipe: str, main: Main, there: dict[str, Ended]
 ) -> None:
-    code, out, err = main("evaluate", recipe, "--json")
-    assert (code, err) == (0, "")
+    out = done(main, "evaluate", recipe, "--json")
     found = json.loads(out)
     *_, last = (each for each in there[recipe].result.records if each.kind == "eval")
     assert found["recorded"] == last.metrics
     assert found["metrics"] == pytest.approx(last.metrics, rel=1e-6)
     assert (found["step"], found["rows"]) == (last.step, last.rows)
-    code, out, err = main("evaluate", there[recipe].folder)
-    assert (code, err) == (0, "")
+    out = done(main, "evaluate", there[recipe].folder)
     lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line[0] != " ")
     assert f"{recipe} · step {last.step}" in lines["run"]
     assert lines["eval"].startswith(lines["record"])
@@ -38,8 +34,7 @@ def test_the_figures_are_those_of_the_last_evaluation(
 
 def test_other_data_is_evaluated_whole(main: Main, there: dict[str, Ended]) -> None:
     text = there["gpt2"].folder.parents[1] / "texts" / "00.txt"
-    code, out, err = main("evaluate", "gpt2", "--data", text, "--json", "-")
-    assert (code, err) == (0, "")
+    out = done(main, "evaluate", "gpt2", "--data", text, "--json", "-")
     found = json.loads(out)
     assert (found["data"], found["recorded"]) == (str(text), None)
     assert found["rows"] == -(-len(text.read_bytes()) // 16)  # and not the twentieth held out
@@ -66,8 +61,7 @@ def test_a_run_in_an_object_store(main: Main, there: dict[str, Ended], tmp_path:
     copy_files(folder, place(url), [str(path.relative_to(folder)) for path in paths])
     found = []
     for run in (folder, url):
-        code, out, err = main("evaluate", run, "--step", "3")
-        assert (code, err) == (0, "")
+        out = done(main, "evaluate", run, "--step", "3")
         assert f"run    {shown(place(run))} · mlp · step 3" in out
         found.append([line for line in out.splitlines() if line.startswith("eval")])
     assert found[0] == found[1] != []
@@ -79,34 +73,9 @@ def test_a_run_in_an_object_store(main: Main, there: dict[str, Ended], tmp_path:
 
 
 def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> None:
-    code, out, _ = main("evaluate", "mlp", "--step", "3")
-    assert code == 0
+    out = done(main, "evaluate", "mlp", "--step", "3")
     assert "step 3" in out
     assert "record" not in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlq"], ["'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"]),
-        (["texts"], ["texts is not"]),
-        ([""], ['""']),
-        (["mlp", "--step", "some"], ["--step some", "best"]),
-        (["mlp", "--step", "7"], ["step 7", "8, 6, 3"]),
-        (["mlp", "--step", "best"], ["best.json"]),
-        (["mlp", "--data", "x"], ["mlp", "--data"]),
-        (["gpt2", "--data", "nowhere"], ["nowhere does not exist"]),
-        (["mlp", "--json=no/where.json"], ["no folder no"]),
-        (["mlp", "stray"], ["'stray'", "--help"]),
-        ([], ["RUN", "--help"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "evaluate", *arguments)
-    assert [word for word in words if word not in line] == []
 
 
 def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], folder: Path) -> None:
@@ -118,19 +87,3 @@ def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], fol
     assert code == 1
     assert "default/_METADATA" in one_line(err)
     assert newest.is_dir()
-
-
-def test_several_processes_are_refused(
-    main: Main, there: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "process 1 of 2" in refusal(main, "evaluate", "mlp")
-
-
-def test_help_lists_the_flags(main: Main) -> None:
-    code, out, err = main("evaluate", "--help")
-    assert (code, err) == (0, "")
-    assert all(word in out for word in HELP)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.recipe_runs import MLP, Ended, train
 from support.tiers import EXHAUSTIVE
 
@@ -20,8 +20,7 @@ def test_parameters_have_their_dotted_paths(
     main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
     file = folder / "mlp.safetensors"
-    code, out, err = main("export", "mlp", file)
-    assert (code, err) == (0, "")
+    out = done(main, "export", "mlp", file)
     assert f"{file}: 714 numbers in 6 tensors" in out
     params = there["mlp"].result.state.params
     wanted = {
@@ -133,23 +132,6 @@ def test_only_a_regular_file_is_overwritten(
     assert str(file) in refusal(main, "export", "mlp", file, "--force")
     assert os.path.samestat(before, os.lstat(file))
     assert kind != "link" or other.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlp", "no/where.safetensors"], ["no folder no"]),
-        (["mlp", "texts"], ["texts is a folder"]),
-        (["mlp"], ["FILE", "--help"]),
-        (["mpl", "x.safetensors"], ["mean 'mlp'"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "export", *arguments)
-    assert [word for word in words if word not in line] == []
 
 
 @EXHAUSTIVE

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from support.command_line import Main
+from support.command_line import Main, done
 
 import replicax as rx
 from replicax.cli import train as command
@@ -40,20 +40,17 @@ def options(folder: Path, run: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("small")
 def test_train_takes_as_few_as_fit_and_says_so(main: Main, folder: Path) -> None:
-    code, out, err = main(*LINE, "--run", "a")
-    assert (code, err) == (0, "")
+    out = done(main, *LINE, "--run", "a")
     (line,) = (line for line in out.splitlines() if line.startswith("parts "))
     assert options(folder, "a")["accumulate"] == 4
     assert line.split()[1:5] == ["4", "micro-batches", "of", "256"]
-    code, out, _ = main(*LINE, "--run", "b", "--accumulate", "2")
-    assert code == 0
+    out = done(main, *LINE, "--run", "b", "--accumulate", "2")
     assert options(folder, "b")["accumulate"] == 2
     assert "parts " not in out
 
 
 def test_a_batch_that_fits_is_one(main: Main, folder: Path) -> None:
-    code, out, _ = main(*LINE, "--run", "a")
-    assert code == 0
+    out = done(main, *LINE, "--run", "a")
     assert options(folder, "a")["accumulate"] == 1
     assert "parts " not in out
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import RECIPE, Main, one_line, refusal
+from support.command_line import RECIPE, Main, done, one_line, refusal
 
 from replicax.cli.flags import parse
 from replicax.cli.launch import LaunchOptions
@@ -68,8 +68,7 @@ def test_flags_go_on_top_of_a_preset(
 
 def test_help_shows_the_presets_and_their_values(with_presets: str, main: Main) -> None:
     def defaults(*arguments: str) -> dict[str, str]:
-        code, out, err = main("train", *arguments, "--help")
-        assert (code, err) == (0, "")
+        out = done(main, "train", *arguments, "--help")
         text = " ".join(out.replace("│", " ").split())
         return dict(re.findall(r"(--[a-z-]+ [^ ]+)(?: (?!--)[^ ]+)*? \(default: ([^)]*)\)", text))
 
@@ -151,8 +150,7 @@ def test_the_help_of_a_flag_is_one_line(module: str) -> None:
 
 
 def test_an_optional_flag_shows_its_type_and_takes_none(main: Main) -> None:
-    code, out, _ = main("train", "gpt2", "--help")
-    assert code == 0
+    out = done(main, "train", "gpt2", "--help")
     assert re.search(r"--vocab-size INT\b", out)
     assert "{None}" not in out
     assert parse("launch", LaunchOptions, ["--processes", "3"]).processes == 3

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 
 WRONG = """import jax
 
@@ -43,24 +43,9 @@ def test_json_and_annotations(main: Main) -> None:
     assert out.startswith("::error file=code/wrong.py,line=6,")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "no files to read"),
-        (["gone.py"], "no such file"),
-        (["gone.py", "--json", "no/such.json"], "no folder no"),
-    ],
-)
-@pytest.mark.usefixtures("folder")
-def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> None:
-    line = refusal(main, "lint", *arguments)
-    assert words in line
-
-
 @pytest.mark.usefixtures("wrong")
 def test_the_file_for_verify(main: Main) -> None:
-    code, out, err = main("lint", "--step-file", "code/wrong.py")
-    assert (code, err) == (0, "")
+    out = done(main, "lint", "--step-file", "code/wrong.py")
     step, reference = "wrong_step.py:step", "wrong_step.py:reference"
     assert f"verify --step {step} --reference {reference}" in out
     compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from plan.plans import make_plan
-from support.command_line import RECIPE, Main, refusal
+from support.command_line import RECIPE, Main, done, refusal
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE, only
 
@@ -25,9 +25,14 @@ H100 = ("--target", "h100:8", "--by-formula")
 LINE = ("linear_regression", "--points", 48)
 
 
+def planned(main: Main, *arguments: object) -> tuple[str, dict[str, Any]]:
+    """Return what the command prints and what it writes."""
+    out = shown(main, *arguments, "--run", "mine")
+    return out, json.loads(Path("runs/mine/plan.json").read_text())
+
+
 def shown(main: Main, *arguments: object) -> str:
-    code, out, err = main("plan", *arguments)
-    assert (code, err) == (0, ""), err
+    out = done(main, "plan", *arguments)
     assert max(map(len, out.splitlines())) <= 80
     return out
 
@@ -48,8 +53,7 @@ def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
 
 
 def test_no_batch_is_advised_that_is_larger_than_the_data(main: Main) -> None:
-    out = shown(main, *LINE, *H100, "--batch-size", 16, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, *LINE, *H100, "--batch-size", 16)
     assert written["largest"]["rows"] == 48 // 8
     assert [each["batch_size"] for each in written["batches"]] == [16, 48]
     assert "(48 in all) take" in " ".join(out.split())
@@ -65,8 +69,7 @@ def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
 
 def test_a_users_recipe(main: Main) -> None:
     Path("my_recipe.py").write_text(RECIPE)
-    out = shown(main, "my_recipe.py:Mine", *H100, "--batch-size", 32, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, "my_recipe.py:Mine", *H100, "--batch-size", 32)
     assert written["about"]["batch_size"] == 32
     assert written["about"]["recipe"] == "my_recipe.py:Mine"
     assert not written["asked"]["compiled"]
@@ -75,8 +78,7 @@ def test_a_users_recipe(main: Main) -> None:
 
 def test_the_axes_of_a_mesh(main: Main) -> None:
     axes = ("--model-parallel", 2, "--stages", 2, "--accumulate", 4)
-    out = shown(main, "mlp", "--layers", 5, *H100, *axes, "--run", "mine")
-    written = json.loads(Path("runs/mine/plan.json").read_text())
+    out, written = planned(main, "mlp", "--layers", 5, *H100, *axes)
     assert written["mesh"] == {"data": 2, "model": 2, "stage": 2}
     assert written["speeds"][0]["bubble"] == 1 / 5
     assert "data 2 · model 2 · stage 2" in " ".join(out.split())
@@ -90,8 +92,7 @@ def test_the_folder_has_a_name_of_its_own(main: Main) -> None:
 
 
 def test_json_alone_on_standard_output(main: Main) -> None:
-    code, out, err = main("plan", *LINE, *H100, "--json")
-    assert (code, err) == (0, "")
+    out = done(main, "plan", *LINE, *H100, "--json")
     assert json.loads(out)["target"]["devices"] == 8
     assert not Path("runs").exists()
 
@@ -151,9 +152,8 @@ def test_the_noise_scale_of_a_run(main: Main, monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(rows=123.0, resolved=True)
 
     monkeypatch.setattr(command, "load_noise_scale", load)
-    shown(main, *LINE, *H100, "--noise-scale", "runs/measured", "--run", "mine")
+    _, written = planned(main, *LINE, *H100, "--noise-scale", "runs/measured")
     assert asked == [Path("runs/measured")]
-    written = json.loads(Path("runs/mine/plan.json").read_text())
     assert written["about"]["noise_scale"] == 123.0
     assert all(batch["steps"] > 1 for batch in written["batches"])
 
@@ -171,51 +171,14 @@ def test_a_noise_scale_that_no_run_has_resolved(
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["plan needs a recipe"]),
-        (["linear_regresion"], ["linear_regression"]),
-        ([*LINE, "--target", "h10:8"], ["hardware 'h10'", "h100"]),
-        ([*LINE, "--target", "h100"], ["has no size", "h100:8"]),
-        ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
-        ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave it out"]),
-        ([*LINE, *H100, "--mode", "jitt"], ["jit"]),
-        ([*LINE, *H100, "--mode", "pmap", "--layout", "fsdp"], ["fsdp", "jit"]),
-        (["mlp", *H100, "--layers", 4, "--stages", 3], ["8 devices over stage=3", "must divide"]),
-        ([*LINE, *H100, "--noise-scale", "0"], ["--noise-scale 0", "above 0"]),
-        ([*LINE, *H100, "--noise-scale", "nan"], ["--noise-scale nan", "above 0"]),
-        ([*LINE, *H100, "--noise-scale", "runs/none"], ["runs/none"]),
-        ([*LINE, *H100, "--json", "no/such.json"], ["no folder no"]),
-        ([*LINE, *H100, "--json", "."], ["is a folder"]),
-        ([*LINE, *H100, "--accumulate", "0"], ["--accumulate 0"]),
-        ([*LINE, *H100, "--tokens", "-5"], ["--tokens -5", "above 0"]),
-        ([*LINE, *H100, "--devices", "2"], ["--devices"]),
-        ([*LINE, *H100, "--run", "../out"], ["--run '../out'", "runs/"]),
-    ],
-)
-def test_what_is_refused(main: Main, arguments: list[object], words: list[str]) -> None:
-    line = refusal(main, "plan", *arguments)
-    assert all(word in line for word in words), line
-
-
-def test_a_folder_that_exists_is_left_alone(main: Main) -> None:
-    Path("runs/mine").mkdir(parents=True)
-    line = refusal(main, "plan", *LINE, *H100, "--run", "mine")
-    assert "runs/mine exists" in line
-    assert not list(Path("runs/mine").iterdir())
-
-
 def test_mode_single_plans_one_device(main: Main) -> None:
     shown(main, *LINE, "--target", "h100:1", "--by-formula", "--mode", "single")
 
 
 def test_help_tells_every_flag_in_words(main: Main) -> None:
-    code, out, _ = main("plan", "--help")
-    assert code == 0
+    out = done(main, "plan", "--help")
     assert "plan RECIPE" in out
-    code, out, _ = main("plan", "linear_regression", "--help")
-    assert code == 0
+    out = done(main, "plan", "linear_regression", "--help")
     for name in get_type_hints(PlanOptions):
         assert f"--{name.replace('_', '-')}" in out
     assert_mentions(out, "v5e:16x16", "noise scale", "compiler")

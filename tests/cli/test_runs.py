@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import REGRESSION, Main, refusal
+from support.command_line import REGRESSION, Main, done, refusal
 from support.figures import assert_mentions
 from support.recipe_runs import Ended, train
 from support.resumable import data_parallel, fit, rows
@@ -47,8 +47,7 @@ def test_each_run_is_told_with_its_whole_name(
     main: Main, there: dict[str, Ended], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, err = main("runs")
-    assert (code, err) == (0, "")
+    out = done(main, "runs")
     assert max(map(len, out.splitlines())) <= columns
     found = listed(out)
     assert list(found) == ["mlp", "gpt2"]  # the one saved last, last
@@ -122,8 +121,7 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     (runs / "plan-mlp").mkdir()
     (runs / "a file").write_text("")
     os.chdir(folder)
-    code, out, err = main("runs")
-    assert (code, err) == (0, "")
+    out = done(main, "runs")
     *_, config, manifest, _ = out.splitlines()
     assert_mentions(config, "config  ", "its config.json", "be read")
     assert_mentions(manifest, "manifest  ", "newest checkpoint", "damaged")
@@ -151,8 +149,7 @@ def test_long_names_are_whole_and_lines_fit(
     (folder / "runs/broken/config.json").write_text("")
     os.chdir(folder)
     monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, _ = main("runs")
-    assert code == 0
+    out = done(main, "runs")
     assert max(map(len, out.splitlines())) <= columns
     assert long in out.splitlines()
     assert config["recipe"] in out.split()

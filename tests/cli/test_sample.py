@@ -4,8 +4,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.recipe_runs import TINY_GPT2, Ended, train, write_texts
 from support.tiers import EXHAUSTIVE
 
@@ -13,8 +12,7 @@ import replicax as rx
 
 
 def test_it_is_what_the_recipe_says_after_training(main: Main, there: dict[str, Ended]) -> None:
-    code, out, err = main("sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
-    assert (code, err) == (0, "")
+    out = done(main, "sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
     run = rx.load(there["gpt2"].folder)
     asked = {"sample": "one two ", "sample_tokens": 12, "temperature": 0.0}
     assert out == f"{dataclasses.replace(run.recipe, **asked).after_training(run.model)}\n"
@@ -28,32 +26,12 @@ def test_the_seed_decides(main: Main, there: dict[str, Ended]) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mlp", "a"], ["mlp", "gpt2"]),
-        (["gpt2", ""], ["empty"]),
-        (["gpt2", "a", "--temperature=-1"], ["--temperature -1"]),
-        (["gpt2", "a", "--tokens=-1"], ["--tokens -1"]),
-        (["gpt2"], ["TEXT", "--help"]),
-        (["gpt3", "a"], ["mean 'gpt2'"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_a_user_error_is_one_line(
-    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
-) -> None:
-    line = refusal(main, "sample", *arguments)
-    assert [word for word in words if word not in line] == []
-
-
 @EXHAUSTIVE
 def test_a_tokenizer_trained_on_another_text_is_refused(main: Main, folder: Path) -> None:
     texts = write_texts(folder / "texts")
     how = ["--data", texts, "--tokenizer", "bpe", "--vocab-size", "265", "--steps", "1"]
     train("bpe", "gpt2", *TINY_GPT2, *how)
-    code, out, _ = main("sample", "bpe", "one", "--tokens", "3")
-    assert code == 0
+    out = done(main, "sample", "bpe", "one", "--tokens", "3")
     assert out.startswith("one")
     shutil.rmtree(texts)
     texts = write_texts(folder / "texts")

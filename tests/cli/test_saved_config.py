@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import RECIPE, REGRESSION, Main, refusal
+from support.command_line import RECIPE, REGRESSION, Main, done, refusal
 
 FIELDS = """
     root: Path | None = None
@@ -41,8 +41,7 @@ def test_a_configuration_that_is_given_back_is_the_same(
     recipe: str, main: Main, folder: Path
 ) -> None:
     assert main("train", recipe, "--preset", "small", *FLAGS, "--run", "a")[0] == 0
-    code, out, err = main("train", recipe, "--config", "runs/a/config.json", "--run", "b")
-    assert (code, err) == (0, "")
+    out = done(main, "train", recipe, "--config", "runs/a/config.json", "--run", "b")
     assert "resume" not in out
     wanted = config_of(folder, "a")
     assert config_of(folder, "b") == wanted
@@ -73,8 +72,7 @@ def test_a_run_goes_on_with_another_split(main: Main, folder: Path) -> None:
     sizes = ("--layers", "3", "--hidden", "16", "--rows", "128", "--devices", "4", "--run", "a")
     assert main("train", "mlp", *sizes, "--epochs", "1")[0] == 0
     split = ("--model-parallel", "2", "--layout", "fsdp", "--fsdp-size", "2")
-    code, out, err = main("train", "mlp", *sizes, "--epochs", "2", *split)
-    assert (code, err) == (0, "")
+    out = done(main, "train", "mlp", *sizes, "--epochs", "2", *split)
     assert "change options.model_parallel 1 -> 2\n" in out
     assert re.search(r"^split  each layer\b.*\b2 devices · .* over 2 of 2 replicas$", out, re.M)
     assert re.search(r"done: 2 steps since .*\b2\b", out)
@@ -83,8 +81,7 @@ def test_a_run_goes_on_with_another_split(main: Main, folder: Path) -> None:
 def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--learning-rate", "0.05", "--run", "a")[0] == 0
     given = ["train", "linear_regression", "--config", "runs/a/config.json", "--run", "a"]
-    code, out, err = main(*given, "--epochs", "3")
-    assert (code, err) == (0, "")
+    out = done(main, *given, "--epochs", "3")
     assert "change fields.epochs 1 -> 3\n" in out
     assert re.search(r"done: 2 steps since .*\b1\b", out)
 

@@ -3,11 +3,10 @@
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import REGRESSION, Main, refusal
+from support.command_line import REGRESSION, Main, done, refusal
 
 import replicax as rx
 from replicax.cli import step_options
@@ -39,8 +38,7 @@ OPTIONS = {
 
 def help_of(main: Main, command: str) -> dict[str, str]:
     """The text of each flag in the help of a command, on one line."""
-    code, out, err = main(command, "linear_regression", "--help")
-    assert (code, err) == (0, "")
+    out = done(main, command, "linear_regression", "--help")
     text = " ".join(out.replace("│", " ").split())
     return {
         flag: " ".join(words.split())
@@ -74,8 +72,7 @@ def test_what_a_table_gains_is_a_choice_of_every_command(
 ) -> None:
     for table in (MODES, LAYOUTS, REDUCTIONS):
         monkeypatch.setitem(table, "tenth", next(iter(table.values())))
-    code, out, _ = main(command, "linear_regression", "--help")
-    assert code == 0
+    out = done(main, command, "linear_regression", "--help")
     text = " ".join(out.replace("│", " ").split())
     assert f"--layout {{{','.join(LAYOUTS)}}}" in text
     assert f"--reduction {{{','.join(REDUCTIONS)}}}" in text
@@ -152,31 +149,6 @@ def test_the_mesh_has_the_axes_that_were_asked_for(
 GPT2_HEADS = ("gpt2", "--heads", "4", "--width", "16")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["lenet", "--model-parallel", 2], ["--model-parallel 2", "lenet", "rules()"]),
-        (["mlp", "--stages", 3], ["8 devices", "--stages 3", "divide"]),
-        (["mlp", "--stages", 2, "--model-parallel", 3], ["--model-parallel 3 --stages 2", "6"]),
-        (["mlp", "--devices", 2, "--model-parallel", 4], ["2 devices", "--model-parallel 4"]),
-        ([*GPT2_HEADS, "--model-parallel", 8], ["--model-parallel 8", "heads=4"]),
-        (["mlp", "--stages", 0], ["--stages 0", "at least 1"]),
-        (["mlp", "--model-parallel", -1], ["--model-parallel -1", "at least 1"]),
-        (["mlp", "--fsdp-size", 2], ["--fsdp-size 2", "--layout replicated", "zero1"]),
-        (["mlp", "--fsdp-size", 1, "--layout", "fsdp"], ["--fsdp-size 1", "at least 2"]),
-        (["mlp", "--stages", 2, "--mode", "shard_map"], ["shard_map", "8 devices", "'jit'"]),
-        (["mlp", "--model-parallel", 2, "--mode", "single"], ["single", "8 devices", "'jit'"]),
-        (["mlp", "--stages", 2, "--schedule", "gp"], ["'gp'", "--schedule"]),
-    ],
-)
-def test_what_cannot_be_split_so_is_one_line(
-    flags: list[object], words: list[str], main: Main, folder: Path
-) -> None:
-    line = refusal(main, "train", *flags)
-    assert [word for word in words if word not in line] == []
-    assert not (folder / "runs").exists()
-
-
 def test_bench_takes_no_mesh(main: Main) -> None:
     assert "--layouts" in refusal(main, "bench", "mlp", "--model-parallel", "2")
 
@@ -195,8 +167,7 @@ def test_threads_are_fixed_for_modes_whose_bits_are(
 
 def test_a_bfloat16_reduction_trains(main: Main) -> None:
     flags = ("--mode", "shard_map", "--reduction", "bfloat16", "--devices", 2)
-    code, out, err = main(*REGRESSION, *flags)
-    assert (code, err) == (0, "")
+    out = done(main, *REGRESSION, *flags)
     assert "done: 1 steps" in out
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, refusal
+from support.command_line import Main, done, refusal
 from support.recipe_runs import Ended
 from support.saved_checkpoint import data_file
 
@@ -57,8 +57,7 @@ def test_code_that_the_user_names_is_run(main: Main, made: dict[str, Ended], fol
         "import dataclasses\nfrom replicax.recipes.mlp import MLP\n"
         "@dataclasses.dataclass(frozen=True)\nclass Mine(MLP): 'Mine.'\n"
     )
-    code, out, err = main("evaluate", "gift", "--recipe", "my_recipe.py:Mine")
-    assert (code, err) == (0, "")
+    out = done(main, "evaluate", "gift", "--recipe", "my_recipe.py:Mine")
     assert "Mine" in out
     assert not (folder / "harm").exists()
 

@@ -9,63 +9,6 @@ from support.figures import assert_mentions
 from replicax.core.first_step import memory_check
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["trian"], ["'trian'", "train, evaluate, sample, ", "mean 'train'"]),
-        (["train"], ["needs a recipe", "replicax recipes"]),
-        (["train", "--devices", "2"], ["needs a recipe", "replicax recipes"]),
-        (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),
-        (["train", "no_such.py:Mine"], ["no_such.py is", "file"]),
-        (["train", "no_such_module:Mine"], ["no module 'no_such_module'"]),
-        (["train", ":Mine"], ["file.py:Name"]),
-        (["recipes", "extra"], ["'extra'"]),
-        ([*REGRESSION, "--epocs", "3"], ["'--epocs'", "mean '--epochs'", "--help"]),
-        ([*REGRESSION, "--learning-rte=3"], ["'--learning-rte=3'", "mean '--learning-rate'"]),
-        ([*REGRESSION, "--preset", "seed"], ["'--preset'", "no presets"]),
-        ([*REGRESSION, "--preset=seed"], ["'--preset'", "no presets"]),
-        (["train", "mlp", "--preset", "sead"], ["'sead'", "MLP are seed", "mean 'seed'"]),
-        (["train", "mlp", "--preset=zzz"], ["'zzz'", "MLP are seed"]),
-        (["train", "mlp", "--preset"], ["--preset without", "seed"]),
-        (["train", "mlp", "--preset="], ["--preset without", "seed"]),
-        (["train", "mlp", "--preset", "--steps", "1"], ["--preset without", "seed"]),
-        (["train", "mlp", "--preset", "seed", "--preset=seed"], ["--preset", "2 times", "one"]),
-        (["train", "mlp", "--prest", "seed"], ["'--prest'", "mean '--preset'"]),
-        ([*REGRESSION, "--zzz"], ["'--zzz'", "--help"]),
-        ([*REGRESSION, "stray"], ["'stray'", "--help"]),
-        ([*REGRESSION, "--points", "many"], ["--points", "'many'", "--help"]),
-        ([*REGRESSION, "--learning-rate", "x"], ["--learning-rate", "'x'", "--help"]),
-        ([*REGRESSION, "--points"], ["--points", "--help"]),
-        ([*REGRESSION, "--mode", "both"], ["'both'", "--mode", "jit", "shard_map", "--help"]),
-        ([*REGRESSION, "--layout", "fdsp"], ["'fdsp'", "--layout", "fsdp", "--help"]),
-        ([*REGRESSION, "--precision", "float8"], ["'float8'", "bfloat16", "--help"]),
-        ([*REGRESSION, "--mode", "exact", "--layout", "fsdp"], ["exact", "fsdp", "'jit'"]),
-        ([*REGRESSION, "--mode", "pmap", "--layout", "zero1"], ["pmap", "zero1", "'jit'"]),
-        ([*REGRESSION, "--mode", "single", "--devices", "2"], ["single", "2 devices", "1"]),
-        ([*REGRESSION, "--devices", "16"], ["16", "8 attached", "at most 8"]),
-        ([*REGRESSION, "--devices", "0"], ["--devices 0", "at least 1"]),
-        ([*REGRESSION, "--devices", "-1"], ["--devices -1", "at least 1"]),
-        ([*REGRESSION, "--batch-size", "0"], ["--batch-size 0", "at least 1"]),
-        ([*REGRESSION, "--batch-size", "-8"], ["--batch-size -8", "at least 1"]),
-        ([*REGRESSION, "--batch-size", "7"], ["7 rows", "8 replicas", "at least 8"]),
-        ([*REGRESSION, "--batch-size", "16", "--accumulate", "4"], ["16 rows", "4 micro", "32"]),
-        ([*REGRESSION, "--accumulate", "0"], ["--accumulate 0", "at least 1"]),
-        ([*REGRESSION, "--points", "0"], ["--points 0"]),
-        ([*REGRESSION, "--steps", "0"], ["--steps 0", "at least 1"]),
-        ([*REGRESSION, "--epochs", "0"], ["--epochs 0", "at least 1"]),
-        ([*REGRESSION, "--log-every", "0"], ["--log-every 0", "at least 1"]),
-        ([*REGRESSION, "--seed", "-1"], ["--seed -1", "at least 0"]),
-    ],
-    ids=lambda value: " ".join(value[1:]).replace("linear_regression --points 48", "…")[:48],
-)
-def test_a_user_error_is_one_line_and_exit_code_2(
-    arguments: list[str], words: list[str], main: Main, folder: Path
-) -> None:
-    line = refusal(main, *arguments)
-    assert [word for word in words if word not in line] == []
-    assert not (folder / "runs").exists()
-
-
 def test_an_island_has_to_name_its_run(
     main: Main, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,33 +17,6 @@ def test_an_island_has_to_name_its_run(
     monkeypatch.setenv("REPLICAX_SECRET", "s")
     assert_mentions(refusal(main, *REGRESSION), "island 1 of 3", "--run")
     assert not (folder / "runs").exists()
-
-
-HALF = """
-import dataclasses
-@dataclasses.dataclass
-class Half:
-    batch_size: int = 8
-class Plain:
-    batch_size = 8
-    epochs = 1
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (":Mime", ["no class 'Mime'", "mean 'Mine'"]),
-        (":Half", ["Half", "lacks epochs, model, loss", "methods"]),
-        (":Plain", ["Plain", "dataclass"]),
-    ],
-)
-def test_a_file_without_the_recipe_is_a_user_error(
-    name: str, words: list[str], main: Main, folder: Path
-) -> None:
-    (folder / "my_recipe.py").write_text(RECIPE + HALF)
-    line = refusal(main, "train", f"my_recipe.py{name}")
-    assert [word for word in words if word not in line] == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03 and no images"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main, one_line
+from support.command_line import Main
 
 from replicax.cli import step_options
 from replicax.verify import step_files
@@ -131,38 +131,6 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
         "verify", "--step", f"my_step.py:{name}", "--reference", "my_step.py:reference"
     )
     assert found == code, out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["needs a recipe"]),
-        (["--step", "a.py:f"], ["--reference", "required"]),
-        (["--source", "a.py"], ["replicax lint"]),
-        (["linear_regression", "--json", "no/such.json"], ["no folder no"]),
-        (["linear_regression", "--json", "."], ["is a folder"]),
-        (["linear_regression", "--devices", "0"], ["--devices 0"]),
-        (["linear_regression", "--modes", "jitt"], ["mean 'jit'"]),
-        (["linear_regression", "--points", "3"], ["the source has 3 rows"]),
-    ],
-)
-def test_what_is_refused(main: Main, arguments: list[str], words: list[str]) -> None:
-    code, _, err = main("verify", *arguments)
-    assert code == 2
-    assert all(word in one_line(err.splitlines()[-1]) for word in words), err
-
-
-def test_help(main: Main) -> None:
-    code, out, _ = main("verify", "--help")
-    assert code == 0
-    assert "--step FILE.py:name" in out
-    code, out, _ = main("verify", "linear_regression", "--help")
-    assert code == 0
-    assert "--modes" in out
-    code, out, _ = main("verify", "--step", "--help")
-    assert code == 0
-    for flag in ("--micro-batches", "--weights", "--replicas", "--steps"):
-        assert flag in out
 
 
 def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,51 +45,36 @@ def test_the_devices_of_the_tests() -> None:
     assert mesh.found == "data 8 x model 1 x stage 1: 8 replicas"
 
 
-def test_one_host_device_could_be_more() -> None:
-    (row,) = judge_devices(CPU, {})
-    assert "JAX_NUM_CPU_DEVICES=4 creates more" in row.found
-    (row,) = judge_devices(changed(CPU, of_process=[4]), {})
-    assert "creates more" not in row.found
-
-
-def test_gpus_of_two_processes() -> None:
-    (row,) = judge_devices(GPU, {})
-    assert row.verdict == PASS
-    assert row.found == "16 NVIDIA H200 devices of 2 processes, 150 GiB each"
-
-
-def test_processes_with_unequal_shares() -> None:
-    _, row = judge_devices(changed(GPU, of_process=[8, 4]), {})
-    assert row.verdict == FAIL
-    assert "have 8, 4 devices" in row.found
-
-
-def test_gpus_that_jax_leaves_alone() -> None:
-    _, row = judge_devices(changed(CPU, gpus=2), {})
-    assert row.verdict == FAIL
-    assert re.search(r"2 GPUs on\b.*host are .*JAX", row.found)
-    assert "pip install -U 'jax[cuda13]'" in row.cause
-
-
 @pytest.mark.parametrize(
-    ("env", "cause"),
+    ("found", "env", "verdicts", "words", "cause"),
     [
-        ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES="),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1"),
+        (CPU, {}, [PASS], "JAX_NUM_CPU_DEVICES=4 creates more", ""),
+        (GPU, {}, [PASS], r"^16 NVIDIA H200 devices of 2 processes, 150 GiB each$", ""),
+        (changed(GPU, of_process=[8, 4]), {}, [PASS, FAIL], "have 8, 4 devices", ""),
+        (changed(CPU, gpus=2), {}, [PASS, FAIL], r"2 GPUs on\b.*host are .*JAX", "'jax[cuda13]'"),
+        (changed(CPU, tpus=4), {}, [PASS, FAIL], "", "jax[tpu]"),
+        *(
+            (changed(CPU, gpus=1), env, [PASS, NOTE], rf"not used\b.* of {set_to}$", unset)
+            for env, set_to, unset in (
+                ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu", "unset JAX_PLATFORMS"),
+                ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=", "unset CUDA_VISIBLE_DEV"),
+                ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1", "unset CUDA_VISIBLE"),
+            )
+        ),
     ],
 )
-def test_gpus_that_a_variable_hides(env: dict[str, str], cause: str) -> None:
-    _, row = judge_devices(changed(CPU, gpus=1), env)
-    assert row.verdict == NOTE
-    assert re.search(rf"not used\b.* of {re.escape(cause)}$", row.found)
-    assert row.cause == f"unset {next(iter(env))}"
+def test_devices_and_those_that_jax_leaves_alone(
+    found: FoundDevices, env: dict[str, str], verdicts: list[str], words: str, cause: str
+) -> None:
+    rows = judge_devices(found, env)
+    assert [row.verdict for row in rows] == verdicts
+    assert re.search(words, rows[-1].found)
+    assert cause in rows[-1].cause
 
 
-def test_tpus_that_jax_leaves_alone() -> None:
-    _, row = judge_devices(changed(CPU, tpus=4), {})
-    assert row.verdict == FAIL
-    assert "jax[tpu]" in row.cause
+def test_a_process_that_has_all_cores_is_not_told_of_more() -> None:
+    (row,) = judge_devices(changed(CPU, of_process=[4]), {})
+    assert "creates more" not in row.found
 
 
 def test_no_devices_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Installations that fit together, and limits of the system."""
 
 import re
+from typing import Any
 
 import pytest
-from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS
 from replicax.doctor.installation import (
@@ -73,29 +73,27 @@ def test_this_host_has_limits() -> None:
     assert "open files" in row.found
 
 
-def test_enough_of_everything() -> None:
-    (row,) = judge_limits(65536, 65536, 10**10, True, {"MALLOC_MMAP_MAX_": "0"})
-    assert row.verdict == PASS
-    assert row.found == "65,536 open files · /dev/shm 10.0 GB · malloc MALLOC_MMAP_MAX_=0"
-
-
-def test_no_limit_on_files_is_none() -> None:
-    (row,) = judge_limits(-1, -1, None, False, {})
-    assert figures(row.found) == []
-    assert re.match(r"unlimited\b.*open files · malloc def", row.found)
-
-
-def test_few_files() -> None:
-    _, row = judge_limits(256, 4096, None, False, {})
-    assert row.verdict == NOTE
-    assert "256 open files" in row.found
-    assert "4,096 is the" in row.found
-    assert "ulimit -n" in row.cause
-
-
-def test_little_shared_memory_matters_to_gpus() -> None:
-    assert len(judge_limits(1024, 1024, 64 * 10**6, False, {})) == 1
-    _, row = judge_limits(1024, 1024, 64 * 10**6, True, {})
-    assert row.verdict == NOTE
-    assert "64 MB" in row.found
-    assert "--shm-size" in row.cause
+@pytest.mark.parametrize(
+    ("limits", "env", "verdicts", "words", "cause"),
+    [
+        (
+            (65536, 65536, 10**10, True),
+            {"MALLOC_MMAP_MAX_": "0"},
+            [PASS],
+            r"^65,536 open files · /dev/shm 10\.0 GB · malloc MALLOC_MMAP_MAX_=0$",
+            "",
+        ),
+        ((-1, -1, None, False), {}, [PASS], r"^unlimited\b\D*open files · malloc def\D*$", ""),
+        ((256, 4096, None, False), {}, [PASS, NOTE], "256 open files.*4,096 is the", "ulimit -n"),
+        # Little shared memory matters to GPUs.
+        ((1024, 1024, 64 * 10**6, False), {}, [PASS], "", ""),
+        ((1024, 1024, 64 * 10**6, True), {}, [PASS, NOTE], "64 MB", "--shm-size"),
+    ],
+)
+def test_limits(
+    limits: tuple[Any, ...], env: dict[str, str], verdicts: list[str], words: str, cause: str
+) -> None:
+    rows = judge_limits(*limits, env)
+    assert [row.verdict for row in rows] == verdicts
+    assert re.search(words, rows[-1].found)
+    assert cause in rows[-1].cause

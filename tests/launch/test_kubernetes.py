@@ -69,6 +69,22 @@ def _container(manifest: str) -> Any:
     return container
 
 
+def _environment(container: Any, number: int, secret: dict[str, Any]) -> dict[str, str]:
+    """The environment of pod `number` in the second island, of the third start of a job."""
+    labels = {"jobset-uid": "u-1", "restart-attempt": "2", "job-index": "1"}
+    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(number)}
+    for variable in container["env"]:
+        if "value" in variable:
+            env[variable["name"]] = _expand(variable["value"], env)
+        elif key := variable["valueFrom"].get("secretKeyRef"):
+            assert key == {"name": "run-7", "key": "secret", **secret}
+        else:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            name = re.fullmatch(r"metadata\.labels\['jobset\.sigs\.k8s\.io/(.*)'\]", path)
+            env[variable["name"]] = labels[name[1]]  # type: ignore[index]
+    return env
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -117,18 +133,8 @@ def test_odd_words_of_the_command_arrive_as_they_were() -> None:
 
 
 def test_a_pod_finds_its_place() -> None:
-    manifest = jobset_manifest(_job(), KubernetesOptions(image="x"))
-    labels = {"jobset.sigs.k8s.io/jobset-uid": "u-1", "jobset.sigs.k8s.io/restart-attempt": "2"}
-    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
-    for variable in _container(manifest)["env"]:
-        if "value" in variable:
-            env[variable["name"]] = _expand(variable["value"], env)
-        elif secret := variable["valueFrom"].get("secretKeyRef"):
-            assert secret == {"name": "run-7", "key": "secret", "optional": True}
-        else:
-            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-            env[variable["name"]] = labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]  # type: ignore[index]
-    place = find_place(env)
+    container = _container(jobset_manifest(_job(), KubernetesOptions(image="x")))
+    place = find_place(_environment(container, 3, {"optional": True}))
     assert (place.process, place.processes, place.engine) == (3, 4, "Kubernetes")
     assert place.coordinator == "run-7-workers-0-0.run-7:29400"
     assert place.job == "u-1.2"
@@ -147,17 +153,7 @@ def test_a_pod_finds_its_island(processes: int) -> None:
     name = r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"  # as JobSet's webhook checks it
     assert all(re.fullmatch(name, rule["name"]) for rule in policy["rules"])
     (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
-    labels = {"jobset-uid": "u-1", "restart-attempt": "2", "job-index": "1"}
-    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(processes - 1)}
-    for variable in container["env"]:
-        if "value" in variable:
-            env[variable["name"]] = _expand(variable["value"], env)
-        elif secret := variable["valueFrom"].get("secretKeyRef"):
-            assert secret == {"name": "run-7", "key": "secret"}
-        else:
-            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-            name = re.fullmatch(r"metadata\.labels\['jobset\.sigs\.k8s\.io/(.*)'\]", path)
-            env[variable["name"]] = labels[name[1]]  # type: ignore[index]
+    env = _environment(container, processes - 1, {})
     assert env["REPLICAX_ISLAND"] == "1"
     assert env["REPLICAX_ISLANDS"].split(",") == [
         f"run-7-islands-{island}-0.run-7:29401" for island in range(3)

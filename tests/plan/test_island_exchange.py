@@ -61,8 +61,6 @@ def test_a_plan_has_the_exchange() -> None:
     found = rx.plan(step(), MODEL, rows(64), **given, islands=2, network="1 Gbit/s, 20 ms")
     sums = 4 * PARAMETERS + 8
     exchange, speed = found.islands, found.speed
-    assert exchange is not None
-    assert speed is not None
     assert (exchange.sums_bytes, exchange.sent_bytes) == (sums, (sums, sums))
     assert exchange.seconds == pytest.approx(sums / 1.25e8 + 0.04)
     assert exchange.share == pytest.approx(
@@ -127,7 +125,6 @@ def test_the_bytes_are_those_at_the_sockets(islands: int, case: str) -> None:
     given: dict[str, Any] = {"target": "h100:1", "by_formula": True, "changes": {}}
     dp = rx.DataParallel(function, optax.adam(1e-3), mesh=rx.make_mesh(1, devices=jax.devices()))
     planned = rx.plan(dp, model, batch, **given, islands=islands).islands
-    assert planned is not None
     for number, (sent, received) in enumerate(counted):
         frames = islands - 1
         assert 0 < sent - planned.sent_bytes[number] < frames * HEADER_BYTES

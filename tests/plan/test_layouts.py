@@ -59,14 +59,12 @@ def test_devices_that_share_each_layer() -> None:
     assert found.mesh == {"data": 4, "model": 2, "stage": 1}
     assert (found.replicas, found.holder, found.asked.rows) == (4, "replica", 8)
     assert found.formula.parameters == 4 * (WIDTH * WIDTH + LAYERS * LAYER // 2)
-    assert found.traffic is not None
     sent = {(each.kind, each.axes): each for each in found.traffic.movements}
     # Forward and backward, each layer's partial sums of 8 rows; then the gradient, once. The loss
     # and its weight may be summed over both axes.
     assert sent["all-reduce", ("model",)].bytes - 2 * LAYERS * 8 * WIDTH * 4 in (0, 8)
     assert sent["all-reduce", ("data",)].bytes == found.formula.parameters + 8
     assert found.traffic.least_bytes == 0  # activations have no known minimum
-    assert found.speed is not None
     assert found.speed.rows_per_second == pytest.approx(32 / found.speed.step.seconds)
     # The layers' products are shared, the first one is every device's.
     assert found.speed.flops == 8 * (4 * WIDTH * WIDTH + 6 * LAYERS * LAYER // 2)
@@ -77,12 +75,10 @@ def test_the_stages_of_a_pipeline() -> None:
     found = planned(step(RULES, accumulate=4, stage=2), devices=4)
     assert found.mesh == {"data": 2, "model": 1, "stage": 2}
     assert found.formula.parameters == 4 * (WIDTH * WIDTH + LAYERS * LAYER // 2)
-    assert found.speed is not None
     assert found.speed.bubble == 1 / 5
     # 5 of 6 ticks go forward and 5 back, with 4 rows and 2 layers each.
     products = 5 * 4 * (4 * WIDTH * WIDTH + 6 * 2 * LAYER)
     assert found.speed.flops == products
-    assert found.traffic is not None
     sent = {(each.kind, each.axes): each.count for each in found.traffic.movements}
     assert sent["collective-permute", ("stage",)] == 2 * 6
     assert sent["all-reduce", ("data",)] >= 1
@@ -163,8 +159,6 @@ def test_the_speed_by_formula_waits_for_the_bubble() -> None:
         for micro_batches in (1, 4)
     ]
     one, four = (each.speed for each in plans)
-    assert one is not None
-    assert four is not None
     assert (one.bubble, four.bubble) == (3 / 4, 3 / 7)
     assert one.flops == four.flops
     assert one.step.compute_seconds * (1 - one.bubble) == pytest.approx(

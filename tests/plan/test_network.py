@@ -18,19 +18,19 @@ from replicax.plan.network import (
 from replicax.plan.target import parse_target
 
 
-def test_gpus_in_a_host_need_no_network_card() -> None:
-    joined = network(parse_target("h100:8"))
-    assert joined == HostNetwork(CHIPS["h100"].inside, None, 8)
-
-
-def test_gpus_in_hosts() -> None:
-    joined = network(parse_target("h100:64"))
-    assert joined == HostNetwork(CHIPS["h100"].inside, CHIPS["h100"].between, 8, 8)
-
-
-def test_one_gpu_in_each_host() -> None:
-    joined = network(parse_target("a100-80:4x1"))
-    assert joined == HostNetwork(None, CHIPS["a100-80"].between, 1, 4)
+@pytest.mark.parametrize(
+    ("text", "inside", "between", "each", "hosts"),
+    [
+        ("h100:8", True, False, 8, 1),
+        ("h100:64", True, True, 8, 8),
+        ("a100-80:4x1", False, True, 1, 4),
+    ],
+    ids=["in a host", "in hosts", "one in each host"],
+)
+def test_gpus(text: str, inside: bool, between: bool, each: int, hosts: int) -> None:
+    chip = CHIPS[text.partition(":")[0]]
+    links = chip.inside if inside else None, chip.between if between else None
+    assert network(parse_target(text)) == HostNetwork(*links, each, hosts)
 
 
 @pytest.mark.parametrize("text", ["h100:1", "v5e:1x1", "cpu:1"])
@@ -48,7 +48,6 @@ def test_a_tpu_slice_closes_where_it_spans_the_pod(text: str, rings: tuple[bool,
     assert joined.rings == rings
     # 4 links of a chip share what it sends to all neighbours.
     inside = CHIPS["v5e"].inside
-    assert inside is not None
     assert joined.link_bytes_per_second == inside.bytes_per_second / 4
 
 

@@ -35,14 +35,12 @@ def test_by_formula_where_it_is_asked_for() -> None:
     assert found.formula.parameters == 4 * PARAMETERS
     assert found.traffic is None
     speed = found.speed
-    assert speed is not None
     flops = 8 * 2 * (2 * 32 * WIDTH + 3 * WIDTH * WIDTH)
     assert speed.flops == flops
     state = 2 * found.formula.state / (H100.memory_bytes_per_second or 0)
     assert speed.step.compute_seconds == pytest.approx(
         max(state, flops / H100.flops_per_second["float32"])
     )
-    assert found.scaling is not None
     assert {point.devices for point in found.scaling.weak} >= {1, 2, 4, 8, 16, 1024}
     assert found.device_hours == pytest.approx(1e6 / speed.rows_per_second * 8 / 3600)
     strict(found)
@@ -64,7 +62,6 @@ def test_a_custom_step_is_planned(by_formula: bool, request: pytest.FixtureReque
     assert found.asked.compiled != by_formula
     assert found.asked.rows == 16
     assert found.asked.fits
-    assert found.largest is not None
     assert 16 < found.largest.rows < 8192
     assert found.formula.parameters == 4 * PARAMETERS + 4
     assert 0.5 < found.formula.total / found.asked.bytes < 2

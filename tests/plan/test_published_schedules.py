@@ -35,39 +35,22 @@ def test_a_step_that_recomputes() -> None:
     assert again.backward() == [(13, 16), (7, 13), (4, 7)]
 
 
-def test_a_bucket_for_every_layer() -> None:
-    assert bucketed(THREE, 0, 4) == [
-        Transfer("all-reduce", 120, 6, 12),
-        Transfer("all-reduce", 80, 10, 12),
-        Transfer("all-reduce", 40, 12, 12),
-    ]
-
-
-def test_buckets_that_fill_up() -> None:
-    assert bucketed(THREE, 130, 4) == [
-        Transfer("all-reduce", 200, 10, 12),
-        Transfer("all-reduce", 40, 12, 12),
-    ]
-
-
-def test_a_bucket_that_is_just_full_goes() -> None:
-    assert [each.bytes for each in bucketed(THREE, 120, 4)] == [120, 120]
-
-
-def test_one_bucket_for_all() -> None:
-    assert bucketed(THREE, 1e9, 4) == [Transfer("all-reduce", 240, 12, 12)]
-
-
-def test_fusion_on_a_fast_network_sends_each_when_it_is_ready() -> None:
-    assert fused(THREE, 1000, 4, Slow(0.001)) == bucketed(THREE, 0, 4)
-
-
-def test_fusion_on_a_slow_network_joins_what_waits() -> None:
-    # 120 bytes from 6 s to 12 s; by then both others are ready.
-    assert fused(THREE, 1000, 4, Slow(0.05)) == [
-        Transfer("all-reduce", 120, 6, 12),
-        Transfer("all-reduce", 120, 12, 12),
-    ]
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (bucketed(THREE, 0, 4), [(120, 6), (80, 10), (40, 12)]),  # a bucket for every layer
+        (fused(THREE, 1000, 4, Slow(0.001)), [(120, 6), (80, 10), (40, 12)]),  # each when ready
+        (bucketed(THREE, 120, 4), [(120, 6), (120, 12)]),  # one that is just full goes
+        (bucketed(THREE, 130, 4), [(200, 10), (40, 12)]),
+        (bucketed(THREE, 1e9, 4), [(240, 12)]),
+        # 120 bytes from 6 s to 12 s; by then both others are ready, and joined.
+        (fused(THREE, 1000, 4, Slow(0.05)), [(120, 6), (120, 12)]),
+    ],
+)
+def test_buckets_go_once_they_are_full(
+    sent: list[Transfer], expected: list[tuple[int, int]]
+) -> None:
+    assert sent == [Transfer("all-reduce", size, ready, 12) for size, ready in expected]
 
 
 def test_fusion_fills_no_more_than_the_buffer() -> None:

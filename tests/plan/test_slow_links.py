@@ -155,8 +155,6 @@ def test_a_plan_has_the_methods() -> None:
         network="100Mbit, 20 ms",
     )
     slow, speed = found.slow_links, found.speed
-    assert slow is not None
-    assert speed is not None
     assert (slow.islands, len(slow.forecasts)) == (2, len(METHODS))
     assert slow.step_seconds == pytest.approx(speed.step.seconds / 2)
     assert slow.forecasts[0].sync_bytes == 4 * PARAMETERS

@@ -5,16 +5,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from plan.plans import ABOUT, FORMULA, GB, KINDS, SPEED, make_plan, need, scaled
+from plan.plans import FORMULA, KINDS, make_plan, plan_of, scaled
 
-from replicax.plan.forecast import StepTime
-from replicax.plan.memory_formula import OnPaper
 from replicax.plan.plan_table import plan_lines, shown_counts
-from replicax.plan.planned import LATER_PARTS, Alternative, BatchAdvice, KernelShare, Plan
-from replicax.plan.step_traffic import Movement, Traffic
+from replicax.plan.planned import LATER_PARTS
 from replicax.plan.target import parse_target
 
-PLAIN = replace(SPEED, tokens_per_second=None)
 MODEL = "gpt2 --preset 124m · 124,439,808 parameters · float32 · jit · replicated"
 # 0.5 + 1 + 0.5 + 6 + 3 - 0.4, and a batch too small to be named.
 MEMORY = (
@@ -24,24 +20,126 @@ MEMORY = (
 KERNELS = "logits/dot_general 21% (compute), attention/softmax 14% (memory)"
 
 
-def assert_says(plan: Plan, /, **wanted: str) -> None:
-    """Assert the text beside words of the margin, joined to one line with single spaces.
+COLUMNS = "at best… step rows/s"
+SAID: dict[str, dict[str, str]] = {
+    "fits": {
+        "plan": MODEL,
+        "target": "v5e:16x16 · 256 x TPU v5e · 64 hosts · …by libtpu 0.0.42",
+        # 16 GiB of a v5e, less what libtpu keeps; 256 devices with 8 rows have 2,048.
+        "fits": "yes: 8 rows…2,048…11…16.9 GB",
+        "batch": "up to 12 rows…3,072…16 GB…13…",
+        "speed": f"{COLUMNS} tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%"
+        f" {COLUMNS} tokens/s MFU HFU 12 rows… 50 ms 40,960 41.9M 45% 51%",
+        # 40 of 50 ms are computed, 3/4 of them by arithmetic; 10 are waited.
+        "limit": f"arithmetic 60%, memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
+        "first": "precision=bfloat16: …2.0…",
+        "memory": f"{MEMORY}, 11 GB compiled",
+        "paper": "",
+        "change": "…8 rows… unchanged 11 GB 50 ms 996 MB precision=bfloat16 7.5 GB 3.5 GB"
+        " layout=fsdp 11.2 GB -200 MB moves…more",
+        "sends": "… all-reduce 12 500 MB 996 MB 12.3 ms all-gather 150 2 kB 1.9 kB none…"
+        "minimum 498 MB sends 2.00 x…",
+        "note": "each device…sends 996 MB, 2.00 times…498 MB…",
+        "scales": "efficiency 1 64 256 4,096 131,072 devices 8 rows each 100% 100% 100% 100% 100%"
+        " 2,048 rows… 100% 100% 100% - -",
+        "pays": "up to 131,072 …8 rows…; up to 64 …2,048 rows…",
+        "cost": "",
+        "rate": "a batch of 3,072: 1.5 x …SGD, 1.22 x …Adam…train --measure-noise-scale",
+    },
+    "more may fit": {"batch": "up to 12 rows…3,072…16 GB…more may…"},
+    "too large by a line": {"batch": "up to 12 rows…3,072…16 GB; 13…, by formula"},
+    "too large": {
+        "fits": "no: 64 rows…16,384…at least 81 GB…16.9 GB",
+        "batch": "up to 12 rows…3,072…16 GB…13…accumulate=8: 64 rows…16,384…11.4 GB",
+        "limit": "memory: the state …1.5 of 16.9 GB, …12 rows with 12 rows: arithmetic 60%,"
+        f" memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
+    },
+    "not even one": {
+        "batch": "none: not even 1 row…",
+        "speed": "none: no batch…",
+        "limit": "memory: the state …201 GB…16.9 GB",  # 200 of optimizer, 0.5 of parameters
+        "change": "…1 row… layout=fsdp 90 GB 210 GB …not fit",
+    },
+    "not even four": {"batch": "none: not even 4 rows…"},
+    "by formula": {  # it says so at each heading
+        "target": "v100:16 · 16 x NVIDIA V100 32 GB (SXM2) · 2 hosts · by formula",
+        "fits": "yes, by formula: 8 rows…128…11…25.6 GB…JAX preallocates…34.1 GB",
+        "batch": "up to 20 rows…320…25 GB, by formula…21…",
+        "speed": "by formula… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%",
+        "limit": "computation 80%, …network 20% (10 ms)…",
+        "memory": MEMORY,
+        "change": "…8 rows…, by formula… unchanged 11 GB 50 ms layout=fsdp 10 GB 1 GB",
+        "sends": "",
+        # 128 rows are not enough for 2,048 devices.
+        "scales": "efficiency 1 16 64 2,048 131,072 devices 8 rows each 100% 81% 78% 78% 78%"
+        " 128 rows… 100% 81% 35% - -",
+        "pays": "up to 131,072 …8 rows…; up to 64 …128 rows…",
+        "note": "by formula: libtpu…; pip install 'replicax[plan-tpu]'",
+    },
+    "one device": {  # 84942979072 bytes, of which JAX takes three quarters; it sends nothing
+        "fits": "yes: 8 rows… 11 of 63.7 GB…JAX preallocates…84.9 GB",
+        "sends": "",
+        "scales": "",
+        "pays": "",
+    },
+    "unknown chip": {"fits": "unknown: 8 rows…64…11 GB…", "batch": "", "speed": "unknown; …"},
+    "no tokens": {"speed": f"{COLUMNS} MFU HFU 8 rows… 50 ms 40,960 45% 51%"},
+    "MFU is HFU": {"speed": f"{COLUMNS} MFU 8 rows… 50 ms 40,960 51%"},
+    "no MFU": {"speed": f"{COLUMNS} HFU 8 rows… 50 ms 40,960 51%"},
+    "waits": {  # the largest share comes first, and kernels of one name are one
+        "limit": "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"
+        "longest: update/add 45% (memory), loss/dot 30% (compute)"
+    },
+    "waits, no kernels": {"limit": "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"},
+    "frees and sends": {
+        "change": "…8 rows… unchanged 11 GB 50 ms 20 B layout=zero1 9 GB 2 GB"
+        " precision 8 GB 3 GB by formula remat 11 GB nothing",
+        "sends": "… all-reduce 1 10 B 20 B yes minimum 20 B sends 1.00 x…",
+        "note": "",
+    },
+    "desired rows, measured noise": {
+        "plan": f"{MODEL} · 4 micro-batches",
+        "paper": "M B T²/(4 N D²): activations of 9.6 GB…, 3 rows…",
+        "pays": "to the …up to 131,072 …8 rows…; up to 64 …2,048 rows…",
+        "cost": "at least 1,235 device-hours…1.02T tokens…",  # 10⁹ rows of 1,024 tokens
+        "rate": "a batch of 2,048: 1.25 x …steps, 5 x …rows…critical batch 512 rows, …noise scale",
+    },
+    "several devices a replica": {
+        "plan": f"{MODEL} · data 32 · model 4 · stage 2",
+        "fits": "yes: 8 rows…256…11…16.9 GB",
+        # of 40 ms that compute, in steps of 50
+        "limit": "arithmetic 45%, pipeline bubble 20%, network 20% (10 ms), memory bandwidth 15%…:"
+        f" {KERNELS}",
+        "change": "…8 rows… unchanged 11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB",
+        "sends": "… all-reduce over model 96 1 GB 1.5 GB none"
+        " collective-permute over stage 18 100 MB 100 MB none",
+    },
+}
+"""Text beside words of the margin, joined to one line with single spaces, by the kind of plan.
 
-    `…` stands for any text without a number; an empty text for a word that is not shown.
-    """
-    found: dict[str, str] = dict.fromkeys(wanted, "")
+`…` stands for any text without a number; an empty text for a word that is not shown.
+"""
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_plan_says(kind: str) -> None:
+    found: dict[str, str] = dict.fromkeys(SAID[kind], "")
     word = ""
-    for text in str(plan).splitlines():
+    for text in str(plan_of(kind)).splitlines():
         word = text[:7].strip() or word
         found[word] = " ".join([*found.get(word, "").split(), *text[7:].split()])
-    for word, text in wanted.items():
+    for word, text in SAID[kind].items():
         pattern = re.escape(text).replace("…", r"(?:(?!-?\d).)*")  # a minus is of its number
         assert re.fullmatch(pattern, found[word]), f"{word}: {found[word]!r}"
 
 
+def test_the_formula_adds_up() -> None:
+    assert FORMULA.total == 10_600_066_008
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> None:
-    plan = KINDS[kind]()
+    plan = plan_of(kind)
     lines = str(plan).splitlines()
     # A name that is wider than the terminal stays whole, alone in its line, to be copied.
     assert all(len(text) <= 80 or len(text[7:].split()) == 1 for text in lines)
@@ -60,39 +158,9 @@ def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> No
     assert {"plan", "target", "fits", "speed", "first", "memory"} <= set(words)
 
 
-def test_a_batch_that_fits() -> None:
-    assert_says(
-        make_plan(),
-        plan=MODEL,
-        target="v5e:16x16 · 256 x TPU v5e · 64 hosts · …by libtpu 0.0.42",
-        # 16 GiB of a v5e, less what libtpu keeps; 256 devices with 8 rows have 2,048.
-        fits="yes: 8 rows…2,048…11…16.9 GB",
-        batch="up to 12 rows…3,072…16 GB…13…",
-        speed="at best… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%"
-        " at best… step rows/s tokens/s MFU HFU 12 rows… 50 ms 40,960 41.9M 45% 51%",
-        # 40 of 50 ms are computed, 3/4 of them by arithmetic; 10 are waited.
-        limit=f"arithmetic 60%, memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
-        first="precision=bfloat16: …2.0…",
-        memory=f"{MEMORY}, 11 GB compiled",
-        paper="",
-        change="…8 rows… unchanged 11 GB 50 ms 996 MB precision=bfloat16 7.5 GB 3.5 GB"
-        " layout=fsdp 11.2 GB -200 MB moves…more",
-        sends="… all-reduce 12 500 MB 996 MB 12.3 ms all-gather 150 2 kB 1.9 kB none…"
-        "minimum 498 MB sends 2.00 x…",
-        note="each device…sends 996 MB, 2.00 times…498 MB…",
-        scales="efficiency 1 64 256 4,096 131,072 devices 8 rows each 100% 100% 100% 100% 100%"
-        " 2,048 rows… 100% 100% 100% - -",
-        pays="up to 131,072 …8 rows…; up to 64 …2,048 rows…",
-        cost="",
-        rate="a batch of 3,072: 1.5 x …SGD, 1.22 x …Adam…train --measure-noise-scale",
-    )
-    assert FORMULA.total == 10_600_066_008
-    assert_says(make_plan(too_large=None), batch="up to 12 rows…3,072…16 GB…more may…")
-
-
 def test_the_parts_of_a_plan_are_its_table_and_the_answer_needs_no_other() -> None:
-    for make in KINDS.values():
-        plan = make()
+    for kind in KINDS:
+        plan = plan_of(kind)
         parts = {part: plan_lines(plan, part) for part in ("", *LATER_PARTS)}
         assert [*itertools.chain(*parts.values())][:-1] == str(plan).splitlines()
         if plan.fits:  # then nothing that is found later changes it
@@ -102,132 +170,6 @@ def test_the_parts_of_a_plan_are_its_table_and_the_answer_needs_no_other() -> No
             assert (
                 plan_lines(replace(before, first="", notes=(), left=LATER_PARTS), "") == parts[""]
             )
-
-
-def test_rows_that_a_line_puts_beyond_the_capacity_are_by_formula() -> None:
-    above = need(13, 22.0, compiled=False, temporaries=None)
-    assert_says(make_plan(too_large=above), batch="up to 12 rows…3,072…16 GB; 13…, by formula")
-
-
-def test_a_batch_that_does_not_fit() -> None:
-    assert_says(
-        KINDS["too large"](),
-        fits="no: 64 rows…16,384…at least 81 GB…16.9 GB",
-        batch="up to 12 rows…3,072…16 GB…13…accumulate=8: 64 rows…16,384…11.4 GB",
-        limit="memory: the state …1.5 of 16.9 GB, …12 rows with 12 rows: arithmetic 60%,"
-        f" memory bandwidth 20%, network 20% (10 ms)…: {KERNELS}",
-    )
-    none = KINDS["not even one"]()
-    assert_says(
-        none,
-        batch="none: not even 1 row…",
-        speed="none: no batch…",
-        limit="memory: the state …201 GB…16.9 GB",  # 200 of optimizer, 0.5 of parameters
-        change="…1 row… layout=fsdp 90 GB 210 GB …not fit",
-    )
-    assert_says(replace(none, too_large=need(4, 250.0)), batch="none: not even 4 rows…")
-
-
-def test_by_formula_says_so_at_each_heading() -> None:
-    assert_says(
-        KINDS["by formula"](),
-        target="v100:16 · 16 x NVIDIA V100 32 GB (SXM2) · 2 hosts · by formula",
-        fits="yes, by formula: 8 rows…128…11…25.6 GB…JAX preallocates…34.1 GB",
-        batch="up to 20 rows…320…25 GB, by formula…21…",
-        speed="by formula… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%",
-        limit="computation 80%, …network 20% (10 ms)…",
-        memory=MEMORY,
-        change="…8 rows…, by formula… unchanged 11 GB 50 ms layout=fsdp 10 GB 1 GB",
-        sends="",
-        # 128 rows are not enough for 2,048 devices.
-        scales="efficiency 1 16 64 2,048 131,072 devices 8 rows each 100% 81% 78% 78% 78%"
-        " 128 rows… 100% 81% 35% - -",
-        pays="up to 131,072 …8 rows…; up to 64 …128 rows…",
-        note="by formula: libtpu…; pip install 'replicax[plan-tpu]'",
-    )
-
-
-def test_another_target() -> None:
-    # 84942979072 bytes, of which JAX takes three quarters; one device sends nothing
-    fits = "yes: 8 rows… 11 of 63.7 GB…JAX preallocates…84.9 GB"
-    assert_says(KINDS["one device"](), fits=fits, sends="", scales="", pays="")
-    unknown = KINDS["unknown chip"]()
-    assert_says(unknown, fits="unknown: 8 rows…64…11 GB…", batch="", speed="unknown; …")
-
-
-def test_how_fast() -> None:
-    for names, share, figures in (
-        ("MFU HFU", 0.45, "45% 51%"),
-        ("MFU", PLAIN.peak_share, "51%"),
-        ("HFU", None, "51%"),
-    ):
-        speed = f"at best… step rows/s {names} 8 rows… 50 ms 40,960 {figures}"
-        assert_says(make_plan(speeds=(replace(PLAIN, model_share=share),)), speed=speed)
-
-
-def test_what_limits_it_is_the_largest_share_first_and_kernels_of_one_name_are_one() -> None:
-    kernels = (
-        KernelShare("jit(a)/loss/dot", 0.3, "compute"),
-        KernelShare("update/add", 0.25, "memory"),
-        KernelShare("update/add", 0.2, "memory"),
-    )
-    waiting = replace(SPEED, step=StepTime(0.1, 0.01, 0.09, 0.09), kernels=kernels)
-    limit = "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"
-    longest = "longest: update/add 45% (memory), loss/dot 30% (compute)"
-    assert_says(make_plan(speeds=(waiting,)), limit=limit + longest)
-    assert_says(make_plan(speeds=(replace(waiting, kernels=()),)), limit=limit)
-
-
-def test_what_a_change_frees_and_a_step_sends() -> None:
-    changes = (
-        Alternative("layout=zero1", need(8, 9.0), 2 * GB),
-        Alternative("precision", need(8, 8.0, compiled=False), 3 * GB),
-        Alternative("remat", need(8, 11.0), -560),
-    )
-    traffic = Traffic((Movement("all-reduce", 1, 10, 20.0, True, None),), 20.0)
-    assert_says(
-        make_plan(alternatives=changes, traffic=traffic),
-        change="…8 rows… unchanged 11 GB 50 ms 20 B layout=zero1 9 GB 2 GB"
-        " precision 8 GB 3 GB by formula remat 11 GB nothing",
-        sends="… all-reduce 1 10 B 20 B yes minimum 20 B sends 1.00 x…",
-        note="",
-    )
-
-
-def test_desired_rows_and_measured_noise_are_shown() -> None:
-    about = {**ABOUT, "accumulate": 4, "wished_rows": 1e9, "noise_scale": 512.0}
-    batches = (BatchAdvice(2048, 1.0, 1.0, 1.25, 5.0),)
-    plan = make_plan(about=about, device_hours=1234.6, batches=batches, on_paper=OnPaper(9.6e9, 3))
-    assert_says(
-        plan,
-        plan=f"{MODEL} · 4 micro-batches",
-        paper="M B T²/(4 N D²): activations of 9.6 GB…, 3 rows…",
-        pays="to the …up to 131,072 …8 rows…; up to 64 …2,048 rows…",
-        cost="at least 1,235 device-hours…1.02T tokens…",  # 10⁹ rows of 1,024 tokens
-        rate="a batch of 2,048: 1.25 x …steps, 5 x …rows…critical batch 512 rows, …noise scale",
-    )
-
-
-def test_a_replica_of_several_devices_shows_its_axes() -> None:
-    stages = Movement("collective-permute", 18, 10**8, 1e8, False, 0.0, ("stage",))
-    models = Movement("all-reduce", 96, 10**9, 1.5e9, False, 0.0, ("model",))
-    assert_says(
-        make_plan(
-            mesh={"data": 32, "model": 4, "stage": 2},
-            traffic=Traffic((models, stages), 0.0),
-            speeds=(replace(SPEED, bubble=0.25),),
-            alternatives=(Alternative("model=8", need(16, 7.0), 4 * GB, "", 0.0712, 3e9),),
-            scaling=None,
-        ),
-        plan=f"{MODEL} · data 32 · model 4 · stage 2",
-        fits="yes: 8 rows…256…11…16.9 GB",
-        # of 40 ms that compute, in steps of 50
-        limit="arithmetic 45%, pipeline bubble 20%, network 20% (10 ms), memory bandwidth 15%…:"
-        f" {KERNELS}",
-        change="…8 rows… unchanged 11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB",
-        sends="… all-reduce over model 96 1 GB 1.5 GB none"
-        " collective-permute over stage 18 100 MB 100 MB none",
-    )
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 7, 30])

@@ -12,7 +12,7 @@ import optax
 import pytest
 from safetensors.numpy import save_file
 from support.command_line import Main, one_line
-from support.figures import assert_mentions
+from support.figures import refused
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -65,7 +65,6 @@ def test_it_learns(texts: Path) -> None:
     untrained = math.log2(257)
     assert metrics["bits_per_byte"] < untrained / 4
     continued = recipe.after_training(model)
-    assert continued is not None
     assert continued.startswith((LINE * 2).decode()[:60])
 
 
@@ -128,9 +127,8 @@ def test_padding_never_counts() -> None:
 
 
 def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, "vocab_size=256 ", "has 257 tokens", "it to 257"):
         GPT2(data=(texts,), vocab_size=256, **TINY).model(jax.random.key(0))
-    assert_mentions(str(caught.value), "vocab_size=256 ", "has 257 tokens", "it to 257")
     recipe = GPT2(data=(texts,), vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
     assert model["wte"]["weight"].shape == (400, 16)

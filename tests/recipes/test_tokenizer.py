@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.figures import assert_mentions
+from support.figures import assert_mentions, refused
 
 from replicax.errors import ConfigError, DataError, MissingDependencyError
 from replicax.recipes import tokenizer as module
@@ -125,10 +125,8 @@ def test_all_documents_are_encoded_as_each_alone(
 def test_a_document_that_is_not_utf8_is_an_error() -> None:
     bad = Document("latin.txt", "naïve".encode("latin-1"), offset=1000)
     for call in (lambda: BPE.encode(bad), lambda: train_bpe([bad], 300)):
-        with pytest.raises(DataError) as caught:
+        with refused(DataError, "latin.txt", "0xef", "1,002", '"bytes"'):
             call()
-        for word in ("latin.txt", "0xef", "1,002", '"bytes"'):
-            assert word in str(caught.value)
     agrees(ByteTokenizer(), bad)
 
 
@@ -368,10 +366,8 @@ def test_a_wrong_name_or_size_is_an_error(tmp_path: Path) -> None:
         ("bytes", 4096, ["4,096", "bytes (vocabulary 257)", '"bpe"']),
         (str(path), 299, ["299", f"{path} (vocabulary 300)", '"bpe"']),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with refused(ConfigError, *words):
             open_tokenizer(spec, [], vocab_size)
-        for word in words:
-            assert word in str(caught.value)
 
 
 def test_only_bytes_work_without_the_library(

@@ -22,6 +22,13 @@ def runner(capsys: pytest.CaptureFixture[str]) -> Main:
     return run
 
 
+def done(main: Main, *arguments: object) -> str:
+    """Return what a command prints that succeeds: exit code 0, and nothing on standard error."""
+    code, out, err = main(*arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
 def one_line(err: str) -> str:
     """Return the single line on standard error that a user error is."""
     assert "Traceback" not in err

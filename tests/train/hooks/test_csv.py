@@ -71,11 +71,6 @@ def test_what_could_not_be_written_is_there_once_that_can_be(tmp_path: Path) -> 
     assert [row["loss"] for row in rows(path)] == ["1.0", "2.0"]
 
 
-def test_a_run_without_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="run_dir"):
-        rx.CSV().start(WatchedRun(rx.CSV()))
-
-
 def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link.csv").symlink_to("mine")

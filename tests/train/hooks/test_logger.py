@@ -1,6 +1,5 @@
 """`Logger`: what a slow or missing destination costs the run."""
 
-import sys
 import threading
 import time
 from pathlib import Path
@@ -142,24 +141,6 @@ def test_other_processes_log_nothing() -> None:
     run.go_back(0, 0)
     hook.end(run)
     assert hook.calls == []
-
-
-@pytest.mark.parametrize(
-    ("package", "extra", "hook"),
-    [
-        ("tensorboard", "tensorboard", rx.TensorBoard()),
-        ("wandb", "wandb", rx.WandB("p")),
-        ("trackio", "trackio", rx.Trackio()),
-        ("mlflow", "mlflow", rx.MLflow()),
-        ("comet_ml", "comet", rx.Comet()),
-    ],
-)
-def test_a_package_that_is_missing_is_named_as_the_run_begins(
-    package: str, extra: str, hook: rx.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"^{package} .*\[{extra}\]"):
-        hook.before_run(WatchedRun(hook, tmp_path))
 
 
 def test_a_missing_package_of_a_logger_of_ones_own_is_in_no_extra(tmp_path: Path) -> None:
