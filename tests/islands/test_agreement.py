@@ -44,6 +44,9 @@ def run(world: World, faults: Sequence[Fault]) -> list[Island]:
         hypothesis.note(world)
     assert {len(island.history or ()) for island in left} <= {EXCHANGES}  # nobody waits for ever
     assert all(island.history == left[0].history for island in left)
+    for island in left:
+        for exchange in island.expected.keys() & left[0].expected.keys():
+            assert island.expected[exchange] == left[0].expected[exchange]
     assert all(island.agreement.view == left[0].agreement.view for island in left)
     return left
 

@@ -38,6 +38,8 @@ class Island:
         self.dead = self.leaves = self.writes = self._announced = False
         self.history: list[Any] | None = None
         """The state: the members of each exchange, and who computed which part of it."""
+        self.expected: dict[int, list[int]] = {}
+        """Between whom the rows of an exchange are divided."""
         self._frames: dict[int, dict[int, list[Any]]] = {}
         self._sent: set[tuple[int, int]] = set()
         self._own: OwnParts[Any] | None = None
@@ -75,6 +77,7 @@ class Island:
             compute = lambda part: (part, *self.start)  # noqa: E731
             parts = Parts(PARTS, compute, None, lambda value: [value], lambda given: given[0])
             self._own = OwnParts(parts, of.parts.append)
+            self.expected[exchange] = [*of.expected]
             self._give(view, exchange)
         chosen = assigned(view, exchange, PARTS)[self.index]
         if self.world.pick(3) == 0 and (left := sorted(chosen - {*of.parts})):
