@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.arriving import drawn, harmed
+from support.figures import assert_mentions
 from support.quiet_hub import Connection, QuietHub, starts
 
 from replicax.cluster.door import HELLO_SECONDS
@@ -121,9 +122,9 @@ def test_who_never_comes_is_named_to_all_that_came(late: set[int], waits: float)
         for each in came:
             (verdict,) = each.verdicts()
             assert {*verdict.blames} == late
-            assert "of 4 did not join within 10 s" in verdict.reason
+            assert_mentions(verdict.reason, "of 4 did not", "within 10 s")
         (told,) = quiet.join(min(late), 4).told
-        assert "did not join" in str(told)
+        assert_mentions(str(told), "of 4 did not", "within 10 s")
 
 
 HAPPENS = st.one_of(
@@ -223,4 +224,4 @@ def test_values_reach_all_and_one_reason_stops_all(
         assert verdict.reason.startswith(f"process {who} (host {who}, pid {100 + who}) ")
         words = {"fail": "failed: ValueError: one", "victim": "failed: reset by peer"}
         words |= {"silence": "sent no heartbeat", "cause": "killed, crashed"}
-        assert words.get(end, "disconnected without notice, last seen at step") in verdict.reason
+        assert words.get(end, "last seen") in verdict.reason

@@ -28,18 +28,6 @@ def test_values_come_in_the_order_of_the_processes() -> None:
         assert gathered(job, processes[::-1], "t", values) == [values] * 3
 
 
-def test_many_topics_at_once_and_in_any_order() -> None:
-    with opened(3) as job:
-        processes = job.start()
-        futures = [
-            (topic, job.call(p.gather, f"t{topic}", (p.process, topic)))
-            for p in processes
-            for topic in (range(5) if p.process % 2 else reversed(range(5)))
-        ]
-        for topic, future in futures:
-            assert future.result(timeout=HANG_SECONDS) == [[p, topic] for p in range(3)]
-
-
 def test_a_large_value() -> None:
     with opened(2) as job:
         processes = job.start()
@@ -72,20 +60,6 @@ def test_values_that_come_too_late_are_not_kept() -> None:
         second.link.gather("t", 2)
         time.sleep(0.1)
         assert first.link._gathered == {}
-
-
-def test_one_that_is_waited_for_has_ended() -> None:
-    with opened(3) as job:
-        processes = job.start()
-        for p in processes[:2]:
-            job.call(p.gather, "t", 0)
-        processes[2].link.leave()
-        for process in processes[:2]:
-            verdict = process.stopped.result(timeout=HANG_SECONDS)
-            assert list(verdict.blames) == [2]
-            assert re.search(
-                r"waited \d+ s\b.*\bt from .* 2 \(.*ended after\b.*step 0", verdict.reason
-            )
 
 
 def test_one_that_ends_says_how_far_it_came() -> None:

@@ -216,7 +216,7 @@ class World:
         self._noted.append((self.turn, *what))
 
     def __repr__(self) -> str:
-        """What happened, a line for each turn."""
+        """Return all that happened, a line for each turn."""
         return "\n".join(" ".join(map(str, line)) for line in self._noted)
 
     def is_gone(self, island: Island) -> Any:

@@ -30,7 +30,7 @@ class Connection:
 
     @property
     def told(self) -> list[Message]:
-        """What the hub said, without heartbeats."""
+        """The answers of the hub, without heartbeats."""
         found = [decode(line) for line in self._told.split(b"\n")[:-1]]
         return [message for message in found if not isinstance(message, wire.Tick)]
 
