@@ -36,6 +36,29 @@ def test_any_other_line_is_refused_or_a_message(line: bytes) -> None:
         assert decode(encode(decode(line))) == decode(line)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            b"[1]",
+            b"3",
+            b"[]",
+            b"{}",
+            b"",
+            b'["Gone"]',
+            b'[["Bye"]]',
+            b'["Bye",1]',
+            b'["Tick",[1.0]]',
+        ),
+        *(b'["Hello","ours"]', b'["Hello","j","many",2]', b'["Hello","j",true,2]', b"\xff\xfe"),
+        *(b'["Hello","j",1.0,2]', b'["Hello","j",1,2,"h",1,[]]', b"GET / HTTP/1.1"),
+    ],
+)
+def test_what_is_no_message(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode(line + b"\n")
+
+
 @given(st.lists(st.binary(max_size=12), max_size=12), st.integers(0, 30))
 def test_lines_come_whole_however_they_were_sent_and_long_ones_do_not(
     pieces: list[bytes], most: int
