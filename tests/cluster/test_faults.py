@@ -5,7 +5,7 @@ from support.cluster_faults import FAULTS, run_trial
 from support.tiers import only
 
 
-@pytest.mark.parametrize("fault", only(["kill", "leave"], FAULTS))
+@pytest.mark.parametrize("fault", only(["kill"], FAULTS))
 def test_the_others_learn_what_happened(fault: str) -> None:
     trial = run_trial(fault, 0)
     assert not trial.wrong, trial

@@ -72,6 +72,7 @@ def test_a_proxy_is_not_between_the_processes(monkeypatch: pytest.MonkeyPatch) -
         assert os.environ.get("no_grpc_proxy") == after  # noqa: SIM112 (as gRPC spells it)
 
 
+@pytest.mark.exhaustive
 def test_a_job_starts_where_a_proxy_is_set(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     env = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")

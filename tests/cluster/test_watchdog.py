@@ -5,7 +5,6 @@ import threading
 from typing import Any
 
 import pytest
-from support.figures import assert_mentions, figures
 
 import replicax as rx
 from replicax.cluster import watchdog
@@ -13,7 +12,6 @@ from replicax.cluster.watchdog import (
     Heartbeat,
     LoopProgress,
     Member,
-    StuckVerdict,
     Timeouts,
     Waiting,
     find_stuck,
@@ -225,146 +223,122 @@ def waits(
     return {topic: Waiting(NOW - seconds, sent, dict.fromkeys(values, timeout))}
 
 
-def stuck_of(*members: Member, **waiting: Any) -> StuckVerdict | None:
-    return find_stuck({m.process: m for m in members}, waiting.get("waiting", {}), NOW, SILENT)
+STUCK: dict[str, tuple[list[Member], dict[str, Waiting], list[int] | None, str]] = {
+    "all is well": ([member(0, 20, seconds=59.0), member(1, 18, seconds=59.0)], {}, None, ""),
+    "nothing is known yet": ([Member(0, "a", 1, NOW), Member(1, "b", 2, NOW)], {}, None, ""),
+    "a value, and nothing is known yet": (
+        *([member(0, 0), Member(1, "b", 2, NOW)], waits("the data", 5.0, [0]), None, ""),
+    ),
+    "who has begun the fewest steps": (
+        [member(0, 21, seconds=61.0), member(1, 20, seconds=61.5), member(2, 22, seconds=59.0)],
+        *(
+            {},
+            [1],
+            r"no step for 62 s .* 60 s.* step 22, wait for .* 1 \(.*begun 20 .* 19\b.*61\.5",
+        ),
+    ),
+    "several that are behind": (
+        [member(p, 20 if p in (1, 3) else 25, seconds=70.0) for p in range(4)],
+        *({}, [1, 3], ""),
+    ),
+    # It has just moved, after a pause that was too long for process 0.
+    "one that is still in time": (
+        *([member(0, 21, seconds=61.0), member(1, 20, seconds=1.0)], {}, [1], ""),
+    ),
+    "a tie blames nobody": (
+        [member(0, 7, seconds=61.0), member(1, 7, seconds=60.5)],
+        *({}, [], r"no step for 61 s .* 60 s.*all processes.* 7$"),
+    ),
+    "among equals the one in a callback": (
+        [
+            member(0, 7, seconds=61.0),
+            member(1, 7, "in a callback", 61.0),
+            member(2, 7, seconds=61.0),
+        ],
+        *({}, [1], ""),
+    ),
+    "a callback of one that is ahead is not the cause": (
+        *([member(0, 7, seconds=61.0), member(1, 8, "in a callback", 61.0)], {}, [0], ""),
+    ),
+    "one that rests while the others wait": (
+        *([member(0, 7, seconds=61.0), member(1, 6, "idle", 500.0)], {}, [1], ""),
+    ),
+    "all rest": ([member(0, 7, "idle", 9e9), member(1, 6, "idle", 9e9)], {}, None, ""),
+    "one that has ended": (
+        [member(0, 7, seconds=61.0), member(1, 6, seconds=900.0, ended=True)],
+        *({}, [1], r"process 1 \(node, pid 101\), which ended\b.*step 6"),
+    ),
+    "one that ends in the middle of the others' steps": (
+        [member(0, 5, seconds=0.5), member(1, 4, seconds=0.4, ended=True), member(2, 5)],
+        *({}, [1], r"at step 5, .* process 1 \(.*which ended\b.* 4\b"),
+    ),
+    "one that ended earlier than who rests": (
+        *([member(0, 5, "idle"), member(1, 4, ended=True)], {}, None, ""),
+    ),
+    "one that ended at the same step": ([member(0, 5), member(1, 5, ended=True)], {}, None, ""),
+    "the last one that runs": (
+        [member(0, 7, seconds=59.0), member(1, 7, ended=True, unheard=900.0)],
+        *({}, None, ""),
+    ),
+    **{
+        f"{seconds:.0f} s of {doing}": (
+            [member(0, 7, seconds=seconds), member(1, 6, doing, seconds, allowed=1800.0)],
+            *({}, blames, ""),
+        )
+        for doing in ("compiling", "starting")
+        for seconds, blames in ((300.0, None), (1801.0, [1]))
+    },
+    "silence comes first": (
+        [member(0, 7, seconds=61.0), member(1, 9, unheard=31.0)],
+        *({}, [1], r"^process 1 \(.*101\) .*no heartbeat\b.*for 31 s, last\b.* 9\b"),
+    ),
+    "a silence shorter than the limit is said": (
+        [member(0, 9, seconds=61.0), member(1, 7, unheard=29.0)],
+        *({}, [1], r"no heartbeat\b.*for 29 s: frozen, .*network failure"),
+    ),
+    "who is waited for": (
+        [member(0, 0), member(1, 0), member(2, 0)],
+        *(
+            waits("the step (1)", 61.0, [0]),
+            [1, 2],
+            r"^the others\b.*waited 61 s for .* \(1\) from ",
+        ),
+    ),
+    **{
+        f"{seconds} s for {topic} of {timeout:.0f} s": (
+            [member(0, 0), member(1, 0, allowed=allowed)],
+            *(waits(topic, seconds, [0], timeout), blames, ""),
+        )
+        for topic, seconds, timeout, allowed, blames in (
+            ("the step", 59.0, 0.0, 60.0, None),
+            ("a compilation", 61.0, 0.0, 1800.0, None),
+            ("the save", 61.0, 300.0, 60.0, None),
+            ("the save", 301.0, 300.0, 60.0, [1]),
+            ("the save", 59.0, 2.0, 60.0, None),  # never less than usual
+        )
+    },
+    "who has ended is not waited for": (
+        *([member(0, 0), member(1, 5, ended=True)], waits("the save", 0.1, [0], 300.0), [1], ""),
+    ),
+    "one that may still come is waited for": (
+        [member(0, 0), member(1, 5, ended=True), member(2, 5)],
+        *(waits("the step (1)", 0.1, [0]), None, ""),
+    ),
+}
 
 
-def blamed(*members: Member, **waiting: Any) -> list[int]:
-    verdict = stuck_of(*members, **waiting)
+@pytest.mark.parametrize(("members", "waiting", "blames", "says"), STUCK.values(), ids=STUCK)
+def test_who_is_stuck(
+    members: list[Member], waiting: dict[str, Waiting], blames: list[int] | None, says: str
+) -> None:
+    verdict = find_stuck({m.process: m for m in members}, waiting, NOW, SILENT)
+    if blames is None:
+        assert verdict is None
+        return
     assert verdict is not None
-    return list(verdict.blames)
+    assert (list(verdict.blames), verdict.stacks) == (blames, True)
+    assert re.search(says, verdict.reason), verdict.reason
 
 
-def test_all_is_well() -> None:
-    assert stuck_of(member(0, 20, seconds=59.0), member(1, 18, seconds=59.0)) is None
-
-
-def test_nothing_is_known_yet() -> None:
-    assert stuck_of(Member(0, "a", 1, NOW), Member(1, "b", 2, NOW)) is None
-    waiting = waits("the data", 5.0, [0])
-    assert stuck_of(member(0, 0), Member(1, "b", 2, NOW), waiting=waiting) is None
+def test_no_limit_is_known_before_the_first_report() -> None:
     assert Heartbeat().allowed_seconds > 1e300
-
-
-def test_who_has_begun_the_fewest_steps() -> None:
-    verdict = stuck_of(
-        member(0, 21, seconds=61.0), member(1, 20, seconds=61.5), member(2, 22, seconds=59.0)
-    )
-    assert verdict is not None
-    assert figures(verdict.reason) == ["62", "60", "22", "1", "101", "20", "19", "61.5"]
-    assert_mentions(verdict.reason, "no step", "at step 22, wait", "for process 1", "begun 20")
-    assert (verdict.blames, verdict.stacks) == ([1], True)
-
-
-def test_several_that_are_behind() -> None:
-    stuck = [member(p, 20 if p in (1, 3) else 25, seconds=70.0) for p in range(4)]
-    assert blamed(*stuck) == [1, 3]
-
-
-def test_one_that_waits_for_another_that_is_still_in_time() -> None:
-    # Process 1 has just moved, after a pause that was too long for process 0.
-    assert blamed(member(0, 21, seconds=61.0), member(1, 20, seconds=1.0)) == [1]
-
-
-def test_a_tie_blames_nobody() -> None:
-    verdict = stuck_of(member(0, 7, seconds=61.0), member(1, 7, seconds=60.5))
-    assert verdict is not None
-    assert list(verdict.blames) == []
-    assert figures(verdict.reason) == ["61", "60", "7"]
-    assert_mentions(verdict.reason, "no step", "all processes")
-    assert verdict.stacks
-
-
-def test_among_equals_the_one_in_a_callback() -> None:
-    stuck = member(1, 7, "in a callback", 61.0)
-    assert blamed(member(0, 7, seconds=61.0), stuck, member(2, 7, seconds=61.0)) == [1]
-
-
-def test_a_callback_of_one_that_is_ahead_is_not_the_cause() -> None:
-    inside = member(1, 8, "in a callback", 61.0)
-    assert blamed(member(0, 7, seconds=61.0), inside) == [0]
-
-
-def test_one_that_rests_while_the_others_wait() -> None:
-    assert blamed(member(0, 7, seconds=61.0), member(1, 6, "idle", 500.0)) == [1]
-
-
-def test_all_rest() -> None:
-    assert stuck_of(member(0, 7, "idle", 9e9), member(1, 6, "idle", 9e9)) is None
-
-
-def test_one_that_has_ended() -> None:
-    verdict = stuck_of(member(0, 7, seconds=61.0), member(1, 6, seconds=900.0, ended=True))
-    assert verdict is not None
-    assert list(verdict.blames) == [1]
-    assert re.search(r"process 1 \(node, pid 101\), which ended\b.*step 6", verdict.reason)
-
-
-def test_one_that_ends_in_the_middle_of_the_others_steps_is_named_at_once() -> None:
-    verdict = stuck_of(
-        member(0, 5, seconds=0.5), member(1, 4, seconds=0.4, ended=True), member(2, 5)
-    )
-    assert verdict is not None
-    assert list(verdict.blames) == [1]
-    assert re.search(r"at step 5, .* process 1 \(.*which ended\b.* 4\b", verdict.reason)
-    assert stuck_of(member(0, 5, "idle"), member(1, 4, ended=True)) is None
-    assert stuck_of(member(0, 5), member(1, 5, ended=True)) is None
-
-
-def test_the_last_one_that_runs() -> None:
-    assert stuck_of(member(0, 7, seconds=59.0), member(1, 7, ended=True, unheard=900.0)) is None
-
-
-@pytest.mark.parametrize("doing", ["compiling", "starting"])
-def test_whoever_compiles_has_longer_and_so_have_those_who_wait(doing: str) -> None:
-    compiling = member(1, 6, doing, 300.0, allowed=1800.0)
-    assert stuck_of(member(0, 7, seconds=300.0), compiling) is None
-    compiling = member(1, 6, doing, 1801.0, allowed=1800.0)
-    assert blamed(member(0, 7, seconds=1801.0), compiling) == [1]
-
-
-def test_silence_comes_first() -> None:
-    verdict = stuck_of(member(0, 7, seconds=61.0), member(1, 9, unheard=31.0))
-    assert verdict is not None
-    assert list(verdict.blames) == [1]
-    assert figures(verdict.reason)[:4] == ["1", "101", "31", "9"]
-    assert re.match(r"process 1 \(.*no heartbeat\b.*for 31 s, last\b", verdict.reason)
-
-
-def test_silence_that_is_shorter_than_the_limit_is_said() -> None:
-    verdict = stuck_of(member(0, 9, seconds=61.0), member(1, 7, unheard=29.0))
-    assert verdict is not None
-    assert re.search(r"no heartbeat\b.*for 29 s: frozen, .*network failure", verdict.reason)
-
-
-def test_who_is_waited_for() -> None:
-    waiting = waits("the step (1)", 61.0, [0])
-    verdict = stuck_of(member(0, 0), member(1, 0), member(2, 0), waiting=waiting)
-    assert verdict is not None
-    assert list(verdict.blames) == [1, 2]
-    assert re.match(r"the others\b.*waited 61 s for the\b.* \(1\) from ", verdict.reason)
-    waiting = waits("the step (1)", 59.0, [0])
-    assert stuck_of(member(0, 0), member(1, 0), waiting=waiting) is None
-
-
-def test_who_is_waited_for_may_be_compiling() -> None:
-    waiting = waits("the step (1)", 61.0, [0])
-    assert stuck_of(member(0, 0), member(1, 0, allowed=1800.0), waiting=waiting) is None
-
-
-def test_a_topic_may_take_its_time() -> None:
-    waiting = waits("the save (1)", 61.0, [0], 300.0)
-    assert stuck_of(member(0, 0), member(1, 0), waiting=waiting) is None
-    waiting = waits("the save (1)", 301.0, [0], 300.0)
-    assert blamed(member(0, 0), member(1, 0), waiting=waiting) == [1]
-    waiting = waits("the save (1)", 59.0, [0], 2.0)
-    assert stuck_of(member(0, 0), member(1, 0), waiting=waiting) is None  # never less than usual
-    waiting = waits("the save (1)", 0.1, [0], 300.0)
-    assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
-
-
-def test_who_has_ended_is_not_waited_for() -> None:
-    waiting = waits("the step (1)", 0.1, [0])
-    assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
-    waiting = waits("the step (1)", 0.1, [0])
-    assert stuck_of(member(0, 0), member(1, 5, ended=True), member(2, 5), waiting=waiting) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.island_groups import STATE, Threads
 from support.island_networks import places
+from support.tiers import only
 from support.waiting import until
 
 from replicax.cluster.watchdog import Timeouts
@@ -92,7 +93,7 @@ def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
     assert joins.result(20.0).run == STATE[0]
 
 
-@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("slow", only([False], [True, False]))
 def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
     one, other = threads.found(places(2), stall_seconds=0.3, stall_multiple=1.0)
     for _ in range(3):
@@ -106,6 +107,7 @@ def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
     assert early.result(20.0) == ([], [0, 1] if slow else [0])
 
 
+@pytest.mark.exhaustive
 def test_an_island_that_rests_is_waited_for(threads: Threads) -> None:
     one, other = threads.found(places(2), stall_seconds=0.3, stall_multiple=1.0, silent_seconds=2.0)
     for _ in range(3):
@@ -141,6 +143,7 @@ def test_time_in_which_an_island_was_frozen_does_not_count(
     assert early.result(20.0) == ([], [0, 1])
 
 
+@pytest.mark.exhaustive
 def test_an_island_that_takes_steps_is_waited_for(threads: Threads) -> None:
     """As at the end of a round, where a slow one has many left."""
     one, other = threads.found(places(2), stall_seconds=1.0, stall_multiple=1.0, silent_seconds=2.0)

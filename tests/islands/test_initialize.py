@@ -23,6 +23,7 @@ print(*map(sorted, policies.values()))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
 def test_xlas_threads_preempt_nobody_and_those_of_the_network_do() -> None:
     place = {"REPLICAX_ISLAND": "0", "REPLICAX_ISLANDS": f"127.0.0.1:{free_port()},127.0.0.1:1"}

@@ -201,6 +201,7 @@ def test_silence_is_a_loss() -> None:
         other.close()
 
 
+@pytest.mark.exhaustive
 def test_beats_keep_silent_islands_joined() -> None:
     with islands(places(2), patience_seconds=0.5) as (one, other):
         one.peer(1)
@@ -210,6 +211,7 @@ def test_beats_keep_silent_islands_joined() -> None:
         assert not one.only("heard")
 
 
+@pytest.mark.exhaustive
 def test_an_island_that_is_busy_with_a_message_loses_nobody() -> None:
     with islands(places(2), patience_seconds=0.3) as (one, other):
         one.network._heard = lambda peer, message: time.sleep(1.0)
@@ -283,6 +285,7 @@ def test_close_is_quick_and_may_come_twice() -> None:
     within(0.5, attempt)
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_does_not_read_does_not_delay_a_close_for_long() -> None:
     first, second = places(2)
     other = RawIsland(second)

@@ -107,13 +107,6 @@ def test_who_dies_before_it_sends_is_left_out(threads: Threads) -> None:
     assert [islands.jobs[n].span for n in (0, 2)] == [(0, 2), (1, 2)]
 
 
-def test_who_dies_before_the_others_send_is_left_out(threads: Threads) -> None:
-    islands = Islands(threads, 3)
-    islands.kill(0)
-    for each in islands.share(1, 2):
-        assert_from([1, 2], each.result(20.0))
-
-
 def test_what_some_have_of_a_lost_island_counts_nowhere(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,19 +139,6 @@ def test_what_one_has_completed_counts_everywhere(
     for found in islands.all_do(lambda job: job.share(arrays(job.island))(), 0, 1):
         assert_from([0, 1], found)
     assert [islands.jobs[n].span for n in (0, 1)] == [(0, 2), (1, 2)]
-
-
-def test_two_that_die_are_left_out(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    islands = Islands(threads, 4)
-    for group in islands.groups:
-        monkeypatch.setattr(group, "arbiter", lambda all_gone: True)
-        monkeypatch.setattr(group.agreement, "_is_dead", lambda index: True)
-    waiting = islands.share(1, 3)
-    islands.kill(0)
-    islands.kill(2)
-    for each in waiting:
-        assert_from([1, 3], each.result(20.0))
-    assert [islands.jobs[n].span for n in (1, 3)] == [(0, 2), (1, 2)]
 
 
 def test_a_death_between_exchanges_changes_the_span_with_the_next_one(threads: Threads) -> None:

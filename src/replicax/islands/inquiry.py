@@ -64,7 +64,7 @@ def answer_inquiry(channel: Channel, *, trains: bool) -> None:
     """Answer until the other end closes; `OSError` or `ValueError` tells why it ends."""
     channel.limit(_SECONDS)
     while True:
-        question = INQUIRY.decode(channel.receive())
+        question = _receive(channel)
         if not isinstance(question, Question):
             raise ValueError("an answer without a question")
         if not 0 <= question.bytes <= (0 if trains else MOST_BYTES):
@@ -75,7 +75,15 @@ def answer_inquiry(channel: Channel, *, trains: bool) -> None:
 
 def _ask(channel: Channel, data: bytes = b"") -> Answer:
     channel.send_bytes([message_bytes(Question(len(data))), data])
-    answer = INQUIRY.decode(channel.receive())
+    answer = _receive(channel)
     if not isinstance(answer, Answer):
         raise ValueError("a question instead of an answer")
     return answer
+
+
+def _receive(channel: Channel) -> Question | Answer:
+    text = channel.receive()
+    try:
+        return INQUIRY.decode(text)
+    except RecursionError:
+        raise ValueError("a message is not nested deeply") from None

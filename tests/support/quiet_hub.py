@@ -1,0 +1,124 @@
+"""The hub of a job without threads, sockets and time: a test says what happens next."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import msgspec
+from support.clock import Clock
+from support.cluster_jobs import NO_SECRET, place, proven
+
+from replicax.cluster import door, hub, wire
+from replicax.cluster.hub import LOOK_SECONDS, Hub
+from replicax.cluster.secret import Secret
+from replicax.cluster.watchdog import StuckVerdict, Timeouts
+from replicax.cluster.wire import Go, Hello, Message, decode, encode
+
+
+class Connection:
+    """A connection to the hub, and what came back on it."""
+
+    def __init__(self, quiet: "QuietHub") -> None:
+        self._quiet, self.closed, self._told = quiet, False, bytearray()
+        self.peer = door.Peer(quiet.hub._hear, quiet.hub._lost)
+        self.peer.connection_made(mock.MagicMock(spec=door.asyncio.Transport, **self._transport()))
+
+    def _transport(self) -> dict[str, Any]:
+        return {"write": self._told.extend, "is_closing": lambda: self.closed, "close": self.close}
+
+    @property
+    def told(self) -> list[Message]:
+        """The answers of the hub, without heartbeats."""
+        found = [decode(line) for line in self._told.split(b"\n")[:-1]]
+        return [message for message in found if not isinstance(message, wire.Tick)]
+
+    def say(self, message: Message | bytes) -> None:
+        if not self.closed:
+            self.peer.data_received(message if isinstance(message, bytes) else encode(message))
+
+    def close(self) -> None:
+        """End it, from either end."""
+        if not self.closed:
+            self.closed = True
+            self.peer.connection_lost(None)
+
+    def verdicts(self) -> list[StuckVerdict]:
+        return [each for each in self.told if isinstance(each, StuckVerdict)]
+
+
+class QuietHub:
+    """A hub that does something when a test says so; use it as a context manager."""
+
+    def __init__(
+        self, processes: int, timeouts: Timeouts, join_seconds: float, secret: Secret = NO_SECRET
+    ) -> None:
+        self.clock, self._later, self._order = Clock(), [], itertools.count()
+        self.secret = secret
+        self._patches = [
+            mock.patch.object(hub, "bound_socket"),
+            mock.patch.object(hub, "time", self.clock),
+            mock.patch.object(hub.threading, "Thread"),
+            mock.patch.object(hub.asyncio, "new_event_loop", return_value=self),
+            mock.patch.object(hub.asyncio, "sleep", _Turn),
+            mock.patch.object(door.asyncio, "get_running_loop", return_value=self),
+        ]
+        self._given = place(0, processes, 1, secret=secret), timeouts, join_seconds
+
+    def __enter__(self) -> "QuietHub":
+        for each in self._patches:
+            each.start()
+        self.hub = Hub(*self._given, lambda hellos: (700, [None] * len(hellos)))
+        self._watch = self.hub._watch()
+        self._watch.send(None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.close()
+        for each in self._patches:
+            each.stop()
+
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> Any:
+        cancelled = mock.Mock(cancel=lambda: live.clear())
+        live = [call]
+        later = self.clock.now + seconds, next(self._order), live, arguments
+        heapq.heappush(self._later, later)
+        return cancelled
+
+    def connect(self) -> Connection:
+        return Connection(self)
+
+    def join(self, rank: int, count: int, **more: Any) -> Connection:
+        """Let a process come that knows the secret, unless `more` says otherwise."""
+        connection = self.connect()
+        hello = Hello("ours", rank, count, f"host {rank}", 100 + rank)
+        changed = msgspec.structs.replace(hello, **more)
+        connection.say(changed if "proof" in more else proven(changed, self.secret))
+        return connection
+
+    def wait(self, seconds: float, *, frozen: bool = False) -> None:
+        """Let time pass; the hub looks at it all the while, unless its process is `frozen`."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now = until if frozen else min(self.clock.now + LOOK_SECONDS, until)
+            while self._later and self._later[0][0] <= self.clock.now:
+                *_, live, arguments = heapq.heappop(self._later)
+                for call in live:
+                    call(*arguments)
+            self._watch.send(None)
+
+
+class _Turn:
+    """Stands in for a sleep: it ends when the coroutine is sent something."""
+
+    def __init__(self, _seconds: float) -> None:
+        pass
+
+    def __await__(self) -> Any:
+        yield
+
+
+def starts(connections: Sequence[Connection]) -> list[Go]:
+    """Return what all were told at the start."""
+    return [each for connection in connections for each in connection.told if isinstance(each, Go)]
