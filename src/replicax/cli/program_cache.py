@@ -28,8 +28,8 @@ def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
         prunes: whether this process removes old programs.
     """
     config = jax.config
-    enabled = config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    chosen = config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
+    enabled = config.jax_enable_compilation_cache
+    chosen = config.jax_compilation_cache_dir is not None
     host = host_processor() if device.platform == "cpu" else ""
     if chosen or not enabled or _REFUSED in host:
         return None

@@ -105,7 +105,7 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
             "itself: remove the former call"
         )
     coordinator = str(place.coordinator)
-    gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)  # type: ignore[attr-defined]
+    gpus = visible_gpus(os.environ, platforms=jax.config.jax_platforms)
     if not gpus:
         _check_own_name()
     with contextlib.ExitStack() as held:

@@ -50,7 +50,7 @@ def _with_islands(
         _job = IslandJob(job, place, group)
         atexit.register(_job.finish)
         _watch_exceptions()
-        if not visible_gpus(os.environ, platforms=jax.config.jax_platforms):  # type: ignore[attr-defined]
+        if not visible_gpus(os.environ, platforms=jax.config.jax_platforms):
             join.do_not_preempt()  # the network's threads, started before, do
         return _job
 

@@ -82,8 +82,9 @@ class RoundsSubject:
         """Return the row on parameters that should be equal up to rounding."""
         begun = self.begun(self.step(1, None)).params
         one, other, start = (_vector(each) for each in (found.params, wanted.params, begun))
-        off, norm, change = map(np.linalg.norm, (one - other, other, other - start))
-        relative = float(off / max(norm, np.finfo(np.float32).tiny))
+        vectors = (one - other, other, other - start)
+        off, norm, change = (float(np.linalg.norm(each)) for each in vectors)
+        relative = off / max(norm, float(np.finfo(np.float32).tiny))
         close = relative <= CLOSE or off <= 1000 * CLOSE * change
         figures = {"relative": relative, "islands": self.count}
         said = f"{text}: largest difference {relative:.1e} of the parameters"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from replicax.core.ground.largest_places import largest_places
 from replicax.errors import choose
@@ -51,7 +52,7 @@ class Floats:
     """Values rounded to a float dtype, to nearest."""
 
     name: str
-    dtype: jnp.dtype
+    dtype: DTypeLike
     error: float
     block: int = 1
 
@@ -215,6 +216,6 @@ def _as_bytes(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
 
 
-def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _from_bytes(payload: jax.Array, dtype: DTypeLike) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(payload.reshape(-1, size), dtype)

@@ -81,7 +81,7 @@ def takes(tree: Any, *others: Any) -> bool:
 def from_host(leaf: Any, sharding: Sharding) -> jax.Array:
     """Place an array or random keys by `sharding`; this process has the whole value."""
     host = np.asarray(numbers(leaf))
-    placed = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    placed: jax.Array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
     if is_random_key(leaf):
         placed = jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf))
     return placed

@@ -20,7 +20,7 @@ it is a `Total(-1)` (`row_counts`). One trace would show the same `div _ 8.0` fo
 number of rows and for one by 8.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -134,7 +134,8 @@ class Follow:
             if MIXED in found and MIXED not in places:
                 self.mixing.add(eqn.primitive.name)
             set_all(eqn.outvars, found)
-            for out, other in zip(eqn.outvars, twin.outvars, strict=True):
+            pairs: Iterable[tuple[Any, Any]] = zip(eqn.outvars, twin.outvars, strict=True)
+            for out, other in pairs:
                 grown = _grown(out, other) if known[out] == MIXED else []
                 if len(grown) == 1 and out.aval.shape[grown[0]] % self._rows[0] == 0:
                     self.mixed[out] = grown[0]

@@ -41,7 +41,7 @@ def undisturbed(mesh: AnyMesh, in_flight: InFlight, named: bool, compiled: bool)
     Programs that communicate must reach all devices in one order. `compiled`: whether it takes
     compiled programs on one device, too.
     """
-    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    disabled = jax.config.jax_disable_jit
     if disabled and (compiled or mesh.size > 1):
         where = "a bitwise reproducible mode" if compiled else f"a mesh of {mesh.size} devices"
         raise ConfigError(
