@@ -5,20 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_islands.chaos import Harness
-from chaos_islands.results import Outcome, add_to_file, table
-from chaos_islands.rounds import ROUND_FAULTS
+from chaos.harness import Harness
+from chaos.islands.harness import IslandsHarness
+from chaos.islands.rounds import ROUND_FAULTS
+from chaos.results import IslandsOutcome, add_to_file, table
 from support import programs
 from support.tiers import EXHAUSTIVE
 
 
 @pytest.fixture(scope="module")
 def harness() -> Iterator[Harness]:
-    with Harness(programs=programs.FOLDER) as opened:
+    with IslandsHarness(programs=programs.FOLDER) as opened:
         yield opened
 
 
-def check(outcomes: list[Outcome], kinds: list[str]) -> None:
+def check(outcomes: list[IslandsOutcome], kinds: list[str]) -> None:
     wrong = [outcome.line() for outcome in outcomes if outcome.wrong]
     assert not wrong, "\n".join(wrong)
     assert sorted(outcome.fault for outcome in outcomes if not outcome.missed) == sorted(kinds)
@@ -39,7 +40,7 @@ def test_nobody_can_tell_what_happened_to_the_islands(harness: Harness) -> None:
 
 @pytest.fixture(scope="module")
 def rounds() -> Iterator[Harness]:
-    with Harness(programs=programs.FOLDER, rounds=True) as opened:
+    with IslandsHarness(programs=programs.FOLDER, rounds=True) as opened:
         yield opened
 
 
@@ -54,11 +55,18 @@ def test_islands_with_rounds_end_alike_whatever_happened(rounds: Harness) -> Non
     check(rounds.run(kinds, len(kinds), seed=0, jobs=2), kinds)
 
 
-def outcome(**differs: object) -> Outcome:
+def outcome(**differs: object) -> IslandsOutcome:
     usual = {"fault": "kill-unproven", "seed": 1, "islands": 3, "how": "kill 0", "missed": False}
-    usual |= {"equal": True, "hung": False, "starts": 4, "left": 1, "seconds": 3.0}
+    usual |= {
+        "equal": True,
+        "hung": False,
+        "starts": 4,
+        "left": 1,
+        "seconds": 3.0,
+        "cpu_seconds": 4.0,
+    }
     usual |= {"usual_step_seconds": 0.02, "recovery_seconds": [0.5, 12.25], "join_seconds": [0.1]}
-    return Outcome(**{**usual, "wrong": [], **differs})  # type: ignore[arg-type]
+    return IslandsOutcome(**{**usual, "wrong": [], **differs})  # type: ignore[arg-type]
 
 
 def test_the_table_fits_a_terminal() -> None:
