@@ -34,12 +34,15 @@ from chaos.runs.faults import FAULTS
 from chaos.runs.harness import RunsHarness
 
 _USUAL_TRIALS = 40
+_DISK, _NO_DISK = "on a real tmpfs", "injected, as nothing can be mounted here"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parse(arguments)
     began = time.monotonic()
+    if not options.islands:
+        print(f"disk-full, read-only: {_DISK if can_mount() else _NO_DISK}; io-error: injected")
     print(f"chaos {options.trials} trials, {', '.join(options.faults)}, seed {options.seed}")
     with _harness(options) as harness:
         outcomes = harness.run(
@@ -119,8 +122,4 @@ def _listed(title: str, faults: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if can_mount():
-        print("disk-full, read-only: on a real tmpfs; io-error: injected")
-    else:
-        print("disk-full, read-only, io-error: injected, as nothing can be mounted here")
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Common to the trainings of all trials: notes for the trial, and how JAX is configured.
 
 The environment has what differs between trials: CHAOS_STEP_SECONDS, CHAOS_SAVE_EVERY, CHAOS_CACHE,
-CHAOS_COMPILES and more.
+CHAOS_COMPILES and more. `tests` is in PYTHONPATH.
 """
 
 import json
@@ -23,6 +23,7 @@ class Notes:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self._base = folder, folder / "notes" / name
+        self._base.parent.mkdir(exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._steps = os.open(self._base.with_suffix(".steps"), flags)
 

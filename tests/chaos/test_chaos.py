@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from chaos.harness import Harness
-from chaos.results import RunOutcome, table
 from chaos.runs.corruption import KINDS, corrupt
 from chaos.runs.defences import DEFENCES
 from chaos.runs.faults import FAULTS
@@ -100,24 +99,3 @@ def test_what_is_forked_ends_as_python_does(tmp_path: Path) -> None:
     assert (ended.status, killed.status) == (3, -signal.SIGKILL)
     assert ended.out.read_text() == "['0'] hi\nbye\n"
     assert ended.err.read_text() == ""
-
-
-def test_the_table_fits_a_terminal() -> None:
-    outcome = RunOutcome(
-        fault="kill-restoring",
-        seed=1,
-        processes=2,
-        how="kill 0 at step 3",
-        missed=False,
-        equal=True,
-        starts=2,
-        lost=[0, 8],
-        recovery_seconds=[0.5, 12.25],
-        seconds=3.0,
-        cpu_seconds=4.0,
-        wrong=[],
-    )
-    lines = list(table([outcome] * 9_999))
-    assert all(len(line) <= 80 for line in lines)
-    cells = ["kill-restoring", *["9999"] * 3, "8", "4.0", "6.38", "12.25"]
-    assert lines[1].split() == cells

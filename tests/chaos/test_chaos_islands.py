@@ -1,14 +1,11 @@
 """Disturbed runs of islands end as the undisturbed one."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from chaos.harness import Harness
 from chaos.islands.harness import IslandsHarness
-from chaos.islands.rounds import ROUND_FAULTS
-from chaos.results import IslandsOutcome, add_to_file, table
+from chaos.results import IslandsOutcome
 from support import programs
 from support.tiers import EXHAUSTIVE
 
@@ -53,47 +50,3 @@ def test_islands_with_rounds_end_alike_whatever_happened(rounds: Harness) -> Non
     kinds = ["kill", "kill-all", "kill-joining", "kill-saving", "term", "freeze", "resize"]
     kinds += ["term-all", "slow", "kill-many", "halves", "launch"]
     check(rounds.run(kinds, len(kinds), seed=0, jobs=2), kinds)
-
-
-def outcome(**differs: object) -> IslandsOutcome:
-    usual = {"fault": "kill-unproven", "seed": 1, "islands": 3, "how": "kill 0", "missed": False}
-    usual |= {
-        "equal": True,
-        "hung": False,
-        "starts": 4,
-        "left": 1,
-        "seconds": 3.0,
-        "cpu_seconds": 4.0,
-    }
-    usual |= {"usual_step_seconds": 0.02, "recovery_seconds": [0.5, 12.25], "join_seconds": [0.1]}
-    return IslandsOutcome(**{**usual, "wrong": [], **differs})  # type: ignore[arg-type]
-
-
-def test_the_table_fits_a_terminal() -> None:
-    lines = list(table([outcome()] * 9_999))
-    assert all(len(line) <= 80 for line in lines)
-    cells = ["kill-unproven", "9999", "0", "0", "9999", "6375", "12250", "12250", "100"]
-    assert lines[1].split() == cells
-
-
-def test_a_file_of_results_adds_up(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    for each in (
-        outcome(),
-        outcome(wrong=["step is 3"], equal=False, recovery_seconds=[1.0]),
-        outcome(fault="kill", missed=True),
-    ):
-        add_to_file(path, each, {"cores": 2})
-    told = json.loads(path.read_text())
-    counted = {"runs": 2, "failures": 1, "hangs": 0, "unequal": 1, "restarts": 3, "left": 3}
-    assert told["all"] == counted
-    assert told["faults"]["kill-unproven"]["recovery_ms"] == {
-        "median": 1000,
-        "p95": 12250,
-        "max": 12250,
-    }
-    assert told["faults"]["kill"]["missed"] == 1
-
-
-def test_every_fault_is_told() -> None:
-    assert all(fault.what and len(name) <= 14 for name, fault in ROUND_FAULTS.items())

@@ -47,8 +47,7 @@ class Trial:
         self.checkpoints = self.run / "checkpoints"
         self.notes = folder / "notes"
         self.children: list[Child] = []
-        for each in (folder / "out", self.notes):
-            each.mkdir(parents=True, exist_ok=True)
+        (folder / "out").mkdir(parents=True, exist_ok=True)
         self._saves: set[str] = set()
 
     def check(self, holds: object, otherwise: str) -> None:

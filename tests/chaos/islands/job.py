@@ -14,9 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import numpy as np
 from chaos import jobs
 from chaos.islands.sizes import BATCH, EPOCHS, EVAL_ROWS, ROWS, SAVE_EVERY, STEPS_OF_AN_EPOCH

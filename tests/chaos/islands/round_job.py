@@ -6,12 +6,7 @@ and the order of rows, to measure how much the loss differs without faults. See 
 
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax.numpy as jnp
 import numpy as np

@@ -11,9 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # otherwise `chaos` would be a file beside this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import jax
 import numpy as np
 from chaos.jobs import Notes, configure, fit, step_seconds, write
