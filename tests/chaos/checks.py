@@ -1,6 +1,5 @@
 """Checks of a finished trial: its records and rows must be those of the undisturbed run."""
 
-from collections.abc import Collection
 from typing import Any
 
 from chaos.trial import Reference, Trial
@@ -10,19 +9,31 @@ _OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
 Records = list[dict[str, Any]]
 
 
-def check_same(
-    trial: Trial, whose: str, mine: dict[str, Any], its: dict[str, Any], names: Collection[str]
+def check_results(
+    trial: Trial, reference: Reference, epochs: int, *, every_row: bool = True
 ) -> None:
-    """Check that what has these names is that of the undisturbed run."""
-    for name in names:
-        one, other = str(mine[name])[:16], str(its[name])[:16]
-        trial.check(one == other, f"{name}{whose} is {one}, of the undisturbed run {other}")
+    """Check that whoever has completed the run has the state of the undisturbed one.
+
+    If it trained on `every_row`, each epoch used every row once: each counts in its own digit.
+    """
+    results, its = trial.results(), reference.result
+    trial.check(results, "nobody has completed the run")
+    for who, result in results.items():
+        for name in ("params", "state", "step"):
+            one, other = str(result[name])[:16], str(its[name])[:16]
+            trial.check(one == other, f"{name} of {who} is {one}, of the undisturbed run {other}")
+        trial.check(result["seen"] == its["seen"], "other rows used than undisturbed")
+        once = seen_once_an_epoch(epochs)
+        wrong = {row: count for row, count in enumerate(result["seen"]) if count != once}
+        trial.check(not (wrong and every_row), f"rows not used exactly once an epoch: {wrong}")
 
 
-def check_rows(trial: Trial, seen: list[float], epochs: int) -> None:
-    """Check that each epoch used every row once: each epoch counts in its own digit."""
-    wrong = {row: count for row, count in enumerate(seen) if count != seen_once_an_epoch(epochs)}
-    trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
+def is_equal(trial: Trial, reference: Reference) -> bool:
+    """Return whether all final states are that of the undisturbed run, and there is one."""
+    results, its = trial.results().values(), reference.result
+    return bool(results) and all(
+        result[name] == its[name] for result in results for name in ("params", "state")
+    )
 
 
 def check_records(trial: Trial, mine: Records, its: Records) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from chaos.trial import STEP
 
 import replicax as rx
+from replicax.train.fingerprint import sha256
 
 
 class Notes:
@@ -28,18 +30,20 @@ class Notes:
         self._steps = os.open(self._base.with_suffix(".steps"), flags)
 
     def write(self, event: str, **told: Any) -> None:
-        write(self._base.with_suffix(f".{event}"), told)
+        """Write a note that readers see whole or not at all."""
+        beside = self._base.with_suffix(".new")
+        beside.write_text(json.dumps(told))
+        beside.replace(self._base.with_suffix(f".{event}"))
+
+    def write_result(self, state: Any) -> None:
+        """Note the state of the completed run, which counts its rows."""
+        params, step = state.params, int(state.step)
+        seen = np.asarray(params["seen"]).tolist()
+        self.write("result", params=sha256(params), state=sha256(state), seen=seen, step=step)
 
     def step(self, number: int) -> None:
         """Note a step; readers see it at once."""
         os.write(self._steps, STEP.pack(time.time(), number))
-
-
-def write(path: Path, told: dict[str, Any]) -> None:
-    """Write JSON that readers see whole or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(told))
-    beside.replace(path)
 
 
 def step_seconds() -> float:

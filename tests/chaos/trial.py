@@ -84,6 +84,11 @@ class Trial:
                 return int(STEP.unpack(f.read(STEP.size))[1])
         return 0
 
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Return what each process that completed the run says of it, by the process's name."""
+        found = sorted(self.notes.glob("*.result"))
+        return {path.stem: json.loads(path.read_text()) for path in found}
+
     def saves_begun(self) -> int:
         """Return the number of saves that were under way at one of the calls."""
         self._saves.update(path.name for path in self.checkpoints.glob(".saving-*"))

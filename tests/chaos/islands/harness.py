@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from chaos.checks import check_alike
+from chaos.checks import check_alike, is_equal
 from chaos.disk import Disk, can_mount, mounted
 from chaos.harness import Harness, Once
 from chaos.islands.checks import (
     check_done,
-    is_equal,
     join_pauses,
     of_training,
     read_checkpoint,

@@ -14,14 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from chaos import jobs
 from chaos.islands.sizes import BATCH, EPOCHS, EVAL_ROWS, ROWS, SAVE_EVERY, STEPS_OF_AN_EPOCH
 from support.counted_rows import loss, model, optimizer, rows
 
 import replicax as rx
 from replicax.islands import group, handshake
-from replicax.train.fingerprint import sha256
 
 
 class Noting(rx.Hook):
@@ -56,14 +54,7 @@ def train(notes: jobs.Notes) -> None:
     )
     state = dp.init(model(ROWS), seed=3)
     result = fit(dp, state, rows(ROWS, seed=2), rows(EVAL_ROWS, seed=5), notes, seed=4)
-    params = result.state.params
-    notes.write(
-        "result",
-        params=sha256(params),
-        state=sha256(result.state),
-        seen=np.asarray(params["seen"]).tolist(),
-        step=int(result.state.step),
-    )
+    notes.write_result(result.state)
 
 
 def on_hosts_of_their_own() -> None:

@@ -89,7 +89,9 @@ def check_rounds(
     trial: Trial, undisturbed: Mapping[str, Any] | None, codes: Collection[int]
 ) -> None:
     """Check all that must hold at the end; with `undisturbed` also that the bits are the same."""
-    results = check_ends(trial, codes)
+    check_ends(trial, codes)
+    results = trial.results()
+    trial.check(results, "no island has completed the run")
     first = next(iter(results.values()), {})
     for name, result in results.items():
         trial.check(result["step"] == STEPS, f"{name} ended at step {result['step']}")

@@ -1,7 +1,6 @@
 """One disturbed run: starts its islands, starts each again that ends, and knows how far all are."""
 
 import dataclasses
-import json
 import random
 import signal
 import subprocess
@@ -300,11 +299,6 @@ class Trial(trial.Trial):
         self.server.wait(left, 10.0)
         if self.links is not None:
             self.links.close()
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        """Return what each start that completed the run says of it, by its name."""
-        found = sorted(self.notes.glob("*.result"))
-        return {path.stem: json.loads(path.read_text()) for path in found}
 
     def pick(self, count: int, among: Collection[int] | None = None) -> list[int]:
         """Draw islands; every second time the writing one is among them."""

@@ -1,7 +1,7 @@
 """The training of a trial, which proves which rows it used, in `FOLDER`, on `DATA`.
 
 The run is `FOLDER/run`. Each process keeps notes in `FOLDER/notes` of how far it is, and at the
-end process 0 writes `FOLDER/result.json`.
+end process 0 writes there what came of it.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from chaos.jobs import Notes, configure, fit, step_seconds, write
+from chaos.jobs import Notes, configure, fit, step_seconds
 from chaos.runs import defences, failing_writes
 from chaos.runs.sizes import (
     BAD_ROW,
@@ -112,14 +112,7 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
         result = stopped.result
     notes.write("fitted", time=time.time(), copies=copies(result.state))
     if not result.exit_code and jax.process_index() == 0:
-        params = result.state.params
-        told = {
-            "sha256": sha256(params),
-            "state": sha256(result.state),
-            "seen": np.asarray(params["seen"]).tolist(),
-            "step": int(result.state.step),
-        }
-        write(folder / "result.json", told)
+        notes.write_result(result.state)
     return int(result.exit_code)
 
 

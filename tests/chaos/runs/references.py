@@ -1,6 +1,5 @@
 """Undisturbed runs, each made once; their compiled programs serve all trials."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -44,8 +43,9 @@ class References:
             trial.close()
         stepped = trial.note(start.children[0], "stepped")
         assert stepped is not None
+        (result,) = trial.results().values()
         found = Reference(
-            result=json.loads((trial.folder / "result.json").read_text()),
+            result=result,
             records=in_order(trial.records()),
             seconds=max(child.ended_at for child in start.children) - start.began,
             first_step_seconds=stepped["time"] - start.began,
