@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.chaos import Harness
-from chaos.corruption import KINDS, corrupt
-from chaos.defences import DEFENCES
-from chaos.faults import FAULTS
-from chaos.outcome import Outcome, table
+from chaos.harness import Harness
+from chaos.runs.corruption import KINDS, corrupt
+from chaos.runs.defences import DEFENCES
+from chaos.runs.faults import FAULTS
+from chaos.runs.harness import RunsHarness
 from support.fork_server import ForkServer
 from support.tiers import EXHAUSTIVE, only
 
@@ -21,7 +21,7 @@ MUTATED_TRIALS = 8
 
 @pytest.fixture(scope="module")
 def harness() -> Iterator[Harness]:
-    with Harness() as opened:
+    with RunsHarness() as opened:
         yield opened
 
 
@@ -99,24 +99,3 @@ def test_what_is_forked_ends_as_python_does(tmp_path: Path) -> None:
     assert (ended.status, killed.status) == (3, -signal.SIGKILL)
     assert ended.out.read_text() == "['0'] hi\nbye\n"
     assert ended.err.read_text() == ""
-
-
-def test_the_table_fits_a_terminal() -> None:
-    outcome = Outcome(
-        fault="kill-restoring",
-        seed=1,
-        processes=2,
-        how="kill 0 at step 3",
-        missed=False,
-        equal=True,
-        starts=2,
-        lost=[0, 8],
-        recovery_seconds=[0.5, 12.25],
-        seconds=3.0,
-        cpu_seconds=4.0,
-        wrong=[],
-    )
-    lines = list(table([outcome] * 9_999))
-    assert all(len(line) <= 80 for line in lines)
-    cells = ["kill-restoring", *["9999"] * 3, "8", "4.0", "12.25", "12.25"]
-    assert lines[1].split() == cells

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chaos.corruption import corrupt
+from chaos.runs.corruption import corrupt
 from support.resumable import bits
 from support.saved_checkpoint import POSITION
 from support.tiers import only

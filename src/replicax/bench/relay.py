@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Collection
 
 _CHUNK_BYTES = 1 << 15
 _CONNECT_SECONDS = 2.0
@@ -30,16 +31,18 @@ class TokenBucket:
 class Relay:
     """Listens in the place of every island, once for each other one, and passes bytes on.
 
-    Bytes wait for the uplink of the island that sends them and the downlink of the other.
+    Bytes wait for the uplink of the island that sends them and the downlink of the other. A
+    subclass may disturb connections in `hold` and `carry`.
     """
 
     def __init__(self, islands: int, bytes_per_second: float, burst_bytes: int) -> None:
         own = [socket.create_server(("127.0.0.1", 0)) for _ in range(islands)]
-        self._ports = [each.getsockname()[1] for each in own]
+        self.ports = [each.getsockname()[1] for each in own]
+        """On which the islands listen."""
         self._up = [TokenBucket(bytes_per_second, burst_bytes) for _ in range(islands)]
         self._down = [TokenBucket(bytes_per_second, burst_bytes) for _ in range(islands)]
         self._lock, self._closing = threading.Lock(), False
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, set[int]] = {}
         self._listening: dict[tuple[int, int], socket.socket] = {}
         for dialler in range(islands):
             for other in {*range(islands)} - {dialler}:
@@ -53,19 +56,37 @@ class Relay:
         """Return the ports by island: its own, on which it listens, and those of the relay."""
         return [
             port if other == island else self._listening[island, other].getsockname()[1]
-            for other, port in enumerate(self._ports)
+            for other, port in enumerate(self.ports)
         ]
+
+    def cut(self, islands: Collection[int]) -> None:
+        """End all connections among these islands; new ones may come."""
+        with self._lock:
+            ending = [each for each, pair in self._open.items() if pair <= {*islands}]
+        for each in ending:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End all connections, and accept no more."""
         with self._lock:
             self._closing = True
-            ending = [*self._listening.values(), *self._open]
-        for each in ending:
+        for each in self._listening.values():
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        for each in self._listening.values():
             each.close()
+        self.cut(range(len(self.ports)))
+
+    def hold(self, one: int, other: int) -> None:
+        """Wait until a connection of two islands may begin or end: here not at all."""
+
+    def carry(self, sender: int, receiver: int, data: memoryview, to: socket.socket) -> None:
+        """Send bytes on once they have passed both links; an `OSError` ends the connection."""
+        # Both links carry a byte at the same time, as packets follow one another.
+        count = len(data)
+        until = max(self._up[sender].reserve(count), self._down[receiver].reserve(count))
+        time.sleep(max(until - time.monotonic(), 0.0))
+        to.sendall(data)
 
     def _accept(self, dialler: int, other: int) -> None:
         listening = self._listening[dialler, other]
@@ -74,8 +95,9 @@ class Relay:
                 dialled, _ = listening.accept()
             except OSError:
                 return
+            self.hold(dialler, other)
             try:
-                address = "127.0.0.1", self._ports[other]
+                address = "127.0.0.1", self.ports[other]
                 reached = socket.create_connection(address, timeout=_CONNECT_SECONDS)
                 reached.settimeout(None)
             except OSError:  # it does not listen yet, or any more
@@ -83,7 +105,7 @@ class Relay:
                 continue
             ways = (dialler, other, dialled, reached), (other, dialler, reached, dialled)
             with self._lock:
-                self._open |= {dialled, reached}
+                self._open |= {end: {dialler, other} for end in (dialled, reached)}
                 closing = self._closing
             left = [2]
             for way in ways:
@@ -100,14 +122,13 @@ class Relay:
             for each in (source, to):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while count := source.recv_into(buffer):
-                # Both links carry a byte at the same time, as packets follow one another.
-                until = max(self._up[sender].reserve(count), self._down[receiver].reserve(count))
-                time.sleep(max(until - time.monotonic(), 0.0))
-                to.sendall(buffer[:count])
+                self.carry(sender, receiver, buffer[:count], to)
+        self.hold(sender, receiver)
         with self._lock:
             left[0] -= 1
             last = not left[0]
-            self._open -= {source, to} if last else set()
+            for each in (source, to) if last else ():
+                del self._open[each]
         for each in (source, to):
             with contextlib.suppress(OSError):
                 each.close() if last else each.shutdown(socket.SHUT_RDWR)

@@ -22,5 +22,5 @@ After `docs/islands.md`, read in this order:
     initialize.py         `rx.initialize`
 
 It imports `errors`, `arguments`, `cluster`, and of the core only `core.ground`. Tests:
-`tests/islands/`; faults with processes in `tests/chaos_islands/`. Public: `rx.initialize`.
+`tests/islands/`; faults with processes in `tests/chaos/islands/`. Public: `rx.initialize`.
 """

@@ -5,6 +5,6 @@ Read `fit.py` (`Run`, and `fit`, a whole run in one call), `loop.py`, `run_state
 islands, `members.py` says which of them writes. Observers of a run are hooks: those in `hooks/`,
 `audit.py`, `noise_scale.py`, `curves.py` with `drawing.py`, `progress.py` with `loss_curve.py`; the
 loop knows none by name. It may import `core`, `cluster`, `islands` and `analysis`, and no command.
-Tests: `tests/train/`, and kills in `tests/chaos/` and `tests/chaos_islands/`. Public:
-`rx.fit`, `rx.Run`, `rx.Hook`, the hooks and loggers (`docs/run.md`, `docs/hooks.md`).
+Tests: `tests/train/`, and kills in `tests/chaos/`. Public: `rx.fit`, `rx.Run`, `rx.Hook`, the hooks
+and loggers (`docs/run.md`, `docs/hooks.md`).
 """

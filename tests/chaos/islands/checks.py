@@ -7,15 +7,12 @@ import signal
 import statistics
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from chaos_islands.sizes import EPOCHS, STEPS
-from chaos_islands.trial import SAVED, Reference, Trial
-from support.counted_rows import seen_once_an_epoch
+from chaos.checks import Records, check_nothing_left, check_records, check_results, check_steps
+from chaos.islands.sizes import EPOCHS, STEPS
+from chaos.islands.trial import Reference, Trial
+from chaos.trial import SAVED, records_of
 from support.saved_checkpoint import chunks
-
-_OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
-_OF_ISLANDS = "islands"
 
 
 def check_done(trial: Trial, reference: Reference, codes: Collection[int]) -> None:
@@ -23,29 +20,17 @@ def check_done(trial: Trial, reference: Reference, codes: Collection[int]) -> No
 
     Islands that the trial did not end itself may have these exit codes.
     """
-    check_codes(trial, codes)
-    results = trial.results()
-    trial.check(results, "no island has completed the run")
-    for name, result in results.items():
-        for part in ("step", "params", "state"):
-            mine, its = str(result[part])[:16], str(reference.result[part])[:16]
-            trial.check(mine == its, f"{part} of {name} is {mine}, undisturbed {its}")
-        wrong = {row: n for row, n in enumerate(result["seen"]) if n != seen_once_an_epoch(EPOCHS)}
-        trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
-    for start in trial.starts:
-        done = f"{start.island}-{start.child.pid}" in results
-        trial.check(done or start.child.status, f"island {start.island} ended with 0 too early")
-    _check_records(trial, reference)
-    _check_checkpoint(trial, reference)
+    check_ends(trial, codes)
+    check_results(trial, reference, EPOCHS)
+    check_records(trial, of_training(records_of(trial.run)), reference.records)
+    trial.check(
+        read_checkpoint(trial.run) == reference.checkpoint,
+        "the newest checkpoint is not that of the undisturbed run",
+    )
 
 
-def is_equal(trial: Trial, reference: Reference) -> bool:
-    """Return whether all final states are that of the undisturbed run, and there is one."""
-    results = trial.results().values()
-    return bool(results) and all(r["state"] == reference.result["state"] for r in results)
-
-
-def check_codes(trial: Trial, codes: Collection[int]) -> None:
+def check_ends(trial: Trial, codes: Collection[int]) -> None:
+    """Check exit codes, recorded steps and what is left in the folder."""
     for number, start in enumerate(trial.starts):
         code, allowed = start.child.status, set(codes)
         if start.killed:
@@ -53,44 +38,18 @@ def check_codes(trial: Trial, codes: Collection[int]) -> None:
         if start.terminated:
             allowed |= {-signal.SIGTERM, 128 + signal.SIGTERM}
         trial.check(code in allowed, f"start {number}, of island {start.island}, ended with {code}")
+    results = trial.results()
+    for start in trial.starts:
+        done = f"{start.island}-{start.child.pid}" in results
+        trial.check(done or start.child.status, f"island {start.island} ended with 0 too early")
+    train = [record["step"] for record in records_of(trial.run) if record["kind"] == "train"]
+    check_steps(trial, train, STEPS)
+    check_nothing_left(trial)
 
 
-def _check_records(trial: Trial, reference: Reference) -> None:
-    """Check that each step is recorded once, in order, with the figures of the undisturbed run."""
-    records = read_records(trial.folder / "run")
-    steps = [record["step"] for record in records if record["kind"] == "train"]
-    trial.check(steps == list(range(1, STEPS + 1)), f"steps on record: {steps}")
-    mine, its = comparable(records), comparable(reference.records)
-    if mine != its:
-        differ = next(
-            (f"{a} and not {b}" for a, b in zip(mine, its, strict=False) if a != b),
-            f"{len(mine)} and not {len(its)} records",
-        )
-        trial.wrong.append(f"records differ from the undisturbed run's: {differ}")
-
-
-def read_records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
-
-
-def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what must be the same to the bit: all but times, and who was there."""
-    return [
-        {name: value for name, value in record.items() if name not in _OF_TIME}
-        for record in records
-        if record["kind"] != _OF_ISLANDS
-    ]
-
-
-def _check_checkpoint(trial: Trial, reference: Reference) -> None:
-    """Check that the newest checkpoint is complete, and has the final state."""
-    checkpoints = trial.folder / "run" / "checkpoints"
-    left = [path.name for path in checkpoints.iterdir() if not path.name.isdigit()]
-    trial.check(not left, f"left in the checkpoints' folder: {left}")
-    trial.check(
-        read_checkpoint(trial.folder / "run") == reference.checkpoint,
-        "the newest checkpoint is not that of the undisturbed run",
-    )
+def of_training(records: Records) -> Records:
+    """Return all records but those of who was there."""
+    return [record for record in records if record["kind"] != "islands"]
 
 
 def read_checkpoint(run: Path) -> dict[str, str]:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 from chaos.disk import can_mount, mounted
-from chaos.failing_writes import STAGES
-from chaos.sizes import SAVE_EVERY
-from chaos.trial import RUN_SECONDS, Start, Trial
+from chaos.runs.failing_writes import STAGES
+from chaos.runs.sizes import SAVE_EVERY
+from chaos.runs.trial import RUN_SECONDS, Start, Trial
 
 MOST_FREE_BYTES = 60_000
 """Less than a checkpoint of the trial's job needs."""

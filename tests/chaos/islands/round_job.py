@@ -4,22 +4,16 @@ CHAOS_ROUNDS has the arguments of `rx.Islands` as JSON, and CHAOS_SEED another s
 and the order of rows, to measure how much the loss differs without faults. See `job.py`.
 """
 
-import faulthandler
 import json
 import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax.numpy as jnp
 import numpy as np
 import optax
-from chaos_islands.job import Notes, configure
-from chaos_islands.sizes import BATCH, EPOCHS, KEEP, MICRO_SHARDS, ROWS
+from chaos.islands.job import fit, main
+from chaos.islands.sizes import MICRO_SHARDS, ROWS
+from chaos.jobs import Notes
 
 import replicax as rx
 from replicax.train.fingerprint import sha256
@@ -49,9 +43,8 @@ def rows(count: int, seed: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": y.astype(np.float32)}
 
 
-def train(folder: Path) -> None:
+def train(notes: Notes) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "0"))
-    notes = Notes(folder, float(os.environ.get("CHAOS_STEP_SECONDS", "0")))
     rounds: dict[str, Any] = json.loads(os.environ["CHAOS_ROUNDS"])
     dp = rx.DataParallel(
         loss,
@@ -61,31 +54,16 @@ def train(folder: Path) -> None:
         job=rx.initialize(verbose=False),
         islands=rx.Islands(**rounds, outer=optax.sgd(0.8, 0.5, nesterov=True)),
     )
-    result = rx.fit(
-        dp,
-        dp.init(model(seed), seed=3),
-        rows(ROWS, seed=2),
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        shuffle=True,
-        seed=seed,
-        eval_source=rows(ROWS, seed=5),
-        log_every=1,
-        run_dir=folder / "run",
-        saving=rx.Saving(every=int(os.environ.get("CHAOS_SAVE_EVERY", "10")), keep=KEEP),
-        hooks=[notes],
-        progress=True,
-    )
+    state = dp.init(model(seed), seed=3)
+    result = fit(dp, state, rows(ROWS, seed=2), rows(ROWS, seed=5), notes, seed)
     state = result.state
-    told = {
-        "agreed": sha256((state.params, state.opt_state, state.extras, state.step)),
-        "records": [(r.kind, r.step, agreed(r)) for r in result.records if alike(r.kind)],
-        "step": int(state.step),
-        "loss": [r.metrics["loss"] for r in result.records if r.kind == "eval"][-1],
-    }
-    beside = notes.base.with_suffix(".new")
-    beside.write_text(json.dumps(told))
-    beside.replace(notes.base.with_suffix(".result"))
+    notes.write(
+        "result",
+        agreed=sha256((state.params, state.opt_state, state.extras, state.step)),
+        records=[(r.kind, r.step, agreed(r)) for r in result.records if alike(r.kind)],
+        step=int(state.step),
+        loss=[r.metrics["loss"] for r in result.records if r.kind == "eval"][-1],
+    )
 
 
 def alike(kind: str) -> bool:
@@ -100,6 +78,4 @@ def agreed(record: Record) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    configure()
-    train(Path(sys.argv[1]))
+    main(train)

@@ -66,14 +66,19 @@ def _guard() -> None:
 def _records_rewind() -> None:
     from replicax.train.records import RunFolder
 
-    RunFolder.keep = lambda self, lines: lines  # type: ignore[method-assign]
+    keep = RunFolder.keep
+
+    def everything(self: Any, lines: int, digest: str | None = None, **options: bool) -> Any:
+        return keep(self, max(lines, len(self._lines.contents().splitlines())), **options)
+
+    RunFolder.keep = everything  # type: ignore[method-assign]
 
 
 def _agreed_stop() -> None:
     from replicax.train.stopping import Stopping
 
     Stopping.signal = property(lambda self: self._interrupt.signal)  # type: ignore[method-assign]
-    Stopping.vote = lambda self, unit="step", now=False: self.over  # type: ignore[method-assign]
+    Stopping.vote = lambda self, **how: self.over  # type: ignore[method-assign]
 
 
 def _position() -> None:

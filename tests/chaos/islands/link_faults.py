@@ -4,10 +4,10 @@ import json
 import time
 from collections.abc import Sequence
 
-from chaos_islands.deaths import named
-from chaos_islands.links import Wire
-from chaos_islands.sizes import PATIENCE_SECONDS, STEPS
-from chaos_islands.trial import Trial
+from chaos.islands.deaths import named
+from chaos.islands.links import Wire
+from chaos.islands.sizes import PATIENCE_SECONDS, STEPS
+from chaos.islands.trial import Trial
 
 
 def kill_sending(trial: Trial) -> None:

@@ -1,29 +1,25 @@
 """One disturbed run: starts its islands, starts each again that ends, and knows how far all are."""
 
-import contextlib
 import dataclasses
-import json
 import random
 import signal
-import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from chaos import trial
 from chaos.disk import Disk
-from chaos_islands.links import Links
-from chaos_islands.sizes import STEPS
+from chaos.islands.links import Links
+from chaos.islands.sizes import STEPS
+from chaos.trial import STEP
 from support.fork_server import Child, ForkServer
 
 from replicax.launch.process import free_port
 
 JOB = Path(__file__).resolve().parent / "job.py"
-NOTE = struct.Struct("<dq")
-SAVED = 75
 MOST_SECONDS = 120.0
 """Time from the last disturbance to the end, after which a run hangs."""
 REST_SECONDS = 15.0
@@ -32,11 +28,9 @@ _TURN_SECONDS = 0.01
 
 
 @dataclasses.dataclass
-class Reference:
-    """The undisturbed run."""
+class Reference(trial.Reference):
+    """The run of one process that is no island."""
 
-    result: dict[str, Any]
-    records: list[dict[str, Any]]
     checkpoint: dict[str, str]
     """SHA-256 of each file of the state that was saved last."""
 
@@ -51,7 +45,6 @@ class Start:
     """Whether the trial ended it."""
     terminated: bool = False
     """Whether the trial asked it to end."""
-    stopped: bool = False
 
     @property
     def lives(self) -> bool:
@@ -62,16 +55,14 @@ class Start:
         self.child.signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        self.stopped = True
         self.child.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self.stopped = False
         self.child.signal(signal.SIGCONT)
 
 
-class Trial:
-    """A run of several islands in `folder`, whose fault its seed determines.
+class Trial(trial.Trial):
+    """A run of several islands.
 
     A thread starts each island again that ended, 0.1 to 1 s later, as the launcher would, until one
     is done.
@@ -84,30 +75,26 @@ class Trial:
         fault: str,
         seed: int,
         islands: int,
-        env: dict[str, str],
+        env: Mapping[str, str],
         *,
-        linked: bool,
+        linked: bool = False,
         disk: Disk | None = None,
         job: Path = JOB,
     ) -> None:
-        self.server, self.folder, self.islands, self.env = server, folder, islands, env
-        self.fault, self.seed, self.disk, self.job = fault, seed, disk, job
-        self.chance = random.Random(f"{fault} {seed}")
-        self.wrong: list[str] = []
+        super().__init__(server, folder, fault, seed, env)
+        self.islands, self.disk, self.job = islands, disk, job
+        self.first_islands = islands
+        """Islands at the beginning."""
         self.hung = False
-        self.missed = False
-        """Whether the run was over before the fault."""
-        self.told: list[str] = []
         self.struck: list[float] = []
         """Times of faults, on the clock of the notes."""
         self.starts: list[Start] = []
         self.done_at: float | None = None
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self._launcher: subprocess.Popen[bytes] | None = None
         self._waits = random.Random(f"waits of {fault} {seed}")
         self._held: set[int] = set()
         self._due: dict[int, float] = {}
         self._closing = False
-        (folder / "out").mkdir(parents=True, exist_ok=True)
         ports: set[int] = set()
         while len(ports) < islands:
             ports.add(free_port())
@@ -152,20 +139,13 @@ class Trial:
             self._held.clear()
 
     def environment(self, island: int) -> dict[str, str]:
-        addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        if self.links is not None:
-            addresses = self.links.addresses(island)
+        ports = self.ports if self.links is None else self.links.ports_of(island)
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
         place = {"REPLICAX_ISLAND": str(island), "REPLICAX_ISLANDS": addresses}
         return {**self.env, **place, "REPLICAX_SECRET": "s", "REPLICAX_JOB_ID": self.folder.name}
 
     def _start(self, island: int) -> None:
-        out = self.folder / "out" / f"{len(self.starts)}-{island}"
-        child = self.server.fork(
-            [str(self.job), str(self.folder)],
-            self.environment(island),
-            out.with_suffix(".out"),
-            out.with_suffix(".err"),
-        )
+        child = self.fork(f"{len(self.starts)}-{island}", self.environment(island))
         self.starts.append(Start(island, child))
 
     def _keep(self) -> None:
@@ -190,12 +170,8 @@ class Trial:
 
     def launch(self, processes: int) -> None:
         """Let `replicax launch` start all islands of so many processes, and each that ends."""
-        command = [sys.executable, "-m", "replicax", "launch", "--islands", str(self.islands)]
-        command += ["--processes", str(processes), "--logs", str(self.folder / "logs"), "--"]
-        command += [sys.executable, str(self.job), str(self.folder)]
-        env = {**self.server.env, **self.env}
-        with (self.folder / "out" / "launch").open("wb") as told:
-            launcher = self.launcher = subprocess.Popen(command, env=env, stdout=told, stderr=told)
+        options = "--islands", str(self.islands), "--processes", str(processes)
+        launcher = self._launcher = self.launcher(*options)
 
         def wait() -> None:
             launcher.wait()
@@ -205,8 +181,7 @@ class Trial:
 
     def pids(self) -> dict[int, int]:
         """Return a process of the newest start of each island that has begun to train."""
-        paths = (self.folder / "notes").glob("*.steps")
-        found = sorted(paths, key=lambda path: path.stat().st_ctime_ns)
+        found = sorted(self.notes.glob("*.steps"), key=lambda path: path.stat().st_ctime_ns)
         return {int(path.stem.split("-")[0]): int(path.stem.split("-")[1]) for path in found}
 
     def _finish_launched(self, launcher: "subprocess.Popen[bytes]") -> None:
@@ -222,29 +197,20 @@ class Trial:
     def steps(self) -> list[tuple[float, int, str]]:
         """Return time, step and start of all steps done so far, in order of time."""
         found = []
-        for path in (self.folder / "notes").glob("*.steps"):
-            with contextlib.suppress(FileNotFoundError):
-                data = path.read_bytes()
-                whole = data[: len(data) // NOTE.size * NOTE.size]
-                found += [(at, step, path.stem) for at, step in NOTE.iter_unpack(whole)]
+        for path in self.notes.glob("*.steps"):
+            data = path.read_bytes()
+            whole = data[: len(data) // STEP.size * STEP.size]
+            found += [(at, step, path.stem) for at, step in STEP.iter_unpack(whole)]
         return sorted(found)
 
     @property
     def step(self) -> int:
         """The last step that an island has done."""
-        last = 0
-        for path in (self.folder / "notes").glob("*.steps"):
-            with path.open("rb") as file:
-                size = path.stat().st_size // NOTE.size
-                if size:
-                    file.seek((size - 1) * NOTE.size)
-                    last = max(last, NOTE.unpack(file.read(NOTE.size))[1])
-        return last
+        return max((self.last_step(path.stem) for path in self.notes.glob("*.steps")), default=0)
 
     def has_stepped(self, start: Start) -> bool:
         """Whether this start has done a step."""
-        path = self.folder / "notes" / f"{start.island}-{start.child.pid}.steps"
-        return path.exists() and path.stat().st_size > 0
+        return self.last_step(f"{start.island}-{start.child.pid}") > 0
 
     def until(self, true: Callable[[], Any], seconds: float = MOST_SECONDS) -> bool:
         """Wait until `true`; False if the run is over before, or after `seconds`."""
@@ -282,14 +248,14 @@ class Trial:
     def strike(self, what: str) -> None:
         """Note that a fault begins now."""
         self.struck.append(time.time())
-        self.told.append(f"{what} at step {self.step}")
+        self.say(f"{what} at step {self.step}")
 
     # The end.
 
     def finish(self) -> None:
         """Wait for the end of all islands."""
-        if self.launcher is not None:
-            self._finish_launched(self.launcher)
+        if self._launcher is not None:
+            self._finish_launched(self._launcher)
             return
         self.free()
         began = time.monotonic()
@@ -325,23 +291,14 @@ class Trial:
         self._closing = True
         if self._keeper.ident is not None:
             self._keeper.join()
-        if self.launcher is not None:
-            self.launcher.kill()
+        if self._launcher is not None:
+            self._launcher.kill()
         left = [start.child for start in self.starts if start.lives]
         for child in left:
             child.signal(signal.SIGKILL)
         self.server.wait(left, 10.0)
         if self.links is not None:
             self.links.close()
-
-    def check(self, holds: Any, otherwise: str) -> None:
-        if not holds:
-            self.wrong.append(otherwise)
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        """Return what each start that completed the run says of it, by its name."""
-        found = sorted((self.folder / "notes").glob("*.result"))
-        return {path.stem: json.loads(path.read_text()) for path in found}
 
     def pick(self, count: int, among: Collection[int] | None = None) -> list[int]:
         """Draw islands; every second time the writing one is among them."""

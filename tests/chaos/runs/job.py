@@ -1,33 +1,27 @@
 """The training of a trial, which proves which rows it used, in `FOLDER`, on `DATA`.
 
 The run is `FOLDER/run`. Each process keeps notes in `FOLDER/notes` of how far it is, and at the
-end process 0 writes `FOLDER/result.json`.
+end process 0 writes there what came of it.
 """
 
 import functools
-import json
-import math
-import mmap
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import jax
 import numpy as np
-from chaos import defences, failing_writes
-from chaos.sizes import (
+from chaos.jobs import Notes, configure, fit, step_seconds
+from chaos.runs import defences, failing_writes
+from chaos.runs.sizes import (
     BAD_ROW,
     BATCH,
     DATA,
     DEVICES,
     EPOCHS,
     EVAL_ROWS,
-    KEEP,
     MAX_BAD_STEPS,
     ROWS,
     SAVE_EVERY,
@@ -44,29 +38,6 @@ from replicax.errors import Terminated
 from replicax.train.fingerprint import sha256
 
 
-class Notes:
-    """Writes notes about this process for the trial, in files named after its pid."""
-
-    def __init__(self, folder: Path) -> None:
-        self._base = folder / "notes" / str(os.getpid())
-        self._base.parent.mkdir(exist_ok=True)
-        self._begun: mmap.mmap | None = None
-
-    def write(self, event: str, **told: Any) -> None:
-        path = self._base.with_suffix(f".{event}")
-        path.with_suffix(".new").write_text(json.dumps({"time": time.time(), **told}))
-        path.with_suffix(".new").replace(path)
-
-    def step(self, number: int) -> None:
-        """Note that step `number` has begun; readers see it at once."""
-        if self._begun is None:
-            with self._base.with_suffix(".step").open("w+b") as file:
-                file.write(bytes(8))
-                file.flush()
-                self._begun = mmap.mmap(file.fileno(), 8)
-        self._begun[:] = number.to_bytes(8, "little")
-
-
 class Fitting(rx.Hook):
     """Notes that `fit` handles signals from now on."""
 
@@ -77,9 +48,9 @@ class Fitting(rx.Hook):
         self._notes.write("fitting")
 
 
-def watch_steps(notes: Notes, seconds: float) -> None:
-    """Note the steps of this process, and make each take `seconds` longer."""
-    step = rx.DataParallel.step
+def watch_steps(notes: Notes) -> None:
+    """Note the steps of this process when they begin, and make each take longer."""
+    step, seconds = rx.DataParallel.step, step_seconds()
     begun: list[int] = []
 
     @functools.wraps(step)
@@ -93,7 +64,7 @@ def watch_steps(notes: Notes, seconds: float) -> None:
         after = step(self, state, batch)
         if first:
             jax.block_until_ready(after)
-            notes.write("stepped")
+            notes.write("stepped", time=time.time())
         time.sleep(seconds)
         return after
 
@@ -122,45 +93,35 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
     dp = rx.DataParallel(loss, optimizer(STEPS_OF_AN_EPOCH), job=job)
     state = dp.init(model(ROWS), seed=3)
     try:
-        result = rx.fit(
+        result = fit(
             dp,
             state,
             source(data),
+            folder,
+            SAVE_EVERY,
             batch_size=BATCH,
             epochs=EPOCHS,
             shuffle=data != "nan-all",  # otherwise a batch would arrive in many parts
             seed=4,
             eval_source=rows(EVAL_ROWS, seed=5),
-            log_every=1,
-            run_dir=folder / "run",
-            saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
             guard=rx.Guard(max_bad_steps=MAX_BAD_STEPS),
             config={"job": "chaos", "data": data},
             hooks=[Fitting(notes)],
         )
     except Terminated as stopped:
         result = stopped.result
-    notes.write("fitted", copies=copies(result.state))
+    notes.write("fitted", time=time.time(), copies=copies(result.state))
     if not result.exit_code and jax.process_index() == 0:
-        params = result.state.params
-        told = {
-            "sha256": sha256(params),
-            "state": sha256(result.state),
-            "seen": np.asarray(params["seen"]).tolist(),
-            "step": int(result.state.step),
-        }
-        beside = folder / "result.json.new"
-        beside.write_text(json.dumps(told))
-        beside.replace(folder / "result.json")
+        notes.write_result(result.state)
     return int(result.exit_code)
 
 
 def main() -> int:
     """Run the job and return an exit code as the command line does."""
     folder, data = Path(sys.argv[1]), sys.argv[2]
-    notes = Notes(folder)
+    notes = Notes(folder, str(os.getpid()))
     notes.write("started", process=os.environ["REPLICAX_PROCESS_ID"])
-    watch_steps(notes, float(os.environ.get("CHAOS_STEP_SECONDS", "0")))
+    watch_steps(notes)
     failing_writes.install(os.environ.get("CHAOS_FAIL_WRITES", ""))
     defences.switch_off(os.environ.get("CHAOS_WITHOUT", ""))
     try:
@@ -187,24 +148,10 @@ def write_in_all_processes() -> None:
     compiler._cache_write = writing  # type: ignore[assignment]
 
 
-def configure() -> None:
-    """Configure JAX before it makes devices: few threads, and the programs of earlier trials."""
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_platforms", "cpu")
-    if cache := os.environ.get("CHAOS_CACHE"):
-        jax.config.update("jax_compilation_cache_dir", cache)
-        # A killed process would leave a broken entry in the cache.
-        compiles = "CHAOS_COMPILES" in os.environ
-        least_seconds = 0.0 if compiles else math.inf
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
-        if compiles:
-            write_in_all_processes()
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if "CHAOS_CURVES" not in os.environ:
-        sys.modules["matplotlib"] = None  # type: ignore[assignment] # as if not installed
-
-
 if __name__ == "__main__":
     configure()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    if "CHAOS_COMPILES" in os.environ:
+        write_in_all_processes()
     assert sys.argv[2] in DATA
     sys.exit(main())

@@ -2,9 +2,9 @@
 
 import contextlib
 
-from chaos_islands.deaths import kill_now
-from chaos_islands.sizes import STEPS
-from chaos_islands.trial import Trial
+from chaos.islands.deaths import kill_now
+from chaos.islands.sizes import STEPS
+from chaos.islands.trial import Trial
 from support.island_networks import RawIsland
 from support.island_strangers import IslandStrangers
 

@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 
-from chaos.sizes import STEPS
-from chaos.trial import JOB, MOST_STARTS, Trial
+from chaos.runs.sizes import STEPS
+from chaos.runs.trial import MOST_STARTS, Trial
 
 _SECONDS = 180.0
 
@@ -24,7 +24,7 @@ def launched(trial: Trial) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(_SECONDS)
     trial.check(launcher.returncode == 0, f"replicax launch ended with {launcher.returncode}")
-    trial.missed = not trial.how
+    trial.missed = not trial.told
     left = [pid for pid in _pids(trial) if _lives(pid)]
     trial.check(not left, f"processes left behind: {left}")
     for pid in left:
@@ -58,8 +58,7 @@ def _strike(trial: Trial, launcher: "subprocess.Popen[bytes]", starts: int) -> b
     while launcher.poll() is None and time.monotonic() < deadline:
         again = _pids(trial)[starts * trial.processes :]
         for pid in again:
-            restored = trial.folder / "notes" / f"{pid}.restored"
-            stepped = trial.folder / "notes" / f"{pid}.stepped"
+            restored, stepped = (trial.notes / f"{pid}.{each}" for each in ("restored", "stepped"))
             if stepped.exists():
                 trial.lost.append(max(recorded - json.loads(restored.read_text())["step"], 0))
                 told = json.loads(stepped.read_text())
@@ -70,12 +69,9 @@ def _strike(trial: Trial, launcher: "subprocess.Popen[bytes]", starts: int) -> b
 
 
 @contextlib.contextmanager
-def _launcher(trial: Trial):  # type: ignore[no-untyped-def]
-    command = [sys.executable, "-m", "replicax", "launch", "--processes", str(trial.processes)]
-    command += ["--restarts", str(MOST_STARTS), "--logs", str(trial.folder / "logs"), "--"]
-    command += [sys.executable, str(JOB), str(trial.folder), trial.data]
-    with (trial.folder / "launch.err").open("wb") as told:
-        launcher = subprocess.Popen(command, env=trial.env, stdout=subprocess.DEVNULL, stderr=told)
+def _launcher(trial: Trial) -> "Iterator[subprocess.Popen[bytes]]":
+    options = "--processes", str(trial.processes), "--restarts", str(MOST_STARTS)
+    launcher = trial.launcher(*options, arguments=(trial.data,))
     try:
         yield launcher
     finally:
@@ -85,17 +81,12 @@ def _launcher(trial: Trial):  # type: ignore[no-untyped-def]
 
 def _pids(trial: Trial) -> list[int]:
     """Return the pids of all processes so far, in the order of their starts."""
-    notes = (trial.folder / "notes").glob("*.started")
+    notes = trial.notes.glob("*.started")
     return [int(path.stem) for path in sorted(notes, key=lambda path: path.stat().st_mtime)]
 
 
 def _step(trial: Trial, pids: list[int]) -> int:
-    steps = [0]
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError):
-            told = (trial.folder / "notes" / f"{pid}.step").read_bytes()
-            steps.append(int.from_bytes(told, "little"))
-    return max(steps)
+    return max((trial.last_step(str(pid)) for pid in pids), default=0)
 
 
 def _lives(pid: int) -> bool:

@@ -5,7 +5,6 @@ EVAL_ROWS = 20
 STEPS_OF_AN_EPOCH = -(-ROWS // BATCH)
 STEPS = EPOCHS * STEPS_OF_AN_EPOCH
 SAVE_EVERY = 5
-KEEP = 3
 MAX_BAD_STEPS = 3
 DEVICES = 2
 """Devices of each process."""

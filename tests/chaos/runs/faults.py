@@ -6,11 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from chaos import storage
-from chaos.corruption import corrupt
-from chaos.launched import launched
-from chaos.sizes import SAVE_EVERY, STEPS
-from chaos.trial import SAVED, Moment, Start, Trial
+from chaos.runs import storage
+from chaos.runs.corruption import corrupt
+from chaos.runs.launched import launched
+from chaos.runs.sizes import SAVE_EVERY, STEPS
+from chaos.runs.trial import Moment, Start, Trial
+from chaos.trial import SAVED
 from support.fork_server import Child
 
 GRACE_SECONDS = 30.0
@@ -72,13 +73,7 @@ def kill_saving(trial: Trial) -> None:
     """Kill while a checkpoint is being written or renamed."""
     start = trial.start()
     saves = trial.chance.randrange(1, STEPS // SAVE_EVERY + 1)
-    seen: set[str] = set()
-
-    def saving() -> bool:
-        seen.update(path.name for path in trial.checkpoints.glob(".saving-*"))
-        return len(seen) >= saves
-
-    if trial.until(start, saving):
+    if trial.until(start, lambda: trial.saves_begun() >= saves):
         struck = trial.wait_for(start, _from_now(start, trial.chance.uniform(0, 0.02)))
         if _strike(trial, start, struck):
             trial.finish()

@@ -5,8 +5,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-from chaos_islands.sizes import STEPS
-from chaos_islands.trial import Start, Trial
+from chaos.islands.sizes import STEPS
+from chaos.islands.trial import Start, Trial
 
 
 def kill(trial: Trial) -> None:
@@ -38,7 +38,7 @@ def kill_others(trial: Trial) -> None:
     others = [island for island in range(trial.islands) if island != one]
     if trial.chance.random() < 0.3:
         trial.hold(others)
-        trial.told.append("held")
+        trial.say("held")
     kill_now(trial, others)
     trial.pause(trial.chance.uniform(0.5, 4.0))
 
@@ -67,14 +67,8 @@ def kill_unproven(trial: Trial) -> None:
 def kill_saving(trial: Trial) -> None:
     """Kill the writing island while a checkpoint is written or renamed."""
     saves = trial.chance.randrange(1, STEPS // 3)
-    seen: set[str] = set()
-    checkpoints = trial.folder / "run" / "checkpoints"
-
-    def saving() -> bool:
-        seen.update(path.name for path in checkpoints.glob(".saving-*"))
-        return len(seen) >= saves
-
-    if trial.until(saving) and trial.pause(trial.chance.uniform(0.0, 0.02)):
+    begun = trial.until(lambda: trial.saves_begun() >= saves)
+    if begun and trial.pause(trial.chance.uniform(0.0, 0.02)):
         writer = trial.writer()
         victims = trial.pick(1) if writer < 0 else [writer]
         if trial.chance.random() < 0.3:

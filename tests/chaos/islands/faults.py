@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from chaos_islands import deaths, link_faults, outside, stalls
-from chaos_islands.sizes import PATIENCE_SECONDS
-from chaos_islands.trial import Trial
+from chaos.islands import deaths, link_faults, outside, stalls
+from chaos.islands.sizes import PATIENCE_SECONDS
+from chaos.islands.trial import Trial
 
 _PATIENT = {"REPLICAX_SILENT_SECONDS": f"{PATIENCE_SECONDS:g}"}
 

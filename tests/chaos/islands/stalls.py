@@ -2,9 +2,9 @@
 
 import time
 
-from chaos_islands.deaths import named
-from chaos_islands.sizes import PATIENCE_SECONDS, STEPS
-from chaos_islands.trial import Trial
+from chaos.islands.deaths import named
+from chaos.islands.sizes import PATIENCE_SECONDS, STEPS
+from chaos.islands.trial import Trial
 
 
 def freeze(trial: Trial) -> None:
