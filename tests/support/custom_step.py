@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from support import training
 
 import replicax as rx
 
@@ -50,13 +51,8 @@ def of_state(state: State, batch: Any, key: Any) -> Any:
 def parallel(
     step: Any = step, mode: str = "shard_map", devices: int = 4, **settings: Any
 ) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
+    return training.parallel(step=step, mode=mode, devices=devices, **settings)
 
 
 def trained(dp: rx.DataParallel, begin: Any, batch_size: int = BATCH) -> tuple[Any, Any]:
-    state, told = dp.init(begin), []
-    for batch in dp.feed(rows(), batch_size):
-        state, metrics = dp.step(state, batch)
-        told.append({name: float(value) for name, value in metrics.items()})
-    return state, told
+    return training.train(dp, begin, dp.feed(rows(), batch_size))

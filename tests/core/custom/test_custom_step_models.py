@@ -13,9 +13,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import training
 from support.custom_step import BATCH, parallel, rows, trained
 from support.resumable import bits
 from support.tiers import only
+from support.training import assert_near, losses
 
 import replicax as rx
 
@@ -25,18 +27,7 @@ EXACT = [("exact", 1), ("exact", 2), ("exact", 4)]
 
 
 def built_in(loss: Any, mode: str, devices: int, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, OPTIMIZER, mode=mode, mesh=mesh, **settings)
-
-
-def close(found: Any, wanted: Any) -> None:
-    one, other = jax.tree.leaves(found), jax.tree.leaves(wanted)
-    for leaf, like in zip(one, other, strict=True):
-        np.testing.assert_allclose(leaf, like, rtol=1e-5, atol=1e-6)
-
-
-def losses(told: Any) -> list[float]:
-    return [each["loss"] for each in told]
+    return training.parallel(loss, OPTIMIZER, mode=mode, devices=devices, **settings)
 
 
 # Flax NNX: a step as it is written without Replicax, with the model in its state in several forms.
@@ -128,7 +119,7 @@ def test_an_nnx_model_trains_in_any_form(form: str, mode: str, devices: int) -> 
     dp = parallel(step, mode, devices)
     found, mine = trained(dp, begin, batch_size=16)
     assert losses(mine) == pytest.approx(losses(theirs), rel=1e-6)
-    close(state_of(dp.model(found)["model"]), nnx.state(built.model(wanted)))
+    assert_near(state_of(dp.model(found)["model"]), nnx.state(built.model(wanted)))
 
 
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map"]))
@@ -146,7 +137,7 @@ def test_the_gradient_is_as_nnx_has_it() -> None:
     evaluated.eval()
     wanted = nnx.grad(lambda model: jnp.mean(nnx_loss(model, batch, None)))(evaluated)
     assert jax.tree.structure(found) == jax.tree.structure(nnx.state(model, nnx.Param))
-    close(found, wanted)
+    assert_near(found, wanted)
 
 
 def evaluated(state: Any, batch: Any, key: Any) -> Any:
@@ -222,4 +213,4 @@ def test_a_linen_module_returns_what_it_writes(axis: Any, mode: str, devices: in
     begin = {"variables": variables, "moments": OPTIMIZER.init(variables["params"])}
     found, mine = trained(parallel(step, mode, devices), begin, batch_size=16)
     assert losses(mine) == pytest.approx(losses(theirs), rel=1e-6)
-    close(found.params["variables"], {"params": wanted.params, **wanted.extras})
+    assert_near(found.params["variables"], {"params": wanted.params, **wanted.extras})

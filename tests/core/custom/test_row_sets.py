@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.tiers import only
 
 import replicax as rx
@@ -63,8 +64,7 @@ def on_one_device(steps: int, batch: Any) -> tuple[Any, list[float]]:
 
 
 def parallel(custom: Any = step, mode: str = "jit", devices: int = 4, **more: Any) -> Any:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=custom, mesh=mesh, mode=mode, **more)
+    return training.parallel(step=custom, mode=mode, devices=devices, **more)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import training
 from support.tiers import only
 
 import replicax as rx
@@ -64,8 +65,7 @@ def on_one_device() -> tuple[list[float], dict[str, Any]]:
     state, losses = begun(), []
     w, h = state["w"], state["hidden"].value["h"]
     keys, seen = state["keys"].value, state["hidden"].value["seen"]
-    for first in range(0, ROWS, BATCH):
-        batch = {name: rows[first : first + BATCH] for name, rows in source().items()}
+    for batch in training.slices(source(), BATCH):
         count = len(batch["x"])
         noise, next_keys = drawn(keys[:count])
         batch |= {"h": h[:count], "noise": noise}
@@ -82,8 +82,7 @@ def on_one_device() -> tuple[list[float], dict[str, Any]]:
 
 
 def parallel(mode: str = "jit", devices: int = 4, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=settings.pop("step", step), mesh=mesh, mode=mode, **settings)
+    return training.parallel(mode=mode, devices=devices, **{"step": step, **settings})
 
 
 def assert_like(model: Any, expected: dict[str, Any]) -> None:
@@ -101,11 +100,8 @@ def assert_like(model: Any, expected: dict[str, Any]) -> None:
 def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     losses, expected = on_one_device()
     dp = parallel(mode, devices, accumulate=accumulate)
-    state, found = dp.init(begun()), []
-    for batch in dp.feed(source(), BATCH):
-        state, metrics = dp.step(state, batch)
-        found.append(float(metrics["loss"]))
-    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    state, told = training.train(dp, begun(), dp.feed(source(), BATCH))
+    np.testing.assert_allclose(training.losses(told), losses, rtol=1e-6)
     assert_like(dp.model(state), expected)
 
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.resumable import bits
 from support.tiers import exhaustive, only
+from support.training import assert_near, epochs
 
 import replicax as rx
 
@@ -76,17 +78,12 @@ def network() -> rx.Stateful:
 
 
 def parallel(loss: Any, mode: str, devices: int, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, OPTIMIZER, mode=mode, mesh=mesh, **settings)
+    return training.parallel(loss, OPTIMIZER, mode=mode, devices=devices, **settings)
 
 
 def trained(dp: rx.DataParallel, model: Any, count: int = 64) -> tuple[Any, list[float]]:
-    state, losses = dp.init(model), []
-    for epoch in range(2):
-        for batch in dp.feed(rows(count), BATCH, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return state, losses
+    state, told = training.train(dp, model, epochs(dp, rows(count), BATCH, 2))
+    return state, training.losses(told)
 
 
 def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
@@ -105,11 +102,14 @@ def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
         return optax.apply_updates(params, updates), moments, state, value
 
     moments, state, losses = OPTIMIZER.init(params), model.state, []
-    for at in (0, BATCH, 0, BATCH):
-        batch = jax.tree.map(lambda leaf, at=at: leaf[at : at + BATCH], rows())
+    for batch in training.slices(rows(), BATCH) * 2:
         params, moments, state, value = step(params, moments, state, batch)
         losses.append(float(value))
     return rx.Stateful(eqx.combine(params, rest), state), losses
+
+
+def arrays(model: Any) -> list[Any]:
+    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
 
 
 CASES = {
@@ -126,11 +126,7 @@ def test_it_is_plain_jax(name: str) -> None:
     dp = parallel(loss, mode, devices)
     state, losses = trained(dp, model())
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    found, like = (
-        jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (dp.model(state), wanted)
-    )
-    for leaf, other in zip(found, like, strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    assert_near(arrays(dp.model(state)), arrays(wanted), rtol=1e-4)
 
 
 def test_evaluation_reads_the_state_and_leaves_it() -> None:
@@ -231,8 +227,7 @@ def in_a_step(
         net, moments, means = updated(loss, state["net"], state["moments"], batch, key)
         return {"net": net, "moments": moments}, means
 
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
+    dp = training.parallel(step=step, mode=mode, devices=devices, **settings)
     moments = OPTIMIZER.init(eqx.filter(model.model, eqx.is_array))
     state, losses = trained(dp, {"net": model, "moments": moments}, count)
     return dp.model(state)["net"], losses
@@ -247,9 +242,7 @@ def test_a_custom_step_is_plain_jax_too(name: str) -> None:
     wanted, expected = by_hand(loss, model())
     found, losses = in_a_step(loss, model(), mode, devices)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    leaves = (jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (found, wanted))
-    for leaf, other in zip(*leaves, strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    assert_near(arrays(found), arrays(wanted), rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [64, 52])
@@ -320,10 +313,7 @@ def test_several_updates_hand_the_state_on(mode: str) -> None:
         return {"net": net, "moments": moments}, {"loss": losses[-1]}
 
     begin = {"net": codebook(), "moments": OPTIMIZER.init(codebook().model)}
-    runs = []
-    for place in (("single", 1), (mode, 4)):
-        mesh = rx.make_mesh(devices=jax.devices()[: place[1]])
-        runs.append(trained(rx.DataParallel(step=step, mode=place[0], mesh=mesh), begin))
+    runs = [trained(training.parallel(step=step, mode=each), begin) for each in ("single", mode)]
     np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-5)
     assert int(runs[1][0].params["net"].state["steps"]) == 8
 
