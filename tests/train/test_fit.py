@@ -12,6 +12,7 @@ import optax
 import pytest
 from support.fitted_line import fit, line, loss, model
 from support.tiers import only
+from support.training import slices
 from support.waiting import Threads
 
 import replicax as rx
@@ -139,9 +140,7 @@ def test_arrays_are_shuffled_anew_each_epoch_from_the_seed() -> None:
 
 
 def test_batches_of_a_loader_are_trained_on_as_they_come(dp: rx.DataParallel) -> None:
-    rows = line(40)
-    batches = [{name: each[at : at + 16] for name, each in rows.items()} for at in (0, 16, 32)]
-    result = fit(dp, batches, batch_size=None, epochs=2)
+    result = fit(dp, slices(line(40), 16), batch_size=None, epochs=2)
     assert (result.steps, result.rows) == (6, 80)
 
 
@@ -157,10 +156,8 @@ def test_a_generator_lasts_one_epoch(dp: rx.DataParallel) -> None:
 
 
 def test_evaluation_on_a_loader_counts_every_row_once(dp: rx.DataParallel) -> None:
-    rows = line(20, 1)
-    batches = [{name: each[at : at + 16] for name, each in rows.items()} for at in (0, 16)]
-    looped = fit(dp, epochs=2, eval_source=batches)
-    whole = fit(dp, epochs=2, eval_source=rows)
+    looped = fit(dp, epochs=2, eval_source=slices(line(20, 1), 16))
+    whole = fit(dp, epochs=2, eval_source=line(20, 1))
     assert [record.rows for record in of_kind(looped, "eval")] == [20, 20]
     assert looped.metrics == pytest.approx(whole.metrics, rel=1e-6)
 

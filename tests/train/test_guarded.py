@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 from support.tiers import EXHAUSTIVE, only
+from support.training import assert_near, parallel
 
 import replicax as rx
 from replicax.errors import LossError
@@ -62,8 +63,8 @@ def make(
     optimizer: optax.GradientTransformation = CLIPPED,
     **options: Any,
 ) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(case.loss, optimizer, mesh=mesh, mode=mode, layout=layout, **options)
+    settings = {"mode": mode, "layout": layout, "devices": devices, **options}
+    return parallel(case.loss, optimizer, **settings)
 
 
 def batch_of(dp: rx.DataParallel, source: dict[str, np.ndarray], epoch: int = 0) -> Any:
@@ -134,8 +135,7 @@ def test_a_bad_step_changes_nothing_but_step(mode: str, layout: Any, devices: in
     state, metrics = dp.step(state, batch_of(dp, case.source, 2))
     assert not bool(metrics[NOT_FINITE])
     assert bits(state.extras) != extras
-    for one, other in zip(jax.tree.leaves(without_step(state)), undisturbed(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    assert_near(jax.tree.leaves(without_step(state)), undisturbed(expected), rtol=2e-5)
 
 
 @functools.cache
@@ -257,8 +257,7 @@ def plus_weight(model: Any, batch: Any, key: Any) -> Any:
 
 
 def watched(mode: str = "jit", devices: int = 8) -> tuple[rx.DataParallel, rx.TrainState]:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(plus_weight, optax.sgd(0.25), mode=mode, mesh=mesh)
+    dp = parallel(plus_weight, optax.sgd(0.25), mode=mode, devices=devices)
     state = with_losses(dp.init({"w": jnp.float32(1.0)}))
     return guarded(dp, state), state
 
@@ -331,7 +330,7 @@ def test_a_window_that_is_not_full_is_finite_for_debugging(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["single", "shard_map", "pmap", "exact"])
 def test_spikes_are_told_alike_in_every_mode(mode: str) -> None:
-    dp, state = watched(mode, 1 if mode == "single" else 8)
+    dp, state = watched(mode)
     where = state.losses.sharding
     state = dataclasses.replace(state, losses=jax.device_put(history(), where))
     state, found = step_on(dp, state, far(history(), SPIKE_SIGMAS + 0.01))

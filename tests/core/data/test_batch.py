@@ -13,8 +13,6 @@ import pytest
 import scipy.sparse
 
 from replicax.core.data.batch import Batch, host_rows, pad, row_count
-from replicax.core.data.share import Share
-from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import DataError
 
 
@@ -156,18 +154,6 @@ def test_whatever_asarray_reads_is_a_leaf() -> None:
     data = {"x": TensorLike([1.0, 2.0])}
     assert row_count(data) == 2
     assert host_rows(data, copy=False)["x"].tolist() == [1.0, 2.0]
-
-
-def test_place_splits_rows_over_all_devices() -> None:
-    host = pad({"x": np.arange(32, dtype=np.uint8).reshape(16, 2)}, 16, np.arange(16))
-    batch = Share(by_rows(make_mesh()), 16).place(host)
-    for array in (batch.data["x"], batch.mask, batch.index):
-        assert len({shard.device for shard in array.addressable_shards}) == 8
-        assert {shard.data.shape[0] for shard in array.addressable_shards} == {2}
-    first = batch.data["x"].addressable_shards[0]
-    np.testing.assert_array_equal(first.data, host.data["x"][first.index])
-    assert batch.data["x"].dtype == np.uint8
-    assert batch.rows == 16
 
 
 def test_a_batch_is_a_pytree_of_its_arrays() -> None:

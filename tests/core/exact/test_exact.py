@@ -10,6 +10,7 @@ import optax
 import pytest
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case, first_key
 from support.tiers import EXHAUSTIVE, only
+from support.training import epochs, parallel, train
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -26,8 +27,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def step_of(case: Case, devices: int, mode: str = "exact", **options: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(case.loss, optimizer(), mesh=mesh, mode=mode, **options)
+    return parallel(case.loss, optimizer(), mode=mode, devices=devices, **options)
 
 
 @functools.cache
@@ -35,11 +35,8 @@ def trained(name: str, devices: int, **options: Any) -> tuple[str, float, dict[s
     """Return the state's digest, the loss and the evaluation after four steps on 51 padded rows."""
     case = ALL[name]
     dp = step_of(case, devices, **options)
-    state = dp.init(case.model())
-    for epoch in range(4):
-        (batch,) = dp.feed(case.source, BATCH, shuffle=True, epoch=epoch)
-        state, metrics = dp.step(state, batch)
-    return sha256(state), float(metrics["loss"]), dp.evaluate(state, dp.feed(case.source, BATCH))
+    state, told = train(dp, case.model(), epochs(dp, case.source, BATCH, 4, shuffle=True))
+    return sha256(state), told[-1]["loss"], dp.evaluate(state, dp.feed(case.source, BATCH))
 
 
 @pytest.mark.parametrize("devices", only([8], [2, 4, 8]))
@@ -112,10 +109,10 @@ def test_zeros_keep_their_sign() -> None:
     """A gradient of -0 from every micro-shard stays -0: 0 would give the weight another zero."""
     weights = []
     for devices in (1, 8):
-        dp = rx.DataParallel(
+        dp = parallel(
             lambda model, batch, key: batch["x"] * model["w"],
             optax.sgd(1.0),
-            mesh=rx.make_mesh(devices=jax.devices()[:devices]),
+            devices=devices,
             mode="exact",
         )
         state = dp.init({"w": jnp.float32(-0.0)})

@@ -201,7 +201,7 @@ def test_a_loss_that_returns_no_state_is_refused() -> None:
 
 
 def test_an_equinox_state_by_itself_names_the_fix() -> None:
-    with pytest.raises(rx.ConfigError, match=r"rx\.Stateful\(model, state\)"):
+    with pytest.raises(rx.ConfigError, match=r"Equinox State.*rx\.Stateful\(model, state\)"):
         parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
 
