@@ -1,6 +1,7 @@
 """Predictions for all rows of a feed, in order; evaluation of several feeds, and of any loss."""
 
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,7 @@ def several(model: Any, batch: Any, key: Any) -> Any:
     return {"found": found, "both": both, "number": batch["number"], "positive": found > 0}
 
 
+@functools.cache
 def parallel(
     mode: str = "shard_map", devices: int = 4, layout: str = "replicated", **settings: Any
 ) -> rx.DataParallel:
@@ -329,7 +331,7 @@ class Scaled:
 
 def test_a_loss_without_a_hash_is_known_again() -> None:
     double, half = Scaled(jnp.full(1, 2.0)), Scaled(jnp.full(1, 0.5))
-    dp = parallel(devices=1, loss=double)
+    dp = training.parallel(double, optax.sgd(0.1), mode="shard_map", devices=1)
     state, cut = dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()}
     found = [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)]
     assert found[0] == pytest.approx(4 * found[1])

@@ -1,6 +1,7 @@
 """A step inside another program, and several steps in one call, are the step."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
     return error**2, {"size": jnp.abs(error)}
 
 
+@functools.cache
 def made(mode: str, devices: int = 4, **settings: Any) -> tuple[rx.DataParallel, rx.TrainState]:
     given = {} if "step" in settings else {"loss": loss, "optimizer": optax.adam(0.1)}
     dp = parallel(mode=mode, devices=devices, donate=False, **{**given, **settings})
@@ -62,6 +64,7 @@ def assert_alike(found: tuple[Any, Any], wanted: tuple[Any, Any], bound: float) 
 def test_several_steps_are_the_steps_one_by_one(mode: str) -> None:
     """The last batch is short: 26 of 32 rows are real."""
     dp, state = made(mode)
+    before = dp.job.in_flight.begun
     wanted = one_by_one(dp, state, dp.feed(SOURCE, BATCH))
     [batches] = dp.feed(SOURCE, BATCH, stack=3)
     assert (len(batches), batches.rows) == (3, (32, 32, 26))
@@ -69,7 +72,7 @@ def test_several_steps_are_the_steps_one_by_one(mode: str) -> None:
     assert_alike(found, wanted, 1e-6)
     if dp.mode.bitwise:
         np.testing.assert_array_equal(found[0].params["w"], wanted[0].params["w"])
-    assert dp.job.in_flight.begun == 6
+    assert dp.job.in_flight.begun - before == 6
 
 
 @pytest.mark.parametrize("mode", ["jit", "exact"])

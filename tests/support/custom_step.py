@@ -6,11 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from support import training
+from support.tiers import only
 
 import replicax as rx
 
 ROWS, BATCH = 52, 32
+PLACES = [
+    (mode, devices, accumulate)
+    for mode in ("jit", "shard_map", "pmap", "exact", "single")
+    for devices in ((1,) if mode == "single" else (1, 2, 4))
+    for accumulate in ((1,) if mode == "exact" else (1, 2))
+]
+in_micro_batches = pytest.mark.parametrize(
+    ("mode", "devices", "accumulate"),
+    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], PLACES),
+)
 optimizer = optax.adam(1e-2)
 State = dict[str, Any]
 

@@ -1,6 +1,10 @@
-"""The numbers of a text, so that a test need not repeat its words."""
+"""The numbers, names and codes of a text, so that a test need not repeat its words."""
 
+import contextlib
 import re
+from collections.abc import Iterator
+
+import pytest
 
 
 def figures(text: str) -> list[str]:
@@ -15,3 +19,14 @@ def assert_mentions(text: str, *parts: object) -> None:
     """Assert that a text has these numbers, names and codes, whatever the words around them."""
     missing = [part for part in map(str, parts) if part not in text]
     assert not missing, f"{missing} not in {text!r}"
+
+
+@contextlib.contextmanager
+def refused(
+    kind: type[Exception], *parts: object, match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Assert that what is done within is refused in one line that has these parts."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
+    assert_mentions(str(caught.value), *parts)

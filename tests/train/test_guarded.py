@@ -195,10 +195,7 @@ def test_it_takes_no_more_memory(mode: str, layout: str, copies: float) -> None:
 )
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 def test_every_element_of_the_gradient_is_looked_at(mode: str, slope: float, bad: bool) -> None:
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return tilted(model["w"][1, -1], batch["slope"])
-
-    dp = rx.DataParallel(loss, optax.sgd(1e-18), mode=mode)
+    dp = in_one_element(mode)
     state = dp.init({"v": jnp.zeros(3), "w": jnp.ones((2, 5))})
     dp = guarded(dp, state)
     before = bits(state.params)
@@ -223,6 +220,14 @@ tilted.defvjp(
     lambda weight, slope: (jnp.ones_like(slope), slope),
     lambda slope, g: (jnp.sum(g * slope), jnp.zeros_like(slope)),
 )
+
+
+@functools.cache
+def in_one_element(mode: str) -> rx.DataParallel:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return tilted(model["w"][1, -1], batch["slope"])
+
+    return rx.DataParallel(loss, optax.sgd(1e-18), mode=mode)
 
 
 def test_a_batch_without_any_weight_is_not_bad() -> None:
@@ -256,8 +261,13 @@ def plus_weight(model: Any, batch: Any, key: Any) -> Any:
     return batch["x"] + (model["w"] - jax.lax.stop_gradient(model["w"]))
 
 
+@functools.cache
+def to_watch(mode: str, devices: int) -> rx.DataParallel:
+    return parallel(plus_weight, optax.sgd(0.25), mode=mode, devices=devices)
+
+
 def watched(mode: str = "jit", devices: int = 8) -> tuple[rx.DataParallel, rx.TrainState]:
-    dp = parallel(plus_weight, optax.sgd(0.25), mode=mode, devices=devices)
+    dp = to_watch(mode, devices)
     state = with_losses(dp.init({"w": jnp.float32(1.0)}))
     return guarded(dp, state), state
 

@@ -1,5 +1,6 @@
 """State with rows: split like the batch, equal to one device in every mode, resumed on any."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import training
+from support.custom_step import in_micro_batches
 from support.tiers import only
 
 import replicax as rx
 from replicax.train.guarded import guarded
 
 ROWS, BATCH = 36, 10
-CASES = [
-    (mode, devices, accumulate)
-    for mode in ("jit", "shard_map", "pmap", "exact", "single")
-    for devices in (1, 2, 4)
-    for accumulate in (1, 2)
-    if (mode, devices) not in [("single", 2), ("single", 4)] and (mode, accumulate) != ("exact", 2)
-]
 
 
 def source() -> dict[str, np.ndarray]:
@@ -60,6 +55,7 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     return {"w": w, "hidden": rx.PerRow(hidden), "keys": rx.PerRow(keys)}, means
 
 
+@functools.cache
 def on_one_device() -> tuple[list[float], dict[str, Any]]:
     """Return losses and state of plain JAX, whose last batch has 6 of 10 rows."""
     state, losses = begun(), []
@@ -93,10 +89,7 @@ def assert_like(model: Any, expected: dict[str, Any]) -> None:
     np.testing.assert_array_equal(jax.random.key_data(model["keys"].value), expected["keys"])
 
 
-@pytest.mark.parametrize(
-    ("mode", "devices", "accumulate"),
-    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], CASES),
-)
+@in_micro_batches
 def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     losses, expected = on_one_device()
     dp = parallel(mode, devices, accumulate=accumulate)

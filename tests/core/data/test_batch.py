@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
+from support.figures import refused
 
 from replicax.core.data.batch import Batch, host_rows, pad, row_count
 from replicax.errors import DataError
@@ -48,12 +49,8 @@ def test_row_count_is_the_shared_leading_dim() -> None:
     ],
 )
 def test_leaves_without_one_row_dim_are_refused_by_name(data: Any, words: list[str]) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, *words):
         row_count(data)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -97,10 +94,8 @@ def test_a_copy_is_not_written_to_by_others(dtype: str) -> None:
 def test_integers_that_do_not_fit_are_refused_with_their_range(
     array: np.ndarray, words: list[str]
 ) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, *words):
         host_rows({"x": array}, copy=False)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
@@ -215,10 +210,8 @@ def test_dtypes_that_numpy_lacks_keep_their_bits(torch: None, dtype: str) -> Non
 
 
 def test_what_numpy_cannot_read_is_refused_by_name(torch: None) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, "['x']"):
         host_rows({"x": Tensor(np.ones(3), "sparse")}, copy=False)
-    assert "['x']" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Lookup(UserDict[Any, Any]):

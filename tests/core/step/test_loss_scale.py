@@ -1,5 +1,6 @@
 """Precision `float16`: gradients that would underflow or overflow, and the loss scale."""
 
+import functools
 import itertools
 from pathlib import Path
 from statistics import fmean
@@ -61,10 +62,14 @@ def trained(dp: rx.DataParallel, steps: int = 12) -> tuple[rx.TrainState, list[d
     return training.train(dp, MODEL, [DATA] * steps)
 
 
+@functools.cache
+def on_one_device() -> tuple[rx.TrainState, list[dict[str, float]]]:
+    return trained(rx.DataParallel(loss, optax.sgd(0.05), precision="float16", mode="single"))
+
+
 @pytest.mark.parametrize("place", only(["shard_map", "fsdp in shard_map"], list(PLACES)))
 def test_it_is_the_step_of_one_device(place: str) -> None:
-    alone = rx.DataParallel(loss, optax.sgd(0.05), precision="float16", mode="single")
-    wanted, theirs = trained(alone)
+    wanted, theirs = on_one_device()
     found, mine = trained(parallel(place))
     bound = 2e-2 if "wire" in place else 2e-3
     for name in ("loss", LOSS_SCALE, OVERFLOWS):
