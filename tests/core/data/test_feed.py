@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clock import Clock, clock_of, is_waiting
-from support.waiting import HANG_SECONDS, Threads, until
+from support.waiting import HANG_SECONDS, until
 
 from replicax.core.data import feed as feed_module
 from replicax.core.data.batch import Batch
@@ -231,27 +231,9 @@ class TestIterable:
             done += 1
         assert seen == [0, 1, 2, 3]
 
-    def test_an_error_of_the_loader_is_raised_where_its_batch_would_be(self) -> None:
-        def loader() -> Iterator[np.ndarray]:
-            yield np.arange(16)
-            raise FileNotFoundError("shard-7")
-
-        batches = iter(feed(loader()))
-        assert next(batches).rows == 16
-        with pytest.raises(FileNotFoundError, match="shard-7"):
-            next(batches)
-
     def test_an_error_names_the_leaf(self) -> None:
         with pytest.raises(DataError, match=r"\['x'\].*2147483648"):
             list(feed([{"x": np.full(16, 2**31)}]))
-
-
-def test_breaking_off_ends_the_thread(prefetching: Threads) -> None:
-    batches = iter(feed(np.arange(10_000)))
-    next(batches)
-    assert len(prefetching()) == 1
-    batches.close()
-    assert not prefetching()
 
 
 def test_waiting_for_a_slow_source_is_most_of_the_time(clock: Clock) -> None:
