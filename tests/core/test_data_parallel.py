@@ -9,6 +9,7 @@ import optax
 import pytest
 from support.cases import BATCH, CASES
 from support.tiers import only
+from support.training import assert_near
 
 import replicax as rx
 from replicax.verify.step_checks import counted_compilations
@@ -59,14 +60,6 @@ def test_step_takes_arrays_that_are_on_the_device() -> None:
     assert float(metrics["loss"]) == 4.0
 
 
-def test_a_state_that_was_consumed_says_so() -> None:
-    dp = make()
-    state = dp.init(MODEL)
-    dp.step(state, SOURCE)
-    with pytest.raises(rx.StateError, match="donate"):
-        dp.step(state, SOURCE)
-
-
 def test_without_donation_a_state_can_be_used_again() -> None:
     dp = make(donate=False)
     state = dp.init(MODEL)
@@ -88,10 +81,7 @@ def test_a_batch_without_weight_has_gradient_0() -> None:
     nothing = jax.tree.map(jnp.zeros_like, state.params)
     updates, opt_state = optimizer.update(nothing, state.opt_state, state.params)
     expected = optax.apply_updates(state.params, updates), opt_state
-    for want, new in zip(
-        jax.tree.leaves(expected), jax.tree.leaves((after.params, after.opt_state)), strict=True
-    ):
-        np.testing.assert_allclose(want, new, rtol=1e-6)
+    assert_near((after.params, after.opt_state), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("before", "after"), only([(4, 1)], [(1, 4), (4, 1), (2, 8)]))
@@ -163,21 +153,11 @@ def test_bfloat16_is_near_float32(mode: str, kind: str) -> None:
     assert found["bfloat16"] != found["float32"]
 
 
-def test_optimizers_that_want_the_loss_get_it() -> None:
-    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
-    dp = rx.DataParallel(loss, optimizer)
-    state, _ = dp.step(dp.init(MODEL), SOURCE)
-    assert float(state.opt_state[1].best_value) == pytest.approx(
-        float(np.mean((2 * SOURCE["x"]) ** 2))
-    )
-
-
 def test_lower_takes_shapes_and_another_mesh() -> None:
     dp = make(mode="shard_map")
     shapes = {"x": jax.ShapeDtypeStruct((16, 3), jnp.float32)}
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
     abstract = jax.eval_shape(lambda: MODEL)
-    text = dp.lower(abstract, shapes, mesh=mesh).as_text()
+    text = dp.lower(abstract, shapes, mesh=rx.make_mesh(4)).as_text()
     assert "num_partitions = 4" in text or 'data"=4' in text or "'data'=4" in text
 
 

@@ -1,25 +1,23 @@
 """Mode `jit` traced for several GPUs: one reduction in float32, or the global view."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from support.counted_metrics import F1
 from support.tiers import only
+from support.training import assert_near, normals, parallel
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.core.ground.traced_for import traced_for
 
 ROWS, WIDTH, LAYERS = 16, 8, 3
-BATCH = {
-    "x": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=(ROWS,)).astype(np.float32),
-}
+BATCH = {"x": normals(0)(ROWS, WIDTH), "y": normals(1)(ROWS)}
 PLACES = jnp.linspace(0.5, 2.0, ROWS)
 
 
@@ -76,44 +74,41 @@ def on_gpus() -> Iterator[None]:
         yield
 
 
-def trained(loss: Any, mode: str, devices: int, **settings: Any) -> tuple[Any, Any]:
+def trained(loss: Any, mode: str, **settings: Any) -> tuple[Any, Any]:
     """Return the parameters after three steps, and the traffic of a step."""
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(loss, optax.adam(0.01), mode=mode, mesh=mesh, **settings)
+    dp = parallel(loss, optax.adam(0.01), mode=mode, **settings)
+    sent = inspect(dp.lower(model(), BATCH).compile()).collectives
     state = dp.init(model())
-    sent = inspect(dp.lower(state, BATCH).compile()).collectives
     for _ in range(3):
         state, _ = dp.step(state, BATCH)
-    return jax.tree.map(np.asarray, dp.model(state)), sent
+    return dp.model(state), sent
 
 
-def check_equal(found: Any, wanted: Any) -> None:
-    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert np.abs(one - other).max() <= 1e-6
+check_equal = partial(assert_near, rtol=0, atol=1e-6)
 
 
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("settings", only([{}], [{}, {"accumulate": 2}, {"precision": "bfloat16"}]))
 def test_where_rows_are_apart_it_is_the_step_of_each_replica(settings: Any) -> None:
-    found, sent = trained(apart, "jit", 4, **settings)
-    by_replica, once = trained(apart, "shard_map", 4, **settings)
+    found, sent = trained(apart, "jit", **settings)
+    by_replica, once = trained(apart, "shard_map", **settings)
     check_equal(found, by_replica)
     assert sent == once
     if not settings:
-        check_equal(found, trained(apart, "single", 1)[0])
+        check_equal(found, trained(apart, "single")[0])
 
 
 @pytest.mark.usefixtures("on_gpus")
 def test_so_it_is_with_a_metric_of_counts() -> None:
-    found, sent = trained(counts, "jit", 4)
-    by_replica, once = trained(counts, "shard_map", 4)
+    found, sent = trained(counts, "jit")
+    by_replica, once = trained(counts, "shard_map")
     check_equal(found, by_replica)
     assert sent == once
 
 
 @pytest.mark.usefixtures("on_gpus")
 def test_numbers_that_are_by_chance_that_of_the_rows_do_not_matter() -> None:
-    assert trained(as_many_blocks_as_rows, "jit", 4)[1] == trained(apart, "shard_map", 4)[1]
+    assert trained(as_many_blocks_as_rows, "jit")[1] == trained(apart, "shard_map")[1]
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -121,14 +116,13 @@ def test_numbers_that_are_by_chance_that_of_the_rows_do_not_matter() -> None:
     "loss", only([compares_rows, by_place], [compares_rows, draws, by_place, names_rows])
 )
 def test_else_the_whole_batch_is_seen(loss: Any) -> None:
-    check_equal(trained(loss, "jit", 4)[0], trained(loss, "single", 1)[0])
+    check_equal(trained(loss, "jit")[0], trained(loss, "single")[0])
 
 
 @pytest.mark.usefixtures("on_gpus")
 def test_reductions_may_overlap_unless_told_otherwise() -> None:
     def dp(devices: int, **settings: Any) -> rx.DataParallel:
-        mesh = rx.make_mesh(devices=jax.devices()[:devices])
-        return rx.DataParallel(apart, optax.sgd(0.1), mesh=mesh, **settings)
+        return parallel(apart, optax.sgd(0.1), devices=devices, **settings)
 
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
     assert dp(2).configuration.names()["compiler_options"] == option
@@ -146,6 +140,6 @@ def test_options_reach_the_compiler() -> None:
 
 
 def test_on_a_cpu_the_compiler_splits_the_step() -> None:
-    by_compiler, _ = trained(apart, "jit", 4)
-    check_equal(by_compiler, trained(apart, "single", 1)[0])
-    assert trained(apart, "jit", 4)[1] != trained(apart, "shard_map", 4)[1]
+    by_compiler, sent = trained(apart, "jit")
+    check_equal(by_compiler, trained(apart, "single")[0])
+    assert sent != trained(apart, "shard_map")[1]

@@ -1,6 +1,7 @@
 """Predictions for all rows of a feed, in order; evaluation of several feeds, and of any loss."""
 
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import training
 from support.resumable import bits
 from support.tiers import only
+from support.training import normals, slices
 
 import replicax as rx
 
@@ -29,13 +32,9 @@ PLACES = [
 ]
 KEPT = [("jit", 4, "fsdp"), ("shard_map", 4, "replicated")]
 places = pytest.mark.parametrize(("mode", "devices", "layout"), only(KEPT, PLACES))
-random = np.random.default_rng(0)
-DATA = {
-    "x": random.normal(size=(ROWS, 4)).astype(np.float32),
-    "y": random.normal(size=ROWS).astype(np.float32),
-    "number": np.arange(ROWS, dtype=np.int32),
-}
-MODEL = {"w": jnp.asarray(random.normal(size=(4, 8)), jnp.float32), "b": jnp.ones(8)}
+draw = normals(0)
+DATA = {"x": draw(ROWS, 4), "y": draw(ROWS), "number": np.arange(ROWS, dtype=np.int32)}
+MODEL = {"w": jnp.asarray(draw(4, 8)), "b": jnp.ones(8)}
 Dict = dict[str, Any]
 
 
@@ -49,12 +48,12 @@ def several(model: Any, batch: Any, key: Any) -> Any:
     return {"found": found, "both": both, "number": batch["number"], "positive": found > 0}
 
 
+@functools.cache
 def parallel(
     mode: str = "shard_map", devices: int = 4, layout: str = "replicated", **settings: Any
 ) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    given = {"loss": loss, "optimizer": optax.sgd(0.1), **settings}
-    return rx.DataParallel(mode=mode, mesh=mesh, layout=layout, **given)
+    given = {"loss": loss, "optimizer": optax.sgd(0.1), "layout": layout, **settings}
+    return training.parallel(mode=mode, devices=devices, **given)
 
 
 def predicted(function: Any, dp: rx.DataParallel, model: Any = MODEL, **options: Any) -> Any:
@@ -112,9 +111,7 @@ def test_a_network_is_in_evaluation_mode() -> None:
 
 def test_the_average_of_the_parameters() -> None:
     dp = parallel(ema=0.5)
-    state = dp.init(MODEL)
-    for batch in dp.feed(DATA, BATCH):
-        state, _ = dp.step(state, batch)
+    state, _ = training.train(dp, MODEL, dp.feed(DATA, BATCH))
     for ema in (False, True):
         found = dp.predict(state, dp.feed(DATA, BATCH), several, ema=ema)
         near(found["found"], several(dp.model(state, ema=ema), DATA, None)["found"])
@@ -167,10 +164,7 @@ def test_rows_that_mix_are_refused_where_not_all_are_seen(function: Any) -> None
             dp.predict(dp.init(MODEL), batches, function)
     one = parallel("jit", 1)
     found = one.predict(one.init(MODEL), one.feed(DATA, 16), function)  # 4 of 16 rows at the end
-    expected = [
-        function(None, {name: leaf[at : at + 16] for name, leaf in DATA.items()}, None)
-        for at in range(0, ROWS, 16)
-    ]
+    expected = [function(None, batch, None) for batch in slices(DATA, 16)]
     jax.tree.map(near, found, jax.tree.map(lambda *leaves: np.concatenate(leaves), *expected))
 
 
@@ -220,8 +214,6 @@ def test_what_cannot_be_predicted_with() -> None:
         dp.predict(MODEL, feed, several)  # type: ignore[arg-type]
     with pytest.raises(rx.ConfigError, match=r"1 sources \(all\)"):
         dp.predict(state, {"all": feed}, several)
-    with pytest.raises(rx.ConfigError, match=r"predict\(state, source"):
-        dp.predict(several, state, feed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -242,7 +234,7 @@ class Loader:
     """Batches that can be read again, of 13 rows each."""
 
     def __iter__(self) -> Iterator[Any]:
-        return ({k: leaf[at : at + 13] for k, leaf in DATA.items()} for at in range(0, ROWS, 13))
+        return iter(slices(DATA, 13))
 
 
 def grain_rows() -> Any:
@@ -339,7 +331,7 @@ class Scaled:
 
 def test_a_loss_without_a_hash_is_known_again() -> None:
     double, half = Scaled(jnp.full(1, 2.0)), Scaled(jnp.full(1, 0.5))
-    dp = parallel(devices=1, loss=double)
+    dp = training.parallel(double, optax.sgd(0.1), mode="shard_map", devices=1)
     state, cut = dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()}
     found = [dp.evaluate(state, [cut], loss=each)["loss"] for each in (double, half)]
     assert found[0] == pytest.approx(4 * found[1])

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from support.tiers import only
+from support.training import assert_near, normals, parallel
 
 import replicax as rx
 
-ROWS = {
-    "x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32),
-    "y": np.linspace(0, 1, 16, dtype=np.float32),
-}
+ROWS = {"x": normals(0)(16, 4), "y": np.linspace(0, 1, 16, dtype=np.float32)}
 MODEL = {"w": jnp.ones((4, 8)), "v": jnp.full(8, 0.1)}
 
 
@@ -68,20 +67,15 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-def make(
-    loss: Any = plain, optimizer: Any = None, devices: int | None = None, **settings: Any
-) -> rx.DataParallel:
-    if devices is not None:
-        settings["mesh"] = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, optimizer or optax.adam(0.1), **settings)
+def make(loss: Any = plain, optimizer: Any = None, **settings: Any) -> rx.DataParallel:
+    return parallel(loss, optimizer or optax.adam(0.1), **settings)
 
 
 def trained(dp: rx.DataParallel, model: Any = MODEL) -> rx.TrainState:
     return dp.step(dp.init(model), ROWS)[0]
 
 
-def near(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-5), found, wanted)
+near = partial(assert_near, atol=0)
 
 
 @pytest.mark.parametrize("place", only(PLACES[:4], PLACES), ids=str)
@@ -203,9 +197,8 @@ def test_rows_of_a_state_are_those_of_another_number_of_devices() -> None:
         return {"seen": rx.PerRow(seen)}, {"loss": rx.mean(seen)}
 
     rows = {"x": ROWS["x"][:12]}
-    dp = rx.DataParallel(step=step, mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp, six = (parallel(step=step, devices=devices) for devices in (4, 6))
     state, _ = dp.step(dp.init({"seen": rx.PerRow(jnp.zeros(12))}), rows)
-    six = rx.DataParallel(step=step, mesh=rx.make_mesh(devices=jax.devices()[:6]))
     np.testing.assert_allclose(six.model(state)["seen"].value, rows["x"][:, 0], rtol=1e-6)
     state, metrics = six.step(state, rows)
     assert float(metrics["loss"]) == pytest.approx(2 * rows["x"][:, 0].mean(), rel=1e-5)

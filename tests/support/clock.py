@@ -4,6 +4,9 @@ import dataclasses
 import queue
 import sys
 import threading
+from typing import Any
+
+import pytest
 
 
 @dataclasses.dataclass
@@ -17,6 +20,18 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+
+def clock_of(module: Any) -> Any:
+    """Return a fixture: the clock that stands in for `time` in a module."""
+
+    @pytest.fixture
+    def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+        made = Clock()
+        monkeypatch.setattr(module, "time", made)
+        return made
+
+    return clock
 
 
 def is_waiting(thread: threading.Thread) -> bool:

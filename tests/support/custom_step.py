@@ -6,10 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from support import training
+from support.tiers import only
 
 import replicax as rx
 
 ROWS, BATCH = 52, 32
+PLACES = [
+    (mode, devices, accumulate)
+    for mode in ("jit", "shard_map", "pmap", "exact", "single")
+    for devices in ((1,) if mode == "single" else (1, 2, 4))
+    for accumulate in ((1,) if mode == "exact" else (1, 2))
+]
+in_micro_batches = pytest.mark.parametrize(
+    ("mode", "devices", "accumulate"),
+    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], PLACES),
+)
 optimizer = optax.adam(1e-2)
 State = dict[str, Any]
 
@@ -50,13 +63,8 @@ def of_state(state: State, batch: Any, key: Any) -> Any:
 def parallel(
     step: Any = step, mode: str = "shard_map", devices: int = 4, **settings: Any
 ) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
+    return training.parallel(step=step, mode=mode, devices=devices, **settings)
 
 
 def trained(dp: rx.DataParallel, begin: Any, batch_size: int = BATCH) -> tuple[Any, Any]:
-    state, told = dp.init(begin), []
-    for batch in dp.feed(rows(), batch_size):
-        state, metrics = dp.step(state, batch)
-        told.append({name: float(value) for name, value in metrics.items()})
-    return state, told
+    return training.train(dp, begin, dp.feed(rows(), batch_size))

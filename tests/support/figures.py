@@ -1,8 +1,8 @@
-"""The numbers and names of a text or an error, so that a test need not repeat the words."""
+"""The numbers, names and codes of a text or an error, so that a test need not repeat the words."""
 
+import contextlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -21,10 +21,12 @@ def assert_mentions(text: str, *parts: object) -> None:
     assert not missing, f"{missing} not in {text!r}"
 
 
-@contextmanager
-def refused(error: type[Exception], *parts: object) -> Iterator[None]:
-    """Assert that this raises `error`, whose message is one line that has these parts."""
-    with pytest.raises(error) as caught:
-        yield
+@contextlib.contextmanager
+def refused(
+    kind: type[Exception], *parts: object, match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Assert that what is done within is refused in one line that has these parts."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
     assert "\n" not in str(caught.value)
     assert_mentions(str(caught.value), *parts)

@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from support.island_networks import places
+from support.waiting import until
 
 import replicax as rx
 from replicax.cluster.cluster_job import Lone
@@ -114,3 +116,43 @@ class Island:
             raise self.error
         assert self.result is not None
         return sha256(self.result.state.params)
+
+
+def started(
+    count: int, hooks: Mapping[int, list[rx.Hook]] | None = None, **settings: Any
+) -> list[Island]:
+    """Return islands that run, some with hooks of their own."""
+    own = hooks or {}
+    return [Island(place, hooks=own.get(place.index, []), **settings) for place in places(count)]
+
+
+def with_one_that_dies(count: int, dying: int, step: int, **settings: Any) -> list[Island]:
+    """Return islands that run, one of which dies before a step."""
+    islands: list[Island] = []
+    islands += started(count, {dying: [At(step, lambda: islands[dying].die())]}, **settings)
+    return islands
+
+
+def with_one_that_comes_back(dying: int, step: int, **settings: Any) -> list[Island]:
+    """Return the ends of three islands, one of which dies before step 3 and comes back; it is last.
+
+    Island 1 starts it again before `step`, and all wait until it asks to join.
+    """
+    islands: list[Island] = []
+    back: list[Island] = []
+
+    def others() -> list[Island]:
+        return [island for island in islands if island.place.index != dying]
+
+    def wait_for_it() -> None:
+        back.append(Island(islands[dying].place, **settings))
+        for island in others():
+            until(lambda group=island.job.group: dying in group._candidates, 60.0)
+
+    hooks: dict[int, list[rx.Hook]] = {
+        1: [At(step, wait_for_it)],
+        dying: [At(3, lambda: islands[dying].die())],
+    }
+    islands += started(3, hooks, **settings)
+    ended = [island.join() for island in others()]
+    return [*ended, *(island.join() for island in back)]

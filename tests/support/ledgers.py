@@ -33,5 +33,14 @@ class Clock:
             self.time += spent
 
 
+def worked(folder: Path) -> tuple[Clock, Ledger]:
+    """Return a first start after 10 s of work, marked at step 10."""
+    clock = Clock()
+    ledger = clock.ledger(folder, 1, None)
+    clock.spend(ledger, productive=10)
+    ledger.mark(10)
+    return clock, ledger
+
+
 def spent(goodput: Goodput) -> dict[str, float]:
     return {bucket: seconds for bucket, seconds in goodput.seconds.items() if seconds}

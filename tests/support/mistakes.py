@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from support.figures import assert_mentions
+from support import figures
+from support.training import parallel
 
-import replicax as rx
 from replicax.errors import ReplicaxError
 
 MODEL = {"w": jnp.ones(3)}
@@ -33,8 +31,7 @@ def wide(model: Any, batch: Any, key: Any) -> Any:
 
 
 def make(function: Any = loss, optimizer: Any = ADAM, **options: Any) -> Any:
-    mesh = rx.make_mesh(devices=jax.devices()[: 1 if options.get("mode") == "single" else 4])
-    return rx.DataParallel(function, optimizer, **{"mesh": mesh, **options})
+    return parallel(function, optimizer, **options)
 
 
 def init(model: Any = MODEL, optimizer: Any = ADAM) -> Any:
@@ -55,9 +52,6 @@ def step_and_evaluate(dp: Any) -> tuple[Callable[..., Any], ...]:
 
 def refused(kind: type[ReplicaxError], call: Callable[[], Any], *words: str) -> str:
     """Check that `call` is refused in one line with these `words`, and return the line."""
-    with pytest.raises(kind) as caught:
+    with figures.refused(kind, *words) as caught:
         call()
-    said = str(caught.value)
-    assert "\n" not in said
-    assert_mentions(said, *words)
-    return said
+    return str(caught.value)

@@ -7,18 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import replicax as rx
+from support.training import normals, parallel, train
 
 Loss = Callable[[Any, Any, Any], Any]
 ROWS = 16
-NUMBERS = np.random.default_rng(0)
-MODEL = {"w": NUMBERS.normal(size=(5, 3)).astype(np.float32)}
-DATA = {
-    "x": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
-    "y": NUMBERS.normal(size=(ROWS, 3)).astype(np.float32),
-    "label": NUMBERS.integers(0, 3, ROWS).astype(np.int32),
-}
+draw = normals(0)
+MODEL = {"w": draw(5, 3)}
+LABELS = np.random.default_rng(1).integers(0, 3, ROWS).astype(np.int32)
+DATA = {"x": draw(ROWS, 5), "y": draw(ROWS, 3), "label": LABELS}
 stop = jax.lax.stop_gradient
 
 
@@ -31,5 +27,5 @@ def error(model: Any, batch: Any) -> Any:
 
 
 def stepped(loss: Loss, **settings: Any) -> Any:
-    dp = rx.DataParallel(loss, optax.sgd(0.1), **settings)
-    return dp.step(dp.init(MODEL), DATA)[0].params
+    """Return the parameters after a step, on the first 4 devices."""
+    return train(parallel(loss, optax.sgd(0.1), **settings), MODEL, [DATA])[0].params

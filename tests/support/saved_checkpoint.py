@@ -1,5 +1,6 @@
 """Checkpoints as Orbax writes them, with manifests, for tests that damage them."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ POSITION = Position(
     records=14,
     bad_steps=1,
 )
+
+
+def state_at(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"w": jnp.full(400, step * 1.5)}, (), {}, jnp.uint32(0))
+
+
+def position_at(step: int) -> Position:
+    return dataclasses.replace(POSITION, step=step)
 
 
 def manifest(**changes: Any) -> Manifest:

@@ -212,6 +212,9 @@ def to_nan(state: Any) -> Any:
 
 ALONE = rx.Guard(max_bad_steps=1000)
 """A guard with which only the audit ends a run of bad steps."""
+X = CASE.source["x"].copy()
+X[17] = np.nan  # in the second of an epoch's four batches
+BESIDE_BAD_BATCHES = {"source": {**CASE.source, "x": X}, "guard": ALONE, "shuffle": False}
 
 
 def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
@@ -225,11 +228,8 @@ def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel)
 def test_a_bad_batch_is_no_devices_fault(
     devices: int, eight: rx.DataParallel, two: rx.DataParallel
 ) -> None:
-    x = CASE.source["x"].copy()
-    x[17] = np.nan  # in the second of an epoch's four batches
     audit, dp = rx.Audit(10), eight if devices == 8 else two
-    source = {**CASE.source, "x": x}
-    result = fit(dp, audit=audit, source=source, guard=ALONE, shuffle=False)
+    result = fit(dp, audit=audit, **BESIDE_BAD_BATCHES)
     skipped = [record.step for record in result.records if record.kind == "skip"]
     assert skipped == list(range(2, 31, 4))
     assert audit.clean == 3
@@ -239,10 +239,7 @@ def test_a_bad_batch_is_no_devices_fault(
 @pytest.mark.parametrize("step", [13, 14, 15, 18])
 def test_a_bit_is_found_beside_bad_batches(two: rx.DataParallel, step: int, device: int) -> None:
     """Steps 14 and 18 are bad anyway; the replay skips them as the run did."""
-    x = CASE.source["x"].copy()
-    x[17] = np.nan
-    source = {**CASE.source, "x": x}
-    said = message(two, step, flipping(device, 20), source=source, guard=ALONE, shuffle=False)
+    said = message(two, step, flipping(device, 20), **BESIDE_BAD_BATCHES)
     assert f"device {device} of process 0 " in said
     assert_mentions(said, "wrong bits", "in params", "restart without")
     assert f"{1 - device} of process 0: restart" in said

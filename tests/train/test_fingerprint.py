@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.bit_flips import flip, flip_leaf, leaf_names, part_bytes
 from support.cases import CASES
+from support.training import train
 
 import replicax as rx
 from replicax.core.placement.mesh import replicated
@@ -33,9 +34,7 @@ def differences(state: Any) -> list[UnequalCopies]:
 def trained() -> Any:
     """A state after a step: batch statistics, keys, counters, moments."""
     dp = rx.DataParallel(CASES["nnx"].loss, optax.adamw(1e-3), mode="shard_map")
-    state = dp.init(CASES["nnx"].model())
-    (batch,) = dp.feed(CASES["nnx"].source, 64)
-    return dp.step(state, batch)[0]
+    return train(dp, CASES["nnx"].model(), dp.feed(CASES["nnx"].source, 64))[0]
 
 
 def test_equal_copies_differ_in_nothing(trained: Any) -> None:

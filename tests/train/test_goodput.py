@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.ledgers import NOTHING, Clock, spent
+from support.ledgers import NOTHING, Clock, spent, worked
 
 from replicax.train.goodput import BUCKETS, FILE, Ledger
 
@@ -73,10 +73,7 @@ def test_a_kill_loses_what_was_done_after_the_mark_that_is_restored(tmp_path: Pa
 
 
 def test_an_older_checkpoint_loses_several_starts(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     clock.spend(first, productive=20)
     first.mark(20)
     second = clock.ledger(tmp_path, 2, 20)
@@ -95,10 +92,7 @@ def test_an_older_checkpoint_loses_several_starts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_until_the_start_knows_what_it_goes_on_from(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     clock.spend(first, productive=5)
     first.close()
     second = clock.unopened(tmp_path, 2)
@@ -115,10 +109,7 @@ def test_nothing_is_lost_until_the_start_knows_what_it_goes_on_from(tmp_path: Pa
 def test_what_follows_a_last_checkpoint_is_kept_where_the_start_says_so(
     tmp_path: Path, kept: bool
 ) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     clock.spend(first, productive=4)
     first.close(kept=kept)
     first.close()
@@ -138,10 +129,7 @@ def test_what_was_never_saved_is_lost_however_the_start_ended(tmp_path: Path) ->
 
 
 def test_seconds_moved_after_a_mark_are_not_lost_twice(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     clock.time += 2
     first.move("productive", "waiting", 5)
     first.close()
@@ -149,10 +137,7 @@ def test_seconds_moved_after_a_mark_are_not_lost_twice(tmp_path: Path) -> None:
 
 
 def test_what_was_moved_to_saving_after_a_mark_stays_there(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     first.move("productive", "saving", 4)
     first.close()
     assert spent(clock.ledger(tmp_path, 2, 10).summary()) == {"productive": 6, "saving": 4}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.figures import figures
-from support.ledgers import NOTHING, Clock, spent
+from support.ledgers import NOTHING, Clock, spent, worked
 
 from replicax.train.goodput import BUCKETS, FILE, TO_CHANGE, Goodput, read_goodput
 
@@ -25,20 +25,14 @@ def test_a_month_leaves_a_file_of_megabytes(tmp_path: Path) -> None:
 
 
 def started(folder: Path) -> Clock:
-    """A folder with a start of 10 s, marked at step 10."""
-    clock = Clock()
-    ledger = clock.ledger(folder, 1, None)
-    clock.spend(ledger, productive=10)
-    ledger.mark(10)
+    """A folder with a start of 10 s that has ended, marked at step 10."""
+    clock, ledger = worked(folder)
     ledger.close()
     return clock
 
 
 def test_a_start_that_was_replaced_and_goes_on_writing_is_not_counted(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.mark(10)
+    clock, first = worked(tmp_path)
     second = clock.ledger(tmp_path, 2, 10)
     clock.time += 7
     first.mark(20)  # it was frozen, and wakes

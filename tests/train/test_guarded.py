@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 from support.tiers import EXHAUSTIVE, only
+from support.training import assert_near, parallel
 
 import replicax as rx
 from replicax.errors import LossError
@@ -62,8 +63,8 @@ def make(
     optimizer: optax.GradientTransformation = CLIPPED,
     **options: Any,
 ) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(case.loss, optimizer, mesh=mesh, mode=mode, layout=layout, **options)
+    settings = {"mode": mode, "layout": layout, "devices": devices, **options}
+    return parallel(case.loss, optimizer, **settings)
 
 
 def batch_of(dp: rx.DataParallel, source: dict[str, np.ndarray], epoch: int = 0) -> Any:
@@ -134,8 +135,7 @@ def test_a_bad_step_changes_nothing_but_step(mode: str, layout: Any, devices: in
     state, metrics = dp.step(state, batch_of(dp, case.source, 2))
     assert not bool(metrics[NOT_FINITE])
     assert bits(state.extras) != extras
-    for one, other in zip(jax.tree.leaves(without_step(state)), undisturbed(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    assert_near(jax.tree.leaves(without_step(state)), undisturbed(expected), rtol=2e-5)
 
 
 @functools.cache
@@ -195,10 +195,7 @@ def test_it_takes_no_more_memory(mode: str, layout: str, copies: float) -> None:
 )
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 def test_every_element_of_the_gradient_is_looked_at(mode: str, slope: float, bad: bool) -> None:
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return tilted(model["w"][1, -1], batch["slope"])
-
-    dp = rx.DataParallel(loss, optax.sgd(1e-18), mode=mode)
+    dp = in_one_element(mode)
     state = dp.init({"v": jnp.zeros(3), "w": jnp.ones((2, 5))})
     dp = guarded(dp, state)
     before = bits(state.params)
@@ -223,6 +220,14 @@ tilted.defvjp(
     lambda weight, slope: (jnp.ones_like(slope), slope),
     lambda slope, g: (jnp.sum(g * slope), jnp.zeros_like(slope)),
 )
+
+
+@functools.cache
+def in_one_element(mode: str) -> rx.DataParallel:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return tilted(model["w"][1, -1], batch["slope"])
+
+    return rx.DataParallel(loss, optax.sgd(1e-18), mode=mode)
 
 
 def test_a_batch_without_any_weight_is_not_bad() -> None:
@@ -256,9 +261,13 @@ def plus_weight(model: Any, batch: Any, key: Any) -> Any:
     return batch["x"] + (model["w"] - jax.lax.stop_gradient(model["w"]))
 
 
+@functools.cache
+def to_watch(mode: str, devices: int) -> rx.DataParallel:
+    return parallel(plus_weight, optax.sgd(0.25), mode=mode, devices=devices)
+
+
 def watched(mode: str = "jit", devices: int = 8) -> tuple[rx.DataParallel, rx.TrainState]:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(plus_weight, optax.sgd(0.25), mode=mode, mesh=mesh)
+    dp = to_watch(mode, devices)
     state = with_losses(dp.init({"w": jnp.float32(1.0)}))
     return guarded(dp, state), state
 
@@ -331,7 +340,7 @@ def test_a_window_that_is_not_full_is_finite_for_debugging(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["single", "shard_map", "pmap", "exact"])
 def test_spikes_are_told_alike_in_every_mode(mode: str) -> None:
-    dp, state = watched(mode, 1 if mode == "single" else 8)
+    dp, state = watched(mode)
     where = state.losses.sharding
     state = dataclasses.replace(state, losses=jax.device_put(history(), where))
     state, found = step_on(dp, state, far(history(), SPIKE_SIGMAS + 0.01))

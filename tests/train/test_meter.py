@@ -7,19 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from support.clock import Clock
+from support.clock import Clock, clock_of
 
 from replicax.train import step_records as module
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record
 from replicax.train.step_records import Meter, log_interval
 
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+clock = clock_of(module)
 
 
 def done(step: int, loss: float, rows: int = 10, *, bad: str = "", **more: float) -> Dispatched:

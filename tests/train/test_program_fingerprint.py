@@ -16,6 +16,7 @@ import pytest
 from support import cases
 from support.resumable import loss, model, rows
 from support.tiers import EXHAUSTIVE, exhaustive
+from support.training import parallel, slices
 
 import replicax as rx
 from replicax.core.data.sources import as_source
@@ -32,8 +33,7 @@ ADAM = optax.adam(0.01)
 def fingerprint(
     loss: Any = loss, optimizer: Any = ADAM, batch: Any = ROWS, made: Any = model, **settings: Any
 ) -> dict[str, str]:
-    settings.setdefault("mesh", rx.make_mesh(devices=jax.devices()[:1]))
-    dp = rx.DataParallel(loss, optimizer, **settings)
+    dp = parallel(loss, optimizer, **{"devices": 1, **settings})
     return program_fingerprint(dp, dp.init(made()), batch)
 
 
@@ -66,8 +66,7 @@ def other(usual: dict[str, str], found: dict[str, str]) -> set[str]:
 def test_it_is_the_same_however_the_program_is_run(
     usual: dict[str, str], devices: int, settings: dict[str, Any]
 ) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    assert fingerprint(mesh=mesh, **settings) == usual
+    assert fingerprint(devices=devices, **settings) == usual
 
 
 def test_guards_padding_and_the_size_of_the_batch_are_no_part_of_it(usual: dict[str, str]) -> None:
@@ -211,7 +210,7 @@ def stepping(rate: float, mode: str, devices: int) -> dict[str, str]:
         means, gradient = rx.value_and_grad(loss)(state, batch, key)
         return jax.tree.map(lambda a, g: a - rate * g, state, gradient), means
 
-    dp = rx.DataParallel(step=step, mode=mode, mesh=rx.make_mesh(devices=jax.devices()[:devices]))
+    dp = parallel(step=step, mode=mode, devices=devices)
     state = dp.init(model())
     return program_fingerprint(guarded(dp, state), state, ROWS)
 
@@ -220,11 +219,12 @@ def of_length(length: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     return {"x": np.ones((16, length), dtype), "y": np.ones(16, np.float32)}
 
 
-def test_batches_of_another_shape_are_traced_as_those_before() -> None:
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return (batch["x"].mean(1) * model["w"] - batch["y"]) ** 2
+def of_any_length(model: Any, batch: Any, key: Any) -> Any:
+    return (batch["x"].mean(1) * model["w"] - batch["y"]) ** 2
 
-    dp = rx.DataParallel(loss, ADAM, mode="single")
+
+def test_batches_of_another_shape_are_traced_as_those_before() -> None:
+    dp = rx.DataParallel(of_any_length, ADAM, mode="single")
     state = dp.init({"w": jnp.ones(())})
     first = program_fingerprint(dp, state, of_length(5))
     again = program_fingerprint(dp, state, of_length(7), traced=first["batch"])
@@ -235,10 +235,7 @@ def test_batches_of_another_shape_are_traced_as_those_before() -> None:
 
 
 def test_a_loader_whose_batches_vary_in_shape_resumes(tmp_path: Path) -> None:
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return (batch["x"].mean(1) * model["w"] - batch["y"]) ** 2
-
-    dp = rx.DataParallel(loss, ADAM, mode="single")
+    dp = rx.DataParallel(of_any_length, ADAM, mode="single")
     source = [of_length(length) for length in (5, 7, 3, 6)]
     for steps in (1, 2, 4):
         state = dp.init({"w": jnp.ones(())})
@@ -319,7 +316,7 @@ def trained(
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return factor * jnp.sum((batch["x"] @ model["hidden"] @ model["out"]) ** 2, axis=-1)
 
-    dp = rx.DataParallel(loss, optimizer, mesh=rx.make_mesh(devices=jax.devices()[:1]))
+    dp = parallel(loss, optimizer, devices=1)
     length = {"steps": 2} if "epochs" not in settings else {}
     return rx.fit(
         *(dp, dp.init(model()), source),
@@ -330,13 +327,9 @@ def trained(
     )
 
 
-def in_batches() -> Any:
-    return [{name: array[at : at + 8] for name, array in ROWS.items()} for at in (0, 8)]
-
-
 @pytest.mark.parametrize(
     ("source", "more"),
-    [(ROWS, 2), *map(exhaustive, [(ROWS, 0), (in_batches(), 0), (in_batches(), 2)])],
+    [(ROWS, 2), *map(exhaustive, [(ROWS, 0), (slices(ROWS, 8), 0), (slices(ROWS, 8), 2)])],
     ids=["arrays", "arrays, no more", "a loader, no more", "a loader"],
 )
 def test_a_run_is_not_resumed_by_another_program(tmp_path: Path, source: Any, more: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from support.clock import Clock
+from support.clock import Clock, clock_of
 from support.figures import figures as numbers
 
 from replicax.train import progress as module
@@ -23,6 +23,8 @@ from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.progress import PlainProgress, Progress, figures, open_progress
 from replicax.train.records import Record
 from replicax.train.streams import Unfailing
+
+clock = clock_of(module)
 
 
 def record(step: int = 3, seconds: float = 1.5, wait: float | None = 0.25) -> Record:
@@ -250,13 +252,6 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: page))
     monkeypatch.setitem(sys.modules, "IPython.display", page)
     return page
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 def test_in_a_notebook_one_output_changes_and_nothing_is_printed(

@@ -8,9 +8,16 @@ import pytest
 from support.bit_flips import flip_leaf, leaf_names
 from support.figures import assert_mentions
 from support.island_networks import places
-from support.island_runs import SOURCE, STEPS, At, Island
+from support.island_runs import (
+    SOURCE,
+    STEPS,
+    At,
+    Island,
+    started,
+    with_one_that_comes_back,
+    with_one_that_dies,
+)
 from support.tiers import only
-from support.waiting import until
 
 import replicax as rx
 from replicax.islands.messages import Done
@@ -26,18 +33,8 @@ def run(
     count: int, rounds: dict[str, Any], hooks: dict[int, list[rx.Hook]] | None = None, **more: Any
 ) -> list[Island]:
     """Return the islands of a run, once it is over."""
-    found = [
-        Island(
-            place,
-            mode="jit",
-            rounds=rx.Islands(**rounds),
-            hooks=(hooks or {}).get(place.index, []),
-            eval_source=SOURCE,
-            **more,
-        )
-        for place in places(count)
-    ]
-    return [island.join() for island in found]
+    settings = {"mode": "jit", "rounds": rx.Islands(**rounds), "eval_source": SOURCE, **more}
+    return [island.join() for island in started(count, hooks, **settings)]
 
 
 def agreed(island: Island) -> str:
@@ -161,36 +158,17 @@ def test_another_number_of_islands_goes_on(
 @pytest.mark.parametrize(("dying", "step"), only([(0, 13)], [(0, 13), (2, 13), (0, 15), (2, 15)]))
 def test_an_island_that_dies_costs_its_round(dying: int, step: int, tmp_path: Path) -> None:
     """In a round, or where it ends; also the one that writes."""
-    islands: list[Island] = []
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
-    for place in places(3):
-        hooks = [At(step, lambda: islands[dying].die())] if place.index == dying else []
-        options = rx.Islands(every=5, send="int8")
-        islands.append(Island(place, mode="jit", rounds=options, hooks=hooks, **settings))
+    settings |= {"mode": "jit", "rounds": rx.Islands(every=5, send="int8")}
+    islands = with_one_that_dies(3, dying, step, **settings)
     ended = [island.join() for island in islands if island.place.index != dying]
     assert_alike(ended)
 
 
 def test_an_island_that_comes_back_takes_the_outer_state(tmp_path: Path) -> None:
-    islands: list[Island] = []
-    back: list[Island] = []
-    where = places(3)
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     settings |= {"mode": "jit", "rounds": rx.Islands(every=5, send="int4")}
-
-    def wait_for_it() -> None:
-        """Start the island again, and wait until it asks to join."""
-        back.append(Island(where[2], **settings))
-        for island in islands[:2]:
-            group = island.job.group
-            until(lambda group=group: 2 in group._candidates, 60.0)
-
-    for place in where:
-        hooks = [At(12, wait_for_it)] if place.index == 1 else []
-        hooks += [At(3, lambda: islands[2].die())] if place.index == 2 else []
-        islands.append(Island(place, hooks=hooks, **settings))
-    ended = [islands[0].join(), islands[1].join(), back[0].join()]
-    assert_alike(ended)
+    assert_alike(with_one_that_comes_back(2, 12, **settings))
 
 
 class Flip(rx.Hook):

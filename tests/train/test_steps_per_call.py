@@ -20,6 +20,7 @@ from support.resumable import (
     told,
     written,
 )
+from support.training import slices
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
@@ -193,9 +194,7 @@ def test_a_loop_of_ones_own_gets_batches() -> None:
 
 def test_loaders_of_batches(tmp_path: Path) -> None:
     """Their batches are stacked, and the run resumes from them."""
-    data = rows()
-    loader = [{name: leaf[at : at + 15] for name, leaf in data.items()} for at in range(0, 75, 15)]
-    settings = {"source": loader, "batch_size": 15, "log_every": 1, "save_every": 4}
+    settings = {"source": slices(rows(), 15), "batch_size": 15, "log_every": 1, "save_every": 4}
     dp = data_parallel(1)
     undisturbed = fit(dp, tmp_path / "whole", steps_per_call=2, **settings)
     alone = fit(dp, tmp_path / "alone", **settings)

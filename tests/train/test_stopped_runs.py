@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.cluster_jobs import opened
 from support.resumable import data_parallel, fit, model, rows, steps_saved
+from support.training import slices
 
 import replicax as rx
 from replicax.core.data.feed import Feed, GaveUpError, Split
@@ -40,8 +40,7 @@ class Stuck(rx.Hook):
             self._waited_for.set()
 
     def __iter__(self) -> Iterator[Any]:
-        for at in range(self.most):
-            yield jax.tree.map(lambda leaf, at=at: leaf[at * BATCH : (at + 1) * BATCH], rows())
+        yield from slices(rows(), BATCH)[: self.most]
         if self.most:
             self._waited_for.wait()
         time.sleep(0.05)
@@ -139,7 +138,7 @@ def test_an_evaluation_that_waits_is_done_later(
 def test_processes_give_up_together_when_one_of_them_waits() -> None:
     """With a real hub: process 1 waits for its loader, and learns that all stop."""
     free, told = threading.Event(), threading.Event()
-    sharding = NamedSharding(rx.make_mesh(devices=jax.devices()[:1]), PartitionSpec("data"))
+    sharding = NamedSharding(rx.make_mesh(1), PartitionSpec("data"))
 
     def own(process: int) -> Iterator[Any]:
         if process == 1:

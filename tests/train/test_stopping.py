@@ -6,28 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.clock import Clock, clock_of
 from support.cluster_jobs import opened
 
 from replicax.core.ground.job import Alone
 from replicax.train import stopping as stopping_module
 from replicax.train.stopping import Interrupt, Stopping
 
-
-class Clock:
-    """The time of one process."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(stopping_module, "time", made)
-    return made
+clock = clock_of(stopping_module)
 
 
 class Voting(Alone):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from support.tiers import EXHAUSTIVE, only
+from support.training import parallel
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -21,8 +22,7 @@ from replicax.verify.subject import Subject
 
 
 def data_parallel(loss: Any, optimizer: Any, **options: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[: zoo.DEVICES])
-    return rx.DataParallel(loss, optimizer, mesh=mesh, **options)
+    return parallel(loss, optimizer, devices=zoo.DEVICES, **options)
 
 
 def restless() -> optax.GradientTransformation:

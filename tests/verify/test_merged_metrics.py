@@ -9,6 +9,7 @@ import optax
 import pytest
 from support.counted_metrics import F1, MODEL, loss, rows
 from support.tiers import EXHAUSTIVE
+from support.training import parallel
 
 import replicax as rx
 
@@ -29,8 +30,7 @@ def verified(metric: Any) -> rx.Verification:
         more = {"m": metric.of(score, batch["label"], real), "by_row": rx.PerRow(score)}
         return found, metrics | more
 
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(with_metric, optax.sgd(0.1), mode="shard_map", mesh=mesh)
+    dp = parallel(with_metric, optax.sgd(0.1), mode="shard_map")
     model = jax.tree.map(jnp.asarray, MODEL)
     return rx.verify(dp, model, rows(), batch_size=32, modes=["shard_map"])
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE
+from support.training import parallel
 from verify import zoo_recipes as zoo
 
-import replicax as rx
 from replicax.core.modes import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
@@ -21,9 +21,8 @@ from replicax.verify.subject import Case, Subject
 
 
 def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    arguments = {"mode": "shard_map", "mesh": mesh, **entry.arguments}
-    dp = rx.DataParallel(entry.loss, entry.optimizer(), **arguments)
+    arguments = {"mode": "shard_map", "devices": devices, **entry.arguments}
+    dp = parallel(entry.loss, entry.optimizer(), **arguments)
     return Subject(dp, entry.model(), zoo.data(), zoo.MICRO_BATCHES, 0)
 
 

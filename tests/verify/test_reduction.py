@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax import lax
 from support.tiers import EXHAUSTIVE, only
+from support.training import parallel
 from verify import zoo_recipes as zoo
 
-import replicax as rx
 from replicax.checks import Check
 from replicax.core.ground.codecs import BLOCK
 from replicax.core.modes import MODES
@@ -34,9 +34,8 @@ IN_EVERY_MODE = pytest.mark.parametrize(
 def make(
     mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.good, **options: Any
 ) -> Subject:
-    mesh = rx.make_mesh(devices=jax.devices()[: zoo.DEVICES])
-    options |= {"mesh": mesh, "mode": mode, "reduction": reduction}
-    dp = rx.DataParallel(loss, optax.adam(1e-2), **options)
+    options |= {"devices": zoo.DEVICES, "mode": mode, "reduction": reduction}
+    dp = parallel(loss, optax.adam(1e-2), **options)
     return Subject(dp, zoo.network(), zoo.data(), 1, 0)
 
 

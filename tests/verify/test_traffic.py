@@ -11,6 +11,7 @@ from support.agreement import How, data_parallel, on
 from support.cases import TOWER
 from support.figures import assert_mentions
 from support.tiers import exhaustive
+from support.training import parallel
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -34,8 +35,7 @@ def with_offset(model: Any, batch: Any, key: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh, mode="shard_map")
+    dp = parallel(zoo.good, zoo.Entry().optimizer(), mode="shard_map")
     return Subject(dp, zoo.network(), zoo.data(), 2, 0)
 
 
@@ -120,8 +120,7 @@ def test_work_is_that_of_all_devices(
 
 def test_a_frozen_parameter_is_not_reduced() -> None:
     """The optimizer does not read its gradient, so it is never computed."""
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(zoo.good, zoo.frozen_optimizer(), mesh=mesh, mode="shard_map")
+    dp = parallel(zoo.good, zoo.frozen_optimizer(), mode="shard_map")
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
     (check,) = check_traffic(of, examine_subject(of), read_programs(of, [of.own]))
     assert check.verdict == "pass"

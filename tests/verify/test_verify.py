@@ -1,8 +1,8 @@
 """`rx.verify`: its rows, and its errors."""
 
-import jax
 import numpy as np
 import pytest
+from support.training import parallel
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -54,8 +54,7 @@ def test_about(plain: Verification) -> None:
 
 
 def test_rows_needed() -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh)
+    dp = parallel(zoo.good, zoo.Entry().optimizer())
     assert rows_needed(dp) == 4 * 4 * 2
 
 
@@ -68,8 +67,7 @@ def test_rows_needed() -> None:
     ],
 )
 def test_refusals(rows: int, options: dict[str, object], said: str) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh)
+    dp = parallel(zoo.good, zoo.Entry().optimizer())
     batch = {"x": np.zeros((rows, 6), np.float32), "y": np.zeros((rows, 4), np.float32)}
     with pytest.raises(rx.ConfigError, match=said):
         rx.verify(dp, zoo.network(), batch, **options)  # type: ignore[arg-type]

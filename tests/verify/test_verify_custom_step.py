@@ -4,23 +4,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from support.tiers import EXHAUSTIVE
+from support.training import normals, parallel
 
 import replicax as rx
 from replicax.checks import PASS, SKIP
 from replicax.verify.verification import Verification
 
 optimizer = optax.adam(1e-2)
-random = np.random.default_rng(0)
-MODEL = {"w": jnp.asarray(random.normal(size=(4, 2)), jnp.float32)}
+draw = normals(0)
+MODEL = {"w": jnp.asarray(draw(4, 2))}
 STATE = {"model": MODEL, "moments": optimizer.init(MODEL)}
-DATA = {
-    "x": random.normal(size=(32, 4)).astype(np.float32),
-    "y": random.normal(size=(32, 2)).astype(np.float32),
-}
+DATA = {"x": draw(32, 4), "y": draw(32, 2)}
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
@@ -52,8 +49,7 @@ def draws(state: Any, batch: Any, key: Any) -> Any:
 
 
 def verified(step: Any, *modes: str, mode: str = "shard_map") -> Verification:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(step=step, mode=mode, mesh=mesh, micro_shards=8)
+    dp = parallel(step=step, mode=mode, micro_shards=8)
     return rx.verify(dp, STATE, DATA, modes=modes, micro_batches=1)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.custom_step import (
     BATCH,
     ROWS,
@@ -24,6 +25,7 @@ from support.custom_step import (
 )
 from support.resumable import bits
 from support.tiers import only
+from support.training import assert_near
 
 import replicax as rx
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -36,18 +38,13 @@ places = pytest.mark.parametrize(("mode", "devices"), only([("shard_map", 4)], P
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}])
 def test_it_equals_the_built_in_step(mode: str, devices: int, settings: dict[str, Any]) -> None:
     custom, mine = trained(parallel(mode=mode, devices=devices, **settings), state())
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    built_in = rx.DataParallel(loss, optimizer, mode=mode, mesh=mesh, **settings)
+    built_in = training.parallel(loss, optimizer, mode=mode, devices=devices, **settings)
     other, theirs = trained(built_in, model())
     for name in ("loss", "size"):
         np.testing.assert_allclose([m[name] for m in mine], [t[name] for t in theirs], rtol=1e-6)
     np.testing.assert_allclose(mine[1]["mean"], rows()["y"][BATCH:].mean(), rtol=1e-6)
     assert int(custom.params["done"]) == 2
-    jax.tree.map(
-        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7),
-        custom.params["model"],
-        other.params,
-    )
+    assert_near(custom.params["model"], other.params, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +73,7 @@ def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
     means, gradient = rx.value_and_grad(loss)(model(), batch)
     value, wanted = jax.value_and_grad(lambda m: jnp.mean(loss(m, batch, None)[0]))(model())
     np.testing.assert_allclose(means["loss"], value, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted
-    )
+    assert_near(gradient, wanted, atol=1e-7)
     np.testing.assert_allclose(rx.mean(jnp.asarray(batch["y"])), batch["y"].mean(), rtol=1e-6)
     weights = np.arange(ROWS, dtype=np.float32)
     found = rx.mean(rx.Weighted(jnp.asarray(batch["y"]), jnp.asarray(weights)))
@@ -125,11 +120,7 @@ def test_loops_branches_and_gathered_rows(mode: str, devices: int) -> None:
     np.testing.assert_allclose(
         found.params["center"], 0.09 * batches[0] + 0.1 * batches[1], atol=1e-6
     )
-    jax.tree.map(
-        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
-        found.params,
-        wanted.params,
-    )
+    assert_near(found.params, wanted.params)
 
 
 # Evaluation, bad steps and resumed runs.
@@ -138,7 +129,7 @@ def test_loops_branches_and_gathered_rows(mode: str, devices: int) -> None:
 def test_evaluate_takes_any_loss() -> None:
     dp = parallel()
     at = dp.init(state())
-    batches = lambda: dp.feed(rows(), BATCH)  # noqa: E731
+    batches = lambda dp=dp: dp.feed(rows(), BATCH)  # noqa: E731
     error = np.asarray(loss(model(), rows(), None)[0])
     found = dp.evaluate(at, batches(), loss=of_state)
     assert found["loss"] == pytest.approx(error.mean(), rel=1e-6)
@@ -147,13 +138,9 @@ def test_evaluate_takes_any_loss() -> None:
     with pytest.raises(rx.ConfigError, match=r"evaluate\(state, batches, .*=loss"):
         dp.evaluate(at, batches())
     other = rx.DataParallel(of_state, step=step)
-    assert other.evaluate(other.init(state()), batches_of(other)) == pytest.approx(found)
+    assert other.evaluate(other.init(state()), batches(other)) == pytest.approx(found)
     third = dp.evaluate(at, batches(), loss=lambda s, b, k: b["y"])
     assert third["loss"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
-
-
-def batches_of(dp: rx.DataParallel) -> rx.Feed:
-    return dp.feed(rows(), BATCH)
 
 
 def test_a_bad_step_leaves_the_state() -> None:

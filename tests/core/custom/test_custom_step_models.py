@@ -3,6 +3,7 @@
 Each is compared with the built-in step, whose numbers are those of plain JAX on one device.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -13,9 +14,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import training
 from support.custom_step import BATCH, parallel, rows, trained
 from support.resumable import bits
 from support.tiers import only
+from support.training import assert_near, losses
 
 import replicax as rx
 
@@ -25,18 +28,7 @@ EXACT = [("exact", 1), ("exact", 2), ("exact", 4)]
 
 
 def built_in(loss: Any, mode: str, devices: int, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, OPTIMIZER, mode=mode, mesh=mesh, **settings)
-
-
-def close(found: Any, wanted: Any) -> None:
-    one, other = jax.tree.leaves(found), jax.tree.leaves(wanted)
-    for leaf, like in zip(one, other, strict=True):
-        np.testing.assert_allclose(leaf, like, rtol=1e-5, atol=1e-6)
-
-
-def losses(told: Any) -> list[float]:
-    return [each["loss"] for each in told]
+    return training.parallel(loss, OPTIMIZER, mode=mode, devices=devices, **settings)
 
 
 # Flax NNX: a step as it is written without Replicax, with the model in its state in several forms.
@@ -113,6 +105,13 @@ def state_of(model: Any) -> Any:
     return nnx.state(model) if isinstance(model, nnx.Module) else model
 
 
+@functools.cache
+def by_the_built_in_step(mode: str, devices: int) -> tuple[Any, list[dict[str, float]]]:
+    dp = built_in(nnx_loss, mode, devices)
+    state, told = trained(dp, Network(), batch_size=16)
+    return nnx.state(dp.model(state)), told
+
+
 FORMS_AND_PLACES = [(form, *place) for form in FORMS for place in PLACES + EXACT]
 KEPT = [("module", "jit", 4), ("module", "exact", 2), ("optimizer", "shard_map", 4)]
 
@@ -122,13 +121,13 @@ KEPT = [("module", "jit", 4), ("module", "exact", 2), ("optimizer", "shard_map",
 )
 def test_an_nnx_model_trains_in_any_form(form: str, mode: str, devices: int) -> None:
     step, begin = of_form(form)
-    where = ("exact", devices) if mode == "exact" else ("single", 1)
-    built = built_in(nnx_loss, *where)
-    wanted, theirs = trained(built, Network(), batch_size=16)
+    wanted, theirs = by_the_built_in_step(
+        *(("exact", devices) if mode == "exact" else ("single", 1))
+    )
     dp = parallel(step, mode, devices)
     found, mine = trained(dp, begin, batch_size=16)
     assert losses(mine) == pytest.approx(losses(theirs), rel=1e-6)
-    close(state_of(dp.model(found)["model"]), nnx.state(built.model(wanted)))
+    assert_near(state_of(dp.model(found)["model"]), wanted)
 
 
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map"]))
@@ -146,7 +145,7 @@ def test_the_gradient_is_as_nnx_has_it() -> None:
     evaluated.eval()
     wanted = nnx.grad(lambda model: jnp.mean(nnx_loss(model, batch, None)))(evaluated)
     assert jax.tree.structure(found) == jax.tree.structure(nnx.state(model, nnx.Param))
-    close(found, wanted)
+    assert_near(found, wanted)
 
 
 def evaluated(state: Any, batch: Any, key: Any) -> Any:
@@ -222,4 +221,4 @@ def test_a_linen_module_returns_what_it_writes(axis: Any, mode: str, devices: in
     begin = {"variables": variables, "moments": OPTIMIZER.init(variables["params"])}
     found, mine = trained(parallel(step, mode, devices), begin, batch_size=16)
     assert losses(mine) == pytest.approx(losses(theirs), rel=1e-6)
-    close(found.params["variables"], {"params": wanted.params, **wanted.extras})
+    assert_near(found.params["variables"], {"params": wanted.params, **wanted.extras})

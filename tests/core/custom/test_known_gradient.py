@@ -9,6 +9,7 @@ import optax
 import pytest
 from support.custom_step import loss, model, rows, state
 from support.tiers import only
+from support.training import assert_near, parallel
 
 import replicax as rx
 
@@ -46,8 +47,7 @@ def plain(state: Any, batch: Any) -> tuple[Any, Any]:
 def test_a_line_search_equals_that_on_one_device(mode: str, devices: int) -> None:
     begun = {"model": model(), "searching": SEARCHING.init(model())}
     batch = jax.tree.map(lambda leaf: leaf[:30], rows())
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(step=with_replicax, mode=mode, mesh=mesh)
+    dp = parallel(step=with_replicax, mode=mode, devices=devices)
     trained, other = dp.init(begun), begun
     for _ in range(3):
         trained, metrics = dp.step(trained, batch)
@@ -75,4 +75,4 @@ def test_the_derivative_of_anything_else_is_refused(of: Any) -> None:
 def test_the_derivative_of_the_loss_is_its_gradient() -> None:
     found = jax.grad(lambda m: 3 * rx.value_and_grad(loss)(m, rows())[0]["loss"])(model())
     _, gradient = rx.value_and_grad(loss)(model(), rows())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-6), found, gradient)
+    assert_near(found, jax.tree.map(lambda leaf: 3 * leaf, gradient), rtol=1e-6, atol=0)

@@ -9,18 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.tiers import only
+from support import training
+from support.custom_step import in_micro_batches
 
 import replicax as rx
 
 INSIDE, EDGE = 24, 10
-CASES = [
-    (mode, devices, accumulate)
-    for mode in ("jit", "shard_map", "pmap", "exact", "single")
-    for devices in (1, 2, 4)
-    for accumulate in (1, 2)
-    if (mode, devices) not in [("single", 2), ("single", 4)] and (mode, accumulate) != ("exact", 2)
-]
 MODEL = {"w": np.float32([0.3, 0.2, 0.1])}
 
 
@@ -63,14 +57,10 @@ def on_one_device(steps: int, batch: Any) -> tuple[Any, list[float]]:
 
 
 def parallel(custom: Any = step, mode: str = "jit", devices: int = 4, **more: Any) -> Any:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=custom, mesh=mesh, mode=mode, **more)
+    return training.parallel(step=custom, mode=mode, devices=devices, **more)
 
 
-@pytest.mark.parametrize(
-    ("mode", "devices", "accumulate"),
-    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], CASES),
-)
+@in_micro_batches
 def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     dp = parallel(mode=mode, devices=devices, accumulate=accumulate)
     state, found = dp.init(MODEL), []

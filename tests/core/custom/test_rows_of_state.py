@@ -1,5 +1,6 @@
 """State with rows: split like the batch, equal to one device in every mode, resumed on any."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import training
+from support.custom_step import in_micro_batches
 from support.tiers import only
 
 import replicax as rx
 from replicax.train.guarded import guarded
 
 ROWS, BATCH = 36, 10
-CASES = [
-    (mode, devices, accumulate)
-    for mode in ("jit", "shard_map", "pmap", "exact", "single")
-    for devices in (1, 2, 4)
-    for accumulate in (1, 2)
-    if (mode, devices) not in [("single", 2), ("single", 4)] and (mode, accumulate) != ("exact", 2)
-]
 
 
 def source() -> dict[str, np.ndarray]:
@@ -59,13 +55,13 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     return {"w": w, "hidden": rx.PerRow(hidden), "keys": rx.PerRow(keys)}, means
 
 
+@functools.cache
 def on_one_device() -> tuple[list[float], dict[str, Any]]:
     """Return losses and state of plain JAX, whose last batch has 6 of 10 rows."""
     state, losses = begun(), []
     w, h = state["w"], state["hidden"].value["h"]
     keys, seen = state["keys"].value, state["hidden"].value["seen"]
-    for first in range(0, ROWS, BATCH):
-        batch = {name: rows[first : first + BATCH] for name, rows in source().items()}
+    for batch in training.slices(source(), BATCH):
         count = len(batch["x"])
         noise, next_keys = drawn(keys[:count])
         batch |= {"h": h[:count], "noise": noise}
@@ -82,8 +78,7 @@ def on_one_device() -> tuple[list[float], dict[str, Any]]:
 
 
 def parallel(mode: str = "jit", devices: int = 4, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(step=settings.pop("step", step), mesh=mesh, mode=mode, **settings)
+    return training.parallel(mode=mode, devices=devices, **{"step": step, **settings})
 
 
 def assert_like(model: Any, expected: dict[str, Any]) -> None:
@@ -94,18 +89,12 @@ def assert_like(model: Any, expected: dict[str, Any]) -> None:
     np.testing.assert_array_equal(jax.random.key_data(model["keys"].value), expected["keys"])
 
 
-@pytest.mark.parametrize(
-    ("mode", "devices", "accumulate"),
-    only([("jit", 4, 2), ("shard_map", 4, 1), ("exact", 2, 1)], CASES),
-)
+@in_micro_batches
 def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     losses, expected = on_one_device()
     dp = parallel(mode, devices, accumulate=accumulate)
-    state, found = dp.init(begun()), []
-    for batch in dp.feed(source(), BATCH):
-        state, metrics = dp.step(state, batch)
-        found.append(float(metrics["loss"]))
-    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    state, told = training.train(dp, begun(), dp.feed(source(), BATCH))
+    np.testing.assert_allclose(training.losses(told), losses, rtol=1e-6)
     assert_like(dp.model(state), expected)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.tiers import only
+from support.training import parallel
 
 import replicax as rx
 
@@ -46,11 +47,6 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     weighed, gradient = rx.value_and_grad(weighted)(state, seen, key)
     model = jax.tree.map(lambda leaf, slope: leaf - 0.01 * slope, state, gradient)
     return model, {**weighed, "plain": means["loss"], "found": rx.PerRow(found)}
-
-
-def parallel(*of: Any, mode: str = "jit", devices: int = 4, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(*of, mesh=mesh, mode=mode, **settings)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
+from support.figures import refused
 
 from replicax.core.data.batch import Batch, host_rows, pad, row_count
-from replicax.core.data.share import Share
-from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import DataError
 
 
@@ -50,12 +49,8 @@ def test_row_count_is_the_shared_leading_dim() -> None:
     ],
 )
 def test_leaves_without_one_row_dim_are_refused_by_name(data: Any, words: list[str]) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, *words):
         row_count(data)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -99,10 +94,8 @@ def test_a_copy_is_not_written_to_by_others(dtype: str) -> None:
 def test_integers_that_do_not_fit_are_refused_with_their_range(
     array: np.ndarray, words: list[str]
 ) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, *words):
         host_rows({"x": array}, copy=False)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
@@ -156,18 +149,6 @@ def test_whatever_asarray_reads_is_a_leaf() -> None:
     data = {"x": TensorLike([1.0, 2.0])}
     assert row_count(data) == 2
     assert host_rows(data, copy=False)["x"].tolist() == [1.0, 2.0]
-
-
-def test_place_splits_rows_over_all_devices() -> None:
-    host = pad({"x": np.arange(32, dtype=np.uint8).reshape(16, 2)}, 16, np.arange(16))
-    batch = Share(by_rows(make_mesh()), 16).place(host)
-    for array in (batch.data["x"], batch.mask, batch.index):
-        assert len({shard.device for shard in array.addressable_shards}) == 8
-        assert {shard.data.shape[0] for shard in array.addressable_shards} == {2}
-    first = batch.data["x"].addressable_shards[0]
-    np.testing.assert_array_equal(first.data, host.data["x"][first.index])
-    assert batch.data["x"].dtype == np.uint8
-    assert batch.rows == 16
 
 
 def test_a_batch_is_a_pytree_of_its_arrays() -> None:
@@ -229,10 +210,8 @@ def test_dtypes_that_numpy_lacks_keep_their_bits(torch: None, dtype: str) -> Non
 
 
 def test_what_numpy_cannot_read_is_refused_by_name(torch: None) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, "['x']"):
         host_rows({"x": Tensor(np.ones(3), "sparse")}, copy=False)
-    assert "['x']" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Lookup(UserDict[Any, Any]):

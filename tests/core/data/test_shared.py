@@ -1,5 +1,6 @@
 """Values in a batch that are not rows: `rx.Shared`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,20 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.tiers import only
+from support.training import assert_near
 
 import replicax as rx
 
 ROWS, BATCH, RATE = 52, 32, 0.05
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {"mode": "single"}),
-    "jit": (4, {}),
-    "accumulated": (4, {"accumulate": 2}),
-    "fsdp": (8, {"layout": "fsdp"}),
-    "shard_map": (4, {"mode": "shard_map"}),
-    "shard_map, accumulated": (4, {"mode": "shard_map", "accumulate": 2}),
-    "pmap": (4, {"mode": "pmap"}),
-    "exact": (8, {"mode": "exact", "micro_shards": 8}),
+PLACES: dict[str, dict[str, Any]] = {
+    "single": {"mode": "single"},
+    "jit": {},
+    "accumulated": {"accumulate": 2},
+    "fsdp": {"devices": 8, "layout": "fsdp"},
+    "shard_map": {"mode": "shard_map"},
+    "shard_map, accumulated": {"mode": "shard_map", "accumulate": 2},
+    "pmap": {"mode": "pmap"},
+    "exact": {"devices": 8, "mode": "exact", "micro_shards": 8},
 }
 places = pytest.mark.parametrize(
     "place", only(["accumulated", "shard_map, accumulated"], list(PLACES))
@@ -48,39 +51,28 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def parallel(place: str, **more: Any) -> rx.DataParallel:
-    devices, settings = PLACES[place]
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
     given = (loss, optax.sgd(RATE)) if "step" not in more else ()
-    return rx.DataParallel(*given, mesh=mesh, **settings, **more)
+    return training.parallel(*given, **PLACES[place], **more)
 
 
-def by_hand() -> tuple[Any, list[tuple[float, float]]]:
-    """Train in plain JAX on one device, with the values as they are."""
-    model, told = MODEL, []
-    for number, batch in enumerate(batches()):
-        plain = {"x": batch["x"], **values(number)}
+def plain() -> list[dict[str, Any]]:
+    """The batches with the values as they are."""
+    return [{"x": batch["x"], **values(number)} for number, batch in enumerate(batches())]
 
-        def mean(model: Any, plain: Any = plain) -> Any:
-            found, metrics = loss(model, plain, None)
-            return found.mean(), metrics["clipped"].mean()
 
-        (value, clipped), gradient = jax.value_and_grad(mean, has_aux=True)(model)
-        model = jax.tree.map(lambda param, slope: param - RATE * slope, model, gradient)
-        told.append((float(value), float(clipped)))
-    return model, told
+@functools.cache
+def on_one_device() -> tuple[Any, list[dict[str, float]]]:
+    return training.by_hand(loss, optax.sgd(RATE), MODEL, plain())
 
 
 @places
 def test_every_replica_sees_them_whole(place: str) -> None:
-    expected, told = by_hand()
-    assert 0 < told[0][1] < 1
+    expected, told = on_one_device()
+    assert 0 < told[0]["clipped"] < 1
     dp = parallel(place)
-    state, found = dp.init(MODEL), []
-    for batch in dp.feed(batches(), BATCH):
-        state, metrics = dp.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["clipped"])))
-    np.testing.assert_allclose(found, told, rtol=1e-5)
-    np.testing.assert_allclose(dp.model(state)["w"], expected["w"], rtol=1e-4, atol=1e-6)
+    state, found = training.train(dp, MODEL, dp.feed(batches(), BATCH))
+    assert_near(found, told, atol=0)
+    assert_near(dp.model(state), expected, rtol=1e-4)
     assert dp.program(state).step.cache_size() == 1
 
 
@@ -88,12 +80,7 @@ def test_every_replica_sees_them_whole(place: str) -> None:
 def test_in_evaluation_and_predictions(place: str) -> None:
     dp = parallel(place)
     state = dp.init(MODEL)
-    per_row = np.concatenate(
-        [
-            np.asarray(loss(MODEL, {"x": batch["x"], **values(number)}, None)[0])
-            for number, batch in enumerate(batches())
-        ]
-    )
+    per_row = np.concatenate([loss(MODEL, batch, None)[0] for batch in plain()])
     assert dp.evaluate(state, batches())["loss"] == pytest.approx(per_row.mean(), rel=1e-5)
     predicted = dp.predict(state, batches(), lambda m, b, k: loss(m, b, k)[0], batch_size=BATCH)
     np.testing.assert_allclose(predicted, per_row, rtol=1e-4, atol=1e-5)
@@ -106,14 +93,11 @@ def test_in_a_custom_step(place: str) -> None:
         rate = batch["clip"].value * 0 + RATE
         return jax.tree.map(lambda p, g: p - rate * g, state, gradient), means
 
-    if PLACES[place][1].get("layout") == "fsdp":
+    if PLACES[place].get("layout") == "fsdp":
         pytest.skip("fsdp splits the state of a custom step alike: see test_custom_step")
     dp = parallel(place, step=step)
-    state, found = dp.init(MODEL), []
-    for batch in batches():
-        state, metrics = dp.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["clipped"])))
-    np.testing.assert_allclose(found, by_hand()[1], rtol=1e-5)
+    _, found = training.train(dp, MODEL, batches())
+    assert_near(found, on_one_device()[1], atol=0)
 
 
 def test_beside_arrays_they_stay_for_an_epoch() -> None:

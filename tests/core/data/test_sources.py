@@ -1,7 +1,6 @@
 """Sources: arrays, Grain datasets, iterables of batches; each row once an epoch."""
 
 from collections import UserDict
-from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -115,21 +114,6 @@ def test_an_iterable_counts_its_rows(batches: list[Any]) -> None:
     assert (source.rows, source.batch_size) == (None, 0)
     assert order(source) == list(range(6))
     assert order(source, 1) == list(range(6))
-
-
-class ReusingLoader:
-    """Fills one buffer again and again, as loaders that read into pinned memory do."""
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        buffer = np.zeros(4, np.float32)
-        for number in range(5):
-            buffer[:] = number
-            yield {"x": buffer}
-
-
-def test_a_loader_may_reuse_its_buffer() -> None:
-    batches = [data["x"] for data, *_ in opened(ReusingLoader()).epoch(0)]
-    assert [batch.tolist() for batch in batches] == [[number] * 4 for number in range(5)]
 
 
 def test_a_generator_cannot_be_read_twice() -> None:

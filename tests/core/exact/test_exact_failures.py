@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax import lax
 from support.tiers import only
+from support.training import epochs, parallel
 
 import replicax as rx
 from replicax.train.fingerprint import sha256
@@ -124,18 +125,10 @@ FAILURES = {
 
 def trained(failure: Failure, devices: int) -> tuple[str, list[str], dict[str, float]]:
     """Digests of the state after six steps and of each step's metrics, and the evaluation."""
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(
-        failure.loss,
-        failure.optimizer(),
-        mesh=mesh,
-        mode="exact",
-        micro_shards=8,
-        **failure.settings,
-    )
+    settings = {"mode": "exact", "devices": devices, "micro_shards": 8, **failure.settings}
+    dp = parallel(failure.loss, failure.optimizer(), **settings)
     state, told = dp.init(failure.model), []
-    for epoch in range(STEPS):
-        (batch,) = dp.feed(rows(), ROWS, shuffle=True, epoch=epoch)
+    for batch in epochs(dp, rows(), ROWS, STEPS, shuffle=True):
         state, metrics = dp.step(state, batch)
         told.append(sha256(metrics))
     return sha256(state), told, dp.evaluate(state, dp.feed(rows(), ROWS))
@@ -156,13 +149,8 @@ def test_a_guarded_update_in_pieces_of_any_dim() -> None:
 
     found = []
     for devices in (1, 2):
-        dp = rx.DataParallel(
-            loss,
-            optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-            mesh=rx.make_mesh(devices=jax.devices()[:devices]),
-            mode="exact",
-            layout="zero1",
-        )
+        optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+        dp = parallel(loss, optimizer, devices=devices, mode="exact", layout="zero1")
         state = with_losses(dp.init({"w": normal(3, 24)}))
         dp = guarded(dp, state)
         for _ in range(2):

@@ -6,22 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
 from support.tiers import only
+from support.training import assert_near, epochs, normals, parallel, train
 
 import replicax as rx
 from replicax.train.fingerprint import sha256
 
 ROWS, BATCH = 52, 32  # the last batch has padding
-
-
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(list(shape)).normal(size=shape).astype(np.float32)
-
-
+normal = normals(0)
 SOURCE = {"x": normal(ROWS, 12), "y": normal(ROWS, 12)}
 MODEL = {"x": normal(12, 6) / 3, "y": normal(12, 6) / 3, "h": normal(6, 6)}
 
@@ -82,12 +77,8 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 def trained(name: str, mode: str, devices: int, **options: Any) -> tuple[Any, dict[str, float]]:
     """Return the state after two epochs, and its evaluation."""
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(LOSSES[name], optax.adam(1e-2), mesh=mesh, mode=mode, **options)
-    state = dp.init(MODEL)
-    for epoch in range(2):
-        for batch in dp.feed(SOURCE, BATCH, shuffle=True, epoch=epoch):
-            state, _ = dp.step(state, batch)
+    dp = parallel(LOSSES[name], optax.adam(1e-2), mode=mode, devices=devices, **options)
+    state, _ = train(dp, MODEL, epochs(dp, SOURCE, BATCH, 2, shuffle=True))
     return state, dp.evaluate(state, dp.feed(SOURCE, BATCH))
 
 
@@ -96,8 +87,7 @@ def test_it_is_the_loss_of_one_device(name: str) -> None:
     state, evaluated = trained(name, "exact", 2)
     wanted, expected = trained(name, "single", 1)
     assert evaluated["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    for leaf, other in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    assert_near(state.params, wanted.params, rtol=1e-4)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

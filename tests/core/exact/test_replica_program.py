@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support.tiers import only
+from support.training import assert_near, epochs, parallel, train
 
 import replicax as rx
 from replicax.core.exact.replica_program import (
@@ -152,11 +153,9 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 def trained(step: Callable[..., Any], devices: int, mode: str = "exact") -> tuple[Any, Any]:
     dp = rx.DataParallel(step=step, mesh=mesh_of(devices), mode=mode)
-    state = dp.init({"model": MODEL, "moments": OPTIMIZER.init(MODEL)})
-    for epoch in range(2):
-        for batch in dp.feed(DATA, batch_size=32, shuffle=True, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-    return state, metrics
+    begun = {"model": MODEL, "moments": OPTIMIZER.init(MODEL)}
+    state, told = train(dp, begun, epochs(dp, DATA, 32, 2, shuffle=True))
+    return state, told[-1]
 
 
 @functools.cache
@@ -175,10 +174,7 @@ def test_and_the_numbers_of_one_device(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax.random, "bernoulli", lambda key, p, shape: jnp.full(shape, p > 0))
     wanted, _ = trained(STEPS[name], 1, mode="single")
     found, _ = trained(STEPS[name], 4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5),
-        *(jax.device_get(each.params) for each in (wanted, found)),
-    )
+    assert_near(found.params, wanted.params, rtol=2e-3, atol=1e-5)
 
 
 def test_what_is_returned_twice_is_not_deleted_by_the_next_step() -> None:
@@ -187,9 +183,8 @@ def test_what_is_returned_twice_is_not_deleted_by_the_next_step() -> None:
         return {**state, "target": state["model"]}, {**means, "last": state["model"]["out"][0]}
 
     dp = rx.DataParallel(step=twice, mesh=mesh_of(2), mode="exact")
-    state = dp.init({"model": MODEL, "moments": OPTIMIZER.init(MODEL), "target": MODEL})
-    for batch in dp.feed(DATA, 16):
-        state, _ = dp.step(state, batch)
+    begun = {"model": MODEL, "moments": OPTIMIZER.init(MODEL), "target": MODEL}
+    state, _ = train(dp, begun, dp.feed(DATA, 16))
     target, model = state.params["target"], state.params["model"]
     jax.tree.map(np.testing.assert_array_equal, target, model)
 
@@ -246,11 +241,8 @@ OPTIMIZERS = {
 @functools.cache
 def in_pieces(name: str, devices: int) -> str:
     """Return the digest of a sharded state after four steps."""
-    mesh = mesh_of(devices)
-    dp = rx.DataParallel(loss, OPTIMIZERS[name], mesh=mesh, mode="exact", layout="zero1")
-    state = dp.init(MODEL)
-    for batch in dp.feed(DATA, 16):
-        state, _ = dp.step(state, batch)
+    dp = parallel(loss, OPTIMIZERS[name], devices=devices, mode="exact", layout="zero1")
+    state, _ = train(dp, MODEL, dp.feed(DATA, 16))
     held = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (WIDTH, 8)]
     assert {leaf.addressable_data(0).size for leaf in held} == {WIDTH * 8 // devices}
     return sha256(state)

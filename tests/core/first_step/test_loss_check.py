@@ -1,6 +1,5 @@
 """A loss whose rows depend on one another is found before the first step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +9,9 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from support.row_losses import DATA, MODEL, ROWS, Loss, error
 from support.tiers import only
+from support.training import parallel
 
 import replicax as rx
 from replicax.core.data.batch import Batch
@@ -19,18 +20,9 @@ from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.row_trials import Division
 from replicax.core.step.update import step_key
 
-Loss = Callable[[Any, Any, Any], Any]
-ROWS = 16
-NUMBERS = np.random.default_rng(0)
-MODEL = {"w": NUMBERS.normal(size=(5, 3)).astype(np.float32)}
-DATA = {
-    "x": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
-    "y": NUMBERS.normal(size=(ROWS, 3)).astype(np.float32),
-}
-
 
 def errors(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.sum((batch["x"] @ model["w"] - batch["y"]) ** 2, axis=1)
+    return error(model, batch)
 
 
 def logits(model: Any, batch: Any) -> Any:
@@ -191,7 +183,7 @@ def test_what_is_gathered_must_be_that_of_one_device(loss: Loss) -> None:
 def test_it_trains_where_it_sees_all_rows(loss: Loss) -> None:
     step(loss)
     step(loss, mode="single")
-    step(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:1]))
+    step(loss, mode="shard_map", mesh=rx.make_mesh(1))
 
 
 PADDED = only([contrastive], [contrastive, normalised, by_largest_weight])
@@ -212,7 +204,7 @@ def test_it_is_refused_where_padding_is_among_the_rows(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", PADDED)
 def test_it_is_computed_without_padding_where_its_rows_divide(loss: Loss) -> None:
-    dp = rx.DataParallel(loss, optax.sgd(0.01), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp = parallel(loss, optax.sgd(0.01))
     _, last = dp.feed(DATA, 12)
     _, metrics = dp.step(dp.init(MODEL), last)
     found = loss(MODEL, {name: leaf[12:] for name, leaf in DATA.items()}, None)

@@ -88,6 +88,14 @@ def test_of_accelerators_the_fullest_counts() -> None:
     assert memory_check._free_bytes(Devices(Device())) is None  # type: ignore[arg-type]
 
 
+def assert_needs(needs: int, programs: list[Any], platform: str) -> None:
+    """Check that the programs fit into so many bytes, and not into one less."""
+    free, used = (Devices(Device(platform, bytes_limit=needs, bytes_in_use=n)) for n in (0, 1))
+    memory_check.check_fits(programs, free, 8)  # type: ignore[arg-type]
+    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
+        memory_check.check_fits(programs, used, 8)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("platform", "needs"), [("gpu", 20 - 12 + 70), ("tpu", 50 - 30)])
 def test_what_a_compiled_step_needs_beside_its_arguments(platform: str, needs: int) -> None:
     stats = SimpleNamespace(
@@ -98,19 +106,10 @@ def test_what_a_compiled_step_needs_beside_its_arguments(platform: str, needs: i
         peak_memory_in_bytes=50,
     )
     compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
-    mesh: Any = Devices(Device(platform, bytes_limit=needs, bytes_in_use=0))
-    memory_check.check_fits([compiled], mesh, 8)
-    mesh = Devices(Device(platform, bytes_limit=needs, bytes_in_use=1))
-    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
-        memory_check.check_fits([compiled], mesh, 8)
+    assert_needs(needs, [compiled], platform)
 
 
 def test_what_several_programs_return_is_held_together() -> None:
     stats = SimpleNamespace(output_size_in_bytes=20, alias_size_in_bytes=12, temp_size_in_bytes=70)
     compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
-    needs = 2 * (20 - 12) + 70
-    mesh: Any = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=0))
-    memory_check.check_fits([compiled, compiled], mesh, 8)
-    mesh = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=1))
-    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
-        memory_check.check_fits([compiled, compiled], mesh, 8)
+    assert_needs(2 * (20 - 12) + 70, [compiled, compiled], "gpu")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.row_losses import DATA, MODEL, Loss, error, output, stepped
+from support.training import assert_near, parallel
 
 import replicax as rx
 
@@ -101,9 +102,9 @@ APART = [
 @pytest.mark.parametrize("loss", APART)
 def test_rows_that_seem_to_meet_are_accepted(loss: Loss) -> None:
     """Losses without random numbers also train as on one device."""
-    found = stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    found = stepped(loss, mode="shard_map")
     if loss not in RANDOM:
-        np.testing.assert_allclose(found["w"], stepped(loss, mode="single")["w"], 1e-5, 1e-6)
+        assert_near(found, stepped(loss, mode="single"))
 
 
 def test_padding_is_looked_at_for_each_number_of_rows() -> None:
@@ -111,7 +112,7 @@ def test_padding_is_looked_at_for_each_number_of_rows() -> None:
         count = len(batch["x"])
         return error(model, batch) * (count // 8 * 8 / count)  # 1 of 16 rows and of 8
 
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp = parallel(loss, optax.sgd(0.1))
     state = dp.init(MODEL)
     (batch,) = dp.feed({name: leaf[:13] for name, leaf in DATA.items()}, 16)
     with pytest.raises(rx.LossError, match=r"3 of\b"):
@@ -133,8 +134,7 @@ def test_rows_are_moved_in_a_loss_of_a_custom_step() -> None:
 
     dp = rx.DataParallel(step=step, accumulate=2)
     state, _ = dp.step(dp.init(MODEL), DATA)
-    wanted = stepped(mean_of_reversed, mode="single")["w"]
-    np.testing.assert_allclose(dp.model(state)["w"], wanted, 1e-5, 1e-6)
+    assert_near(dp.model(state), stepped(mean_of_reversed, mode="single"))
 
 
 def test_batches_of_another_size_are_looked_at_too() -> None:
@@ -142,8 +142,7 @@ def test_batches_of_another_size_are_looked_at_too() -> None:
         found = error(model, batch)
         return found if len(found) >= 8 else found * jnp.mean(found)
 
-    mesh = rx.make_mesh(devices=jax.devices()[:2])
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map", mesh=mesh)
+    dp = parallel(loss, optax.sgd(0.1), mode="shard_map", devices=2)
     state, _ = dp.step(dp.init(MODEL), DATA)
     with pytest.raises(rx.LossError, match=r"number\b"):
         dp.step(state, {name: leaf[:8] for name, leaf in DATA.items()})

@@ -246,7 +246,7 @@ IN_BLOCKS = [
 @pytest.mark.parametrize("loss", MEET)
 def test_rows_that_meet_are_refused(loss: Loss, settings: dict[str, Any]) -> None:
     with pytest.raises(rx.LossError):
-        stepped(loss, mesh=rx.make_mesh(devices=jax.devices()[:4]), **settings)
+        stepped(loss, **settings)
 
 
 @pytest.mark.parametrize("metric", [False, True])
@@ -271,7 +271,7 @@ def test_a_value_for_each_pair_of_rows_is_named_by_its_shape(
 @pytest.mark.parametrize("loss", IN_BLOCKS)
 def test_blocks_of_rows_are_refused_where_their_places_count(loss: Loss) -> None:
     with pytest.raises(rx.LossError, match=r"replicas\b"):
-        stepped(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:4]))
+        stepped(loss, mode="shard_map")
 
 
 def test_micro_batches_have_the_halves_of_the_batch() -> None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -37,15 +38,10 @@ def trained(network: Any, mode: str, devices: int) -> tuple[list[float], Any, An
         values = optax.sigmoid_binary_cross_entropy(logits, batch["y"])
         return values if key is None else rx.Written(values, state)
 
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(loss, optax.adam(1e-2), mesh=mesh, mode=mode)
-    state = dp.init(rx.Stateful(*network.init(jax.random.key(0), X[:2], True)))
-    losses = []
-    for epoch in range(2):
-        for batch in dp.feed(ROWS, 32, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return losses, dp.evaluate(state, dp.feed(ROWS, 32)), dp.model(state)
+    dp = training.parallel(loss, optax.adam(1e-2), mode=mode, devices=devices)
+    begun = rx.Stateful(*network.init(jax.random.key(0), X[:2], True))
+    state, told = training.train(dp, begun, training.epochs(dp, ROWS, 32, 2))
+    return training.losses(told), dp.evaluate(state, dp.feed(ROWS, 32)), dp.model(state)
 
 
 def test_several_devices_write_the_state_of_one(network: Any) -> None:
@@ -54,8 +50,7 @@ def test_several_devices_write_the_state_of_one(network: Any) -> None:
         again, score_again, model_again = trained(network, "jit", devices)
         assert again == pytest.approx(losses, rel=1e-6)
         assert score_again == pytest.approx(score, rel=1e-6)
-        for leaf, other in zip(jax.tree.leaves(model), jax.tree.leaves(model_again), strict=True):
-            np.testing.assert_allclose(other, leaf, rtol=1e-5, atol=1e-6)
+        training.assert_near(model_again, model)
     averages = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 2]
     assert len(averages) == 4
     assert all(np.any(leaf != 0) for leaf in averages)

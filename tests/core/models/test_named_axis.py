@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from support import training
 from support.tiers import only
 
 import replicax as rx
@@ -50,18 +51,13 @@ def custom(of: Any) -> Any:
 
 
 def parallel(of: Any, mode: str, devices: int, own: bool, **more: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    if own:
-        return rx.DataParallel(step=custom(of), mode=mode, mesh=mesh, **more)
-    return rx.DataParallel(of, optax.sgd(0.1), mode=mode, mesh=mesh, **more)
+    given = {"step": custom(of)} if own else {"loss": of, "optimizer": optax.sgd(0.1)}
+    return training.parallel(mode=mode, devices=devices, **given, **more)
 
 
 def trained(dp: rx.DataParallel) -> tuple[Any, list[float]]:
-    state, losses = dp.init(begun()), []
-    for _ in range(3):
-        state, metrics = dp.step(state, rows())
-        losses.append(float(metrics["loss"]))
-    return dp.model(state), losses
+    state, told = training.train(dp, begun(), [rows()] * 3)
+    return dp.model(state), training.losses(told)
 
 
 @pytest.mark.parametrize("own", [False, True])

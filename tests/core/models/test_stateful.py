@@ -1,5 +1,7 @@
 """Functional models that return their state: `rx.Stateful` and `rx.Written`."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
+from support.figures import refused
 from support.resumable import bits
 from support.tiers import exhaustive, only
+from support.training import assert_near, epochs
 
 import replicax as rx
 
@@ -76,21 +81,25 @@ def network() -> rx.Stateful:
 
 
 def parallel(loss: Any, mode: str, devices: int, **settings: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, OPTIMIZER, mode=mode, mesh=mesh, **settings)
+    return training.parallel(loss, OPTIMIZER, mode=mode, devices=devices, **settings)
 
 
 def trained(dp: rx.DataParallel, model: Any, count: int = 64) -> tuple[Any, list[float]]:
-    state, losses = dp.init(model), []
-    for epoch in range(2):
-        for batch in dp.feed(rows(count), BATCH, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return state, losses
+    state, told = training.train(dp, model, epochs(dp, rows(count), BATCH, 2))
+    return state, training.losses(told)
 
 
-def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
-    """Train in plain JAX on one device."""
+def arrays(model: Any) -> list[Any]:
+    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
+
+
+LOSSES = {network: equinox_loss, codebook: codes_loss}
+
+
+@functools.cache
+def by_hand(make: Callable[[], rx.Stateful]) -> tuple[Any, list[float]]:
+    """Train in plain JAX on one device; returns the arrays of the model, and the losses."""
+    loss, model = LOSSES[make], make()
     params, rest = eqx.partition(model.model, eqx.is_inexact_array)
 
     @jax.jit
@@ -105,11 +114,10 @@ def by_hand(loss: Any, model: rx.Stateful) -> tuple[rx.Stateful, list[float]]:
         return optax.apply_updates(params, updates), moments, state, value
 
     moments, state, losses = OPTIMIZER.init(params), model.state, []
-    for at in (0, BATCH, 0, BATCH):
-        batch = jax.tree.map(lambda leaf, at=at: leaf[at : at + BATCH], rows())
+    for batch in training.slices(rows(), BATCH) * 2:
         params, moments, state, value = step(params, moments, state, batch)
         losses.append(float(value))
-    return rx.Stateful(eqx.combine(params, rest), state), losses
+    return arrays(rx.Stateful(eqx.combine(params, rest), state)), losses
 
 
 CASES = {
@@ -118,19 +126,51 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", only(["network, jit, 4", "codebook, shard_map, 4"], CASES))
-def test_it_is_plain_jax(name: str) -> None:
+def by_the_loss(
+    loss: Any, model: rx.Stateful, mode: str, devices: int, count: int = 64, **settings: Any
+) -> tuple[Any, rx.TrainState, list[float]]:
+    """Train with a loss and an optimizer; returns the model, the state and the losses."""
+    dp = parallel(loss, mode, devices, **settings)
+    state, losses = trained(dp, model, count)
+    return dp.model(state), state, losses
+
+
+def updated(loss: Any, net: rx.Stateful, moments: Any, batch: Any, key: Any) -> Any:
+    means, gradient, written = rx.value_and_grad(loss)(net, batch, key)
+    updates, moments = OPTIMIZER.update(gradient, moments, eqx.filter(net.model, eqx.is_array))
+    return rx.Stateful(eqx.apply_updates(net.model, updates), written), moments, means
+
+
+def in_a_step(
+    loss: Any, model: rx.Stateful, mode: str, devices: int, count: int = 64, **settings: Any
+) -> tuple[Any, rx.TrainState, list[float]]:
+    """Do the same with a custom step."""
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        net, moments, means = updated(loss, state["net"], state["moments"], batch, key)
+        return {"net": net, "moments": moments}, means
+
+    dp = training.parallel(step=step, mode=mode, devices=devices, **settings)
+    moments = OPTIMIZER.init(eqx.filter(model.model, eqx.is_array))
+    state, losses = trained(dp, {"net": model, "moments": moments}, count)
+    return dp.model(state)["net"], state, losses
+
+
+WAYS = [by_the_loss, in_a_step]
+either_way = pytest.mark.parametrize("train", WAYS)
+KEPT = [
+    *((way, name) for name in ("network, jit, 4", "codebook, shard_map, 4") for way in WAYS),
+    (in_a_step, "codebook, exact, 4"),
+]
+
+
+@pytest.mark.parametrize(("train", "name"), only(KEPT, itertools.product(WAYS, CASES)))
+def test_it_is_plain_jax(train: Any, name: str) -> None:
     model, mode, devices = CASES[name]
-    loss = equinox_loss if model is network else codes_loss
-    wanted, expected = by_hand(loss, model())
-    dp = parallel(loss, mode, devices)
-    state, losses = trained(dp, model())
+    wanted, expected = by_hand(model)
+    found, _, losses = train(LOSSES[model], model(), mode, devices)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    found, like = (
-        jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (dp.model(state), wanted)
-    )
-    for leaf, other in zip(found, like, strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    assert_near(arrays(found), wanted, rtol=1e-4)
 
 
 def test_evaluation_reads_the_state_and_leaves_it() -> None:
@@ -145,18 +185,20 @@ def test_evaluation_reads_the_state_and_leaves_it() -> None:
     assert bits(state) == before
 
 
-def test_padding_is_left_out_where_the_loss_leaves_it_out() -> None:
-    _, wanted = trained(parallel(codes_loss, "single", 1), codebook(), 52)
-    _, found = trained(parallel(codes_loss, "shard_map", 4), codebook(), 52)
+@either_way
+def test_padding_is_left_out_where_the_loss_leaves_it_out(train: Any) -> None:
+    *_, wanted = train(codes_loss, codebook(), "single", 1, 52)
+    *_, found = train(codes_loss, codebook(), "shard_map", 4, 52)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@either_way
 @pytest.mark.parametrize(
     ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
 )
-def test_statistics_of_one_replica_are_refused(mode: str, devices: int) -> None:
-    with pytest.raises(rx.LossError, match="mode='jit'"):
-        trained(parallel(equinox_loss, mode, devices), network())
+def test_statistics_of_one_replica_are_refused(train: Any, mode: str, devices: int) -> None:
+    with refused(rx.LossError, match="mode='jit'"):
+        train(equinox_loss, network(), mode, devices)
 
 
 def of_linear(state: Callable[[Any], Any]) -> Any:
@@ -183,10 +225,11 @@ def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:
         trained(parallel(of_linear(change), "jit", 1), codebook())
 
 
-@pytest.mark.parametrize("rows_of_last", [64, 52])
-def test_exact_has_the_same_bits(rows_of_last: int) -> None:
-    runs = (trained(parallel(codes_loss, "exact", n), codebook(), rows_of_last) for n in (1, 2, 8))
-    first, *others = ((bits(state), losses) for state, losses in runs)
+@either_way
+@pytest.mark.parametrize("count", [64, 52])
+def test_exact_has_the_same_bits(train: Any, count: int) -> None:
+    runs = (train(codes_loss, codebook(), "exact", n, count) for n in (1, 2, 8))
+    first, *others = ((bits(state), losses) for _, state, losses in runs)
     assert others == [first, first]
 
 
@@ -205,7 +248,7 @@ def test_a_loss_that_returns_no_state_is_refused() -> None:
 
 
 def test_an_equinox_state_by_itself_names_the_fix() -> None:
-    with pytest.raises(rx.ConfigError, match=r"rx\.Stateful\(model, state\)"):
+    with pytest.raises(rx.ConfigError, match=r"Equinox State.*rx\.Stateful\(model, state\)"):
         parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
 
@@ -215,72 +258,16 @@ def test_a_model_that_happens_to_have_no_state_trains() -> None:
     assert losses[-1] < losses[0]
 
 
-# The same in a custom step, which gets the state that the loss wrote.
-
-
-def updated(loss: Any, net: rx.Stateful, moments: Any, batch: Any, key: Any) -> Any:
-    means, gradient, written = rx.value_and_grad(loss)(net, batch, key)
-    updates, moments = OPTIMIZER.update(gradient, moments, eqx.filter(net.model, eqx.is_array))
-    return rx.Stateful(eqx.apply_updates(net.model, updates), written), moments, means
-
-
-def in_a_step(
-    loss: Any, model: rx.Stateful, mode: str, devices: int, count: int = 64, **settings: Any
-) -> tuple[Any, list[float]]:
-    def step(state: Any, batch: Any, key: Any) -> Any:
-        net, moments, means = updated(loss, state["net"], state["moments"], batch, key)
-        return {"net": net, "moments": moments}, means
-
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
-    moments = OPTIMIZER.init(eqx.filter(model.model, eqx.is_array))
-    state, losses = trained(dp, {"net": model, "moments": moments}, count)
-    return dp.model(state)["net"], losses
-
-
-@pytest.mark.parametrize(
-    "name", only(["network, jit, 4", "codebook, shard_map, 4", "codebook, exact, 4"], CASES)
-)
-def test_a_custom_step_is_plain_jax_too(name: str) -> None:
-    model, mode, devices = CASES[name]
-    loss = equinox_loss if model is network else codes_loss
-    wanted, expected = by_hand(loss, model())
-    found, losses = in_a_step(loss, model(), mode, devices)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    leaves = (jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (found, wanted))
-    for leaf, other in zip(*leaves, strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [64, 52])
-def test_a_custom_step_has_the_same_bits_in_exact(count: int) -> None:
-    runs = (in_a_step(codes_loss, codebook(), "exact", n, count) for n in (1, 4))
-    first, other = ((bits(net), losses) for net, losses in runs)
-    assert first == other
-
-
-def test_a_custom_step_leaves_padding_out_where_the_loss_does() -> None:
-    _, wanted = in_a_step(codes_loss, codebook(), "single", 1, 52)
-    _, found = in_a_step(codes_loss, codebook(), "shard_map", 4, 52)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+# In a custom step alone, which gets the state that the loss wrote.
 
 
 @pytest.mark.parametrize(("mode", "devices"), [("jit", 4), ("shard_map", 4)])
 def test_each_micro_batch_starts_from_the_state_before(mode: str, devices: int) -> None:
     counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
-    net, losses = in_a_step(counted, codebook(), mode, devices, accumulate=2)
-    _, wanted = trained(parallel(counted, mode, devices, accumulate=2), codebook())
+    net, _, losses = in_a_step(counted, codebook(), mode, devices, accumulate=2)
+    *_, wanted = by_the_loss(counted, codebook(), mode, devices, accumulate=2)
     assert int(net.state["steps"]) == 8
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
-)
-def test_a_custom_step_must_keep_replicas_equal(mode: str, devices: int) -> None:
-    with pytest.raises(rx.LossError, match="mode='jit'") as caught:
-        in_a_step(equinox_loss, network(), mode, devices)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "exact"])
@@ -301,7 +288,7 @@ def test_written_rows_are_refused_in_micro_batches() -> None:
         return rx.Written(found[:, 0] ** 2, {"before": found})
 
     model = rx.Stateful(codebook().model, {"before": jnp.zeros((BATCH, 3))})
-    net, _ = in_a_step(loss, model, "jit", 4)
+    net, *_ = in_a_step(loss, model, "jit", 4)
     assert np.any(net.state["before"] != 0)
     for mode, accumulate in (("jit", 2), ("shard_map", 1)):
         with pytest.raises(rx.LossError):
@@ -320,10 +307,7 @@ def test_several_updates_hand_the_state_on(mode: str) -> None:
         return {"net": net, "moments": moments}, {"loss": losses[-1]}
 
     begin = {"net": codebook(), "moments": OPTIMIZER.init(codebook().model)}
-    runs = []
-    for place in (("single", 1), (mode, 4)):
-        mesh = rx.make_mesh(devices=jax.devices()[: place[1]])
-        runs.append(trained(rx.DataParallel(step=step, mode=place[0], mesh=mesh), begin))
+    runs = [trained(training.parallel(step=step, mode=each), begin) for each in ("single", mode)]
     np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-5)
     assert int(runs[1][0].params["net"].state["steps"]) == 8
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.figures import refused
 from support.staged import LAYERS, ROWS, RULES, head, layer, loss, made, model, rows
 
 import replicax as rx
@@ -66,37 +67,57 @@ def carried_key(model: Any, batch: Any, key: Any) -> Any:
     return head(model, x, batch)
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (in_a_loop, ["['h']['bias']", "2 stages", "lax.scan"]),
-        (twice, ["['h']['bias']", "2 scans"]),
-        (decayed, ["['h']['up']", "integer_pow"]),
-        (by_layer, ["per layer", "carry"]),
-        (from_the_last, ["reverse"]),
-        (whole_remat, ["jax.checkpoint"]),
-        (carried_key, ["random keys", "jax.random.key_data"]),
-    ],
-)
-def test_a_loss_that_cannot_be_divided_is_refused(loss: Any, words: list[str]) -> None:
-    dp, state = made(loss)
-    (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(LossError) as caught:
-        dp.step(state, batch)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
+def gathering(model: Any, batch: Any, key: Any) -> Any:
+    value, _ = loss(model, batch, key)
+    return rx.Weighted(value.values - jnp.mean(rx.gather(value.values)), value.weights)
 
 
-def test_rows_that_meet_are_refused() -> None:
-    def gathering(model: Any, batch: Any, key: Any) -> Any:
-        value, _ = loss(model, batch, key)
-        return rx.Weighted(value.values - jnp.mean(rx.gather(value.values)), value.weights)
+def centred(model: Any, batch: Any, key: Any) -> Any:
+    value, _ = loss(model, batch, key)
+    return rx.Weighted(value.values - jnp.mean(value.values, axis=0), value.weights)
 
-    dp, state = made(gathering)
-    (batch,) = dp.feed(rows(48), batch_size=48)
-    with pytest.raises(LossError, match=r"rx\.gather"):
+
+def beside_others(model: Any, batch: Any, key: Any) -> Any:
+    h = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), model["h"])
+    x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], h)
+    return head(model, x, batch)
+
+
+def with_statistics(model: Any, batch: Any, key: Any) -> Any:
+    value, metrics = loss(model.model, batch, key)
+    return rx.Written((value, metrics), model.state + 1)
+
+
+def stateful() -> rx.Stateful:
+    return rx.Stateful(model(), jnp.int32(0))
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"loss": in_a_loop}, ROWS, r"\['h'\]\['bias'\].*2 stages.*lax\.scan"),
+    ({"loss": twice}, ROWS, r"\['h'\]\['bias'\].*2 scans"),
+    ({"loss": decayed}, ROWS, r"\['h'\]\['up'\].*integer_pow"),
+    ({"loss": by_layer}, ROWS, "per layer.*carry"),
+    ({"loss": from_the_last}, ROWS, "reverse"),
+    ({"loss": whole_remat}, ROWS, r"jax\.checkpoint"),
+    ({"loss": carried_key}, ROWS, r"random keys.*jax\.random\.key_data"),
+    ({"loss": beside_others}, ROWS, r"\b0 scans\b.*concatenate"),
+    (
+        {"loss": with_statistics, "model": stateful},
+        ROWS,
+        r"writes\b.*2 stages .*2 micro-batches",
+    ),
+    ({"loss": gathering}, 48, r"rx\.gather"),
+    ({"loss": centred, "data": 2, "micro_batches": 1}, 48, r"2 replicas.*without stages"),
+]
+
+
+@pytest.mark.parametrize(("given", "count", "said"), REFUSED)
+def test_a_loss_that_cannot_be_divided_is_refused(
+    given: dict[str, Any], count: int, said: str
+) -> None:
+    dp, state = made(**given)
+    (batch,) = dp.feed(rows(count), batch_size=count)
+    with refused(LossError, match=said):
         dp.step(state, batch)
 
 
@@ -110,10 +131,8 @@ def test_rows_that_meet_are_refused() -> None:
 def test_rules_that_divide_no_layers_are_refused(rules: Any, words: list[str]) -> None:
     dp, state = made(rules=rules)
     (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, *words):
         dp.step(state, batch)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_a_custom_step_is_refused() -> None:
@@ -121,37 +140,3 @@ def test_a_custom_step_is_refused() -> None:
         rx.DataParallel(
             step=lambda state, batch, key: (state, {}), mesh=rx.make_mesh(stage=2), layout=RULES
         )
-
-
-def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
-    def longer(model: Any, batch: Any, key: Any) -> Any:
-        h = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), model["h"])
-        x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], h)
-        return head(model, x, batch)
-
-    dp, state = made(longer)
-    (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(LossError, match=r"\b0 scans\b.*concatenate"):
-        dp.step(state, batch)
-
-
-def test_a_model_that_writes_statistics_is_refused() -> None:
-    def counted(model: Any, batch: Any, key: Any) -> Any:
-        value, metrics = loss(model.model, batch, key)
-        return rx.Written((value, metrics), model.state + 1)
-
-    dp, state = made(counted, lambda: rx.Stateful(model(), jnp.int32(0)))
-    (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(LossError, match=r"writes\b.*2 stages .*2 micro-batches"):
-        dp.step(state, batch)
-
-
-def test_rows_of_a_replica_that_meet_are_refused() -> None:
-    def centred(model: Any, batch: Any, key: Any) -> Any:
-        value, _ = loss(model, batch, key)
-        return rx.Weighted(value.values - jnp.mean(value.values, axis=0), value.weights)
-
-    dp, state = made(centred, data=2, micro_batches=1)
-    (batch,) = dp.feed(rows(48), batch_size=48)
-    with pytest.raises(LossError, match=r"2 replicas.*without stages"):
-        dp.step(state, batch)

@@ -11,14 +11,15 @@ import optax
 import pytest
 from jax import lax
 from support.tiers import EXHAUSTIVE, exhaustive
+from support.training import assert_near, parallel, train
 
 import replicax as rx
 from replicax.analysis.schedule import read_schedule
 from replicax.errors import ConfigError
 
 LAYERS, WIDTH = 4, 16
-ADAM = optax.adam(1e-2)
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+ADAM, ADAMW = optax.adam(1e-2), optax.adamw(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 
 
 def model() -> dict[str, Any]:
@@ -98,11 +99,8 @@ def loss_of(body: Any) -> Any:
 
 
 def trained(loss: Any, optimizer: Any = ADAM, **settings: Any) -> rx.TrainState:
-    dp = rx.DataParallel(loss, optimizer, **settings)
-    state = dp.init(model())
-    for _ in range(5):
-        state, _ = dp.step(state, batch())
-    return state
+    dp = parallel(loss, optimizer, **{"devices": 8, **settings})
+    return train(dp, model(), [batch()] * 5)[0]
 
 
 @functools.cache
@@ -119,11 +117,8 @@ def on_one_device(body: Any) -> rx.TrainState:
     ],
 )
 def test_a_loss_of_any_form_trains_as_on_one_device(body: Any, mode: str) -> None:
-    one, many = on_one_device(body), trained(loss_of(body), mode=mode, layout="fsdp")
-    for wanted, found in zip(
-        jax.tree.leaves(one.params), jax.tree.leaves(many.params), strict=True
-    ):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    many = trained(loss_of(body), mode=mode, layout="fsdp")
+    assert_near(many.params, on_one_device(body).params, rtol=0)
 
 
 def text_of(loss: Any, **settings: Any) -> str:
@@ -158,18 +153,12 @@ def test_gathers_have_the_dtype_of_the_computation_and_sums_float32() -> None:
 @EXHAUSTIVE
 def test_exact_has_the_same_bits_with_the_optimizer_split() -> None:
     states = [
-        trained(
-            loss_of(scanned),
-            optax.adamw(1e-2),
-            mode="exact",
-            layout=layout,
-            mesh=rx.make_mesh(devices=jax.devices()[:devices]),
-        )
+        trained(loss_of(scanned), ADAMW, mode="exact", layout=layout, devices=devices)
         for layout, devices in (("replicated", 2), ("zero1", 1), ("zero1", 2), ("zero1", 8))
     ]
     bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)] for state in states]
     assert bits[1] == bits[2] == bits[3]
-    _check_close(*states[:2])
+    assert_near(*states[:2], rtol=1e-4)
     moment = next(leaf for leaf in jax.tree.leaves(states[3].opt_state) if leaf.ndim == 3)
     assert moment.addressable_shards[0].data.size == moment.size // 8
 
@@ -179,12 +168,7 @@ def test_exact_splits_the_state_of_what_trains() -> None:
     one, many = (
         trained(loss_of(scanned), layout=layout, **settings) for layout in ("replicated", "zero1")
     )
-    _check_close(one, many)
-
-
-def _check_close(one: Any, other: Any) -> None:
-    """Compare the numbers: shards have other bits."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one, other)
+    assert_near(many, one, rtol=1e-4)  # shards have other bits
 
 
 def test_exact_reads_the_norm_of_a_split_gradient() -> None:
@@ -192,7 +176,7 @@ def test_exact_reads_the_norm_of_a_split_gradient() -> None:
         trained(loss_of(scanned), CLIPPED, mode="exact", layout=layout)
         for layout in ("replicated", "zero1")
     )
-    _check_close(one, many)
+    assert_near(many, one, rtol=1e-4)
 
 
 def test_exact_refuses_to_split_the_state_of_an_optimizer_that_mixes_places() -> None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from support.figures import refused
 
 from replicax.core.ground.job import Alone
 from replicax.core.placement.mesh import (
@@ -64,12 +65,8 @@ def test_devices_keep_their_order() -> None:
     ],
 )
 def test_a_mesh_that_cannot_be_made_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, *words):
         make_mesh(**arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 def test_a_users_mesh_needs_a_data_axis() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from support import training
 from support.tiers import only
 
 import replicax as rx
@@ -24,8 +25,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def parallel(mode: str = "jit", devices: int = 4, **options: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, **options)
+    return training.parallel(loss, optax.sgd(0.1), mode=mode, devices=devices, **options)
 
 
 def callers(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -43,7 +43,7 @@ def everything(mode: str, kind: str, folder: Path) -> list[float]:
     found = []
     with callers(kind):
         model = {"w": jnp.arange(3.0)}
-        dp = parallel(mode, 1 if mode == "single" else 4, ema=0.5)
+        dp = parallel(mode, ema=0.5)
         state, metrics = dp.step(dp.init(model), DATA)
         found.append(float(metrics["loss"]))
         for batch in dp.feed(DATA, 8, prefetch=0):

@@ -1,6 +1,6 @@
 """The moving average of the parameters, in every mode and layout."""
 
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from support.tiers import EXHAUSTIVE, only
+from support.training import assert_near, normals, train
 
 import replicax as rx
 
 DECAY, ROWS, STEPS = 0.8, 16, 5
-NUMBERS = np.random.default_rng(0)
-MODEL = {
-    "w": NUMBERS.normal(size=(8, 4)).astype(np.float32),
-    "b": NUMBERS.normal(size=4).astype(np.float32),
-}
-DATA = {
-    "x": NUMBERS.normal(size=(ROWS, 8)).astype(np.float32),
-    "y": NUMBERS.normal(size=(ROWS, 4)).astype(np.float32),
-}
+draw = normals(0)
+MODEL = {"w": draw(8, 4), "b": draw(4)}
+DATA = {"x": draw(ROWS, 8), "y": draw(ROWS, 4)}
 AVERAGED = rx.Evaluation(DATA, ema=True)
 CASES = [
     *({"mode": mode} for mode in ("single", "jit", "shard_map", "pmap", "exact")),
@@ -40,10 +35,11 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean((jnp.tanh(batch["x"] @ model["w"] + model["b"]) - batch["y"]) ** 2, axis=1)
 
 
-def by_hand(optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
+@cache
+def by_hand() -> tuple[Any, Any]:
     """Return the parameters and their average in plain JAX."""
     params = average = jax.tree.map(jnp.asarray, MODEL)
-    state = optimizer.init(params)
+    state = (optimizer := optax.adam(0.1)).init(params)
     for _ in range(STEPS):
         gradient = jax.grad(lambda params: jnp.mean(loss(params, DATA, None)))(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -54,21 +50,15 @@ def by_hand(optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
 
 def trained(model: Any = MODEL, optimizer: Any = None, **arguments: Any) -> tuple[Any, Any]:
     dp = rx.DataParallel(loss, optimizer or optax.adam(0.1), ema=DECAY, **arguments)
-    state = dp.init(model)
-    for _ in range(STEPS):
-        state, _ = dp.step(state, DATA)
-    return dp, state
-
-
-near = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6))
+    return dp, train(dp, model, [DATA] * STEPS)[0]
 
 
 @pytest.mark.parametrize("arguments", only([CASES[2], CASES[5], CASES[-2]], CASES), ids=str)
 def test_the_average_is_what_plain_jax_computes(arguments: Any) -> None:
     dp, state = trained(**arguments)
-    params, average = by_hand(optax.adam(0.1))
-    near(dp.model(state), params)
-    near(dp.model(state, ema=True), average)
+    params, average = by_hand()
+    assert_near(dp.model(state), params, rtol=2e-5)
+    assert_near(dp.model(state, ema=True), average, rtol=2e-5)
     expected = float(jnp.mean(loss(average, DATA, None)))
     assert dp.evaluate(state, [DATA], ema=True)["loss"] == pytest.approx(expected, rel=1e-5)
     state, _ = dp.step(state, DATA)  # nothing of it was consumed
@@ -101,9 +91,7 @@ def test_it_costs_the_bytes_of_the_parameters_and_no_communication() -> None:
 def test_the_optimizer_does_what_it_did(optimizer: Any) -> None:
     dp, state = trained(optimizer=optimizer)
     plain = rx.DataParallel(loss, optimizer)
-    other = plain.init(MODEL)
-    for _ in range(STEPS):
-        other, _ = plain.step(other, DATA)
+    other, _ = train(plain, MODEL, [DATA] * STEPS)
     jax.tree.map(np.testing.assert_array_equal, dp.model(state), plain.model(other))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.tiers import only
+from support.training import by_hand, losses, normals
 
 import replicax as rx
 
@@ -22,10 +23,7 @@ CASES = [
     *[(low, "adam", mode) for low in ("float16", "complex64") for mode in ("jit", "shard_map")],
 ]
 STEPS = 3
-ROWS = {
-    "x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=(16, 2)).astype(np.float32),
-}
+ROWS = {"x": normals(0)(16, 4), "y": normals(1)(16, 2)}
 
 
 def model(low: str) -> dict[str, jax.Array]:
@@ -45,22 +43,6 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 def complex_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden = (batch["x"] @ model["hidden"]) * model["low"]
     return jnp.square(jnp.abs(hidden @ model["out"] - batch["y"])).mean(1)
-
-
-def plain(optimizer: Any, params: Any, loss: Any) -> tuple[list[float], Any]:
-    """One device, `jax.value_and_grad` and optax."""
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        value, gradient = jax.value_and_grad(lambda p: loss(p, ROWS, None).mean())(params)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return value, optax.apply_updates(params, updates), opt_state
-
-    losses, opt_state = [], optimizer.init(params)
-    for _ in range(STEPS):
-        value, params, opt_state = step(params, opt_state)
-        losses.append(float(value))
-    return losses, params
 
 
 def dtypes(tree: Any) -> list[Any]:
@@ -93,13 +75,13 @@ def test_a_leaf_of_another_dtype_trains_as_in_plain_jax(
     state = dp.init(model(low))
     before = dtypes(state)
     (batch,) = dp.feed(ROWS, 16)
-    losses = []
+    found = []
     for _ in range(STEPS):
         state, metrics = dp.step(state, batch)
         assert dtypes(state) == before
-        losses.append(float(metrics["loss"]))
-    expected, params = plain(OPTIMIZERS[optimizer], model(low), function)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        found.append(float(metrics["loss"]))
+    params, expected = by_hand(function, OPTIMIZERS[optimizer], model(low), [ROWS] * STEPS)
+    np.testing.assert_allclose(found, losses(expected), rtol=1e-5)
     check_params(state, params, low)
     assert dp.program(state).step.cache_size() == 1
 
@@ -112,5 +94,5 @@ def test_a_guarded_run_trains_it_too(mode: str) -> None:
     before = dtypes(state)
     found = rx.fit(dp, state, ROWS, batch_size=16, steps=STEPS, shuffle=False, progress=False)
     assert dtypes(found.state) == before
-    _, params = plain(OPTIMIZERS["adam"], model("bfloat16"), loss)
+    params, _ = by_hand(loss, OPTIMIZERS["adam"], model("bfloat16"), [ROWS] * STEPS)
     check_params(found.state, params, "bfloat16")

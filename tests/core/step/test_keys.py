@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.training import parallel
 
 import replicax as rx
 
@@ -31,9 +32,8 @@ def step(state: Any, batch: Any, key: Any) -> Any:
 @pytest.mark.parametrize(("mode", "apart"), [("jit", False), ("shard_map", True), ("pmap", True)])
 @pytest.mark.parametrize("own", [False, True])
 def test_each_replica_draws_its_own(mode: str, apart: bool, own: bool) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
     given: dict[str, Any] = {"step": step} if own else {"loss": loss, "optimizer": optax.sgd(0.1)}
-    dp = rx.DataParallel(**given, mode=mode, mesh=mesh)
+    dp = parallel(**given, mode=mode)
     state = dp.init(jnp.float32(1))
     seen = []
     for _ in range(2):

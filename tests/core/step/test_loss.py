@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.tiers import only
+from support.training import parallel
 
 import replicax as rx
 from replicax.core.step.loss import sums
@@ -109,8 +110,7 @@ MODEL = {"w": jnp.float32(2.0)}
 @pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
 @pytest.mark.parametrize("accumulate", only([2], [1, 2]))
 def test_a_scalar_loss_is_exact_on_full_batches(mode: str, accumulate: int) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[: 1 if mode == "single" else 4])
-    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
+    dp = parallel(scalar_loss, optax.sgd(0.1), mode=mode, accumulate=accumulate)
     state = dp.init(MODEL)
     source = {"x": np.arange(1, 17, dtype=np.float32)}
     (batch,) = dp.feed(source, 16)
@@ -120,8 +120,7 @@ def test_a_scalar_loss_is_exact_on_full_batches(mode: str, accumulate: int) -> N
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_short_batch_of_a_scalar_loss_is_refused_or_not_padded(devices: int) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=mesh, donate=False)
+    dp = parallel(scalar_loss, optax.sgd(0.1), devices=devices, donate=False)
     state = dp.init(MODEL)
     first, *_, last = dp.feed(SOURCE, 4)
     if devices == 1:
@@ -134,7 +133,7 @@ def test_a_short_batch_of_a_scalar_loss_is_refused_or_not_padded(devices: int) -
 
 
 def test_a_scalar_loss_is_refused_on_a_padded_batch_of_unknown_length() -> None:
-    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp = parallel(scalar_loss, optax.sgd(0.1))
     state = dp.init(MODEL)
     full, short = dp.feed([{"x": SOURCE["x"][:4]}, {"x": SOURCE["x"][:3]}])
     state, _ = dp.step(state, full)
@@ -147,7 +146,7 @@ def test_a_scalar_metric_is_refused_in_evaluation_with_padding() -> None:
         values = model["w"] * batch["x"]
         return values, {"largest": jnp.max(values)}
 
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp = parallel(loss, optax.sgd(0.1))
     with pytest.raises(rx.LossError, match=r"\blargest\b.*\bone number"):
         dp.evaluate(dp.init(MODEL), dp.feed(SOURCE, 4))
 
@@ -165,7 +164,7 @@ def test_metrics_that_no_row_can_change_may_be_padded() -> None:
         rate = 0.5 / (1.0 + rx.step_number())
         return model["w"] * batch["x"], {"number": 3.0, "norm": norm, "rate": rate}
 
-    dp = rx.DataParallel(loss, optax.sgd(0.0), mesh=rx.make_mesh(devices=jax.devices()[:4]))
+    dp = parallel(loss, optax.sgd(0.0))
     state, metrics = dp.step(dp.init(MODEL), {"x": SOURCE["x"][:7]})
     found = dp.evaluate(state, dp.feed(SOURCE, 4))
     assert [float(metrics[name]) for name in ("number", "norm", "rate")] == [3.0, 2.0, 0.5]
@@ -193,18 +192,13 @@ def learned(stops: bool = False, by_hand: bool = False) -> Any:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "exact"]))
 def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:
-    def parallel(loss: Any, **options: Any) -> rx.DataParallel:
+    def trained(loss: Any, **options: Any) -> Any:
         def step(state: Any, batch: Any, key: Any) -> Any:
             means, gradient = rx.value_and_grad(loss)(state, batch, key)
             return jax.tree.map(jnp.subtract, state, gradient), means
 
-        mesh = rx.make_mesh(devices=jax.devices()[:2])
-        if own:
-            return rx.DataParallel(step=step, mode=mode, mesh=mesh)
-        return rx.DataParallel(loss, optax.sgd(1.0), mode=mode, mesh=mesh, **options)
-
-    def trained(loss: Any, **options: Any) -> Any:
-        dp = parallel(loss, **options)
+        given = {"step": step} if own else {"loss": loss, "optimizer": optax.sgd(1.0)}
+        dp = parallel(mode=mode, devices=2, **given, **options)
         return dp.model(dp.step(dp.init(LEARNED), {"x": SOURCE["x"][:8]})[0])
 
     with pytest.raises(rx.LossError, match=r"\bweights\b.*stop_gradient"):

@@ -11,20 +11,15 @@ import numpy as np
 import optax
 import pytest
 from support.tiers import only
+from support.training import assert_near, by_hand, epochs, normals, slices, train
 
 import replicax as rx
 
 MODES = ("single", "jit", "shard_map", "pmap")
 ROWS, BATCH = 52, 32
-NUMBERS = np.random.default_rng(0)
-MODEL = {
-    "image": NUMBERS.normal(size=(6, 4)).astype(np.float32),
-    "text": NUMBERS.normal(size=(5, 4)).astype(np.float32),
-}
-DATA = {
-    "image": NUMBERS.normal(size=(ROWS, 6)).astype(np.float32),
-    "text": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
-}
+draw = normals(0)
+MODEL = {"image": draw(6, 4), "text": draw(5, 4)}
+DATA = {"image": draw(ROWS, 6), "text": draw(ROWS, 5)}
 
 
 def clip(model: Any, batch: Any, key: Any) -> Any:
@@ -58,34 +53,15 @@ Loss = Callable[[Any, Any, Any], Any]
 OPTIMIZER = optax.sgd(0.1)
 
 
-def by_hand(loss: Loss, steps: int = 4) -> tuple[list[float], Any]:
-    """Train in plain JAX on one device; the last batch of an epoch has 20 rows."""
-    params, losses = jax.tree.map(jnp.asarray, MODEL), []
-    for step in range(steps):
-        rows = slice(0, BATCH) if step % 2 == 0 else slice(BATCH, ROWS)
-        batch = {name: value[rows] for name, value in DATA.items()}
-        value, gradient = jax.value_and_grad(lambda p, b=batch: jnp.mean(loss(p, b, None)))(params)
-        params = jax.tree.map(lambda leaf, by: leaf - 0.1 * by, params, gradient)
-        losses.append(float(value))
-    return losses, params
-
-
-def trained(dp: rx.DataParallel, steps: int = 4) -> tuple[list[float], Any]:
-    state, losses = dp.init(MODEL), []
-    for epoch in range(steps // 2):
-        for batch in dp.feed(DATA, BATCH, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return losses, dp.model(state)
-
-
 @pytest.mark.parametrize("mode", only(["shard_map"], MODES))
 @pytest.mark.parametrize("loss", only([normalised], [clip, normalised]))
 def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: str) -> None:
-    losses, model = trained(rx.DataParallel(loss, OPTIMIZER, mode=mode))
-    expected, params = by_hand(loss)
-    np.testing.assert_allclose(losses, expected, rtol=2e-6)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), model, params)
+    """The last batch of an epoch has 20 rows."""
+    dp = rx.DataParallel(loss, OPTIMIZER, mode=mode)
+    state, told = train(dp, MODEL, epochs(dp, DATA, BATCH, 2))
+    params, expected = by_hand(loss, OPTIMIZER, MODEL, slices(DATA, BATCH) * 2)
+    assert_near(told, expected, rtol=2e-6, atol=0)
+    assert_near(dp.model(state), params, rtol=1e-4, atol=2e-6)
 
 
 def test_evaluation_gathers_too() -> None:

@@ -1,15 +1,16 @@
 """Precision `float16`: gradients that would underflow or overflow, and the loss scale."""
 
+import functools
 import itertools
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import training
 from support.resumable import bits
 from support.tiers import only
 
@@ -20,18 +21,18 @@ from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.hooks.figures import GRADIENT_NORM
 from replicax.train.noise_scale import noise_probe
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "jit": (4, {}),
-    "accumulated": (4, {"accumulate": 2}),
-    "zero1": (8, {"layout": "zero1"}),
-    "fsdp": (8, {"layout": "fsdp"}),
-    "shard_map": (4, {"mode": "shard_map"}),
-    "bfloat16 on the wire": (4, {"mode": "shard_map", "reduction": "bfloat16"}),
-    "zero1 in shard_map": (8, {"mode": "shard_map", "layout": "zero1"}),
-    "fsdp in shard_map": (8, {"mode": "shard_map", "layout": "fsdp", "accumulate": 2}),
-    "zero1 in exact": (8, {"mode": "exact", "layout": "zero1"}),
-    "pmap": (4, {"mode": "pmap"}),
-    "exact": (8, {"mode": "exact", "micro_shards": 8}),
+PLACES: dict[str, dict[str, Any]] = {
+    "jit": {},
+    "accumulated": {"accumulate": 2},
+    "zero1": {"devices": 8, "layout": "zero1"},
+    "fsdp": {"devices": 8, "layout": "fsdp"},
+    "shard_map": {"mode": "shard_map"},
+    "bfloat16 on the wire": {"mode": "shard_map", "reduction": "bfloat16"},
+    "zero1 in shard_map": {"devices": 8, "mode": "shard_map", "layout": "zero1"},
+    "fsdp in shard_map": {"devices": 8, "mode": "shard_map", "layout": "fsdp", "accumulate": 2},
+    "zero1 in exact": {"devices": 8, "mode": "exact", "layout": "zero1"},
+    "pmap": {"mode": "pmap"},
+    "exact": {"devices": 8, "mode": "exact", "micro_shards": 8},
 }
 random = np.random.default_rng(0)
 DATA = {"x": random.normal(size=(64, 8)).astype(np.float32)}
@@ -52,24 +53,23 @@ def in_float32(model: Any, batch: Any, key: Any) -> Any:
 def parallel(
     place: str = "jit", loss: Any = loss, optimizer: Any = None, **more: Any
 ) -> rx.DataParallel:
-    devices, settings = PLACES[place]
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
     optimizer = optax.sgd(0.05) if optimizer is None else optimizer
-    return rx.DataParallel(loss, optimizer, precision="float16", mesh=mesh, **settings, **more)
+    settings = {"precision": "float16", **PLACES[place], **more}
+    return training.parallel(loss, optimizer, **settings)
 
 
 def trained(dp: rx.DataParallel, steps: int = 12) -> tuple[rx.TrainState, list[dict[str, float]]]:
-    state, told = dp.init(MODEL), []
-    for _ in range(steps):
-        state, metrics = dp.step(state, DATA)
-        told.append({name: float(value) for name, value in metrics.items()})
-    return state, told
+    return training.train(dp, MODEL, [DATA] * steps)
+
+
+@functools.cache
+def on_one_device() -> tuple[rx.TrainState, list[dict[str, float]]]:
+    return trained(rx.DataParallel(loss, optax.sgd(0.05), precision="float16", mode="single"))
 
 
 @pytest.mark.parametrize("place", only(["shard_map", "fsdp in shard_map"], list(PLACES)))
 def test_it_is_the_step_of_one_device(place: str) -> None:
-    alone = rx.DataParallel(loss, optax.sgd(0.05), precision="float16", mode="single")
-    wanted, theirs = trained(alone)
+    wanted, theirs = on_one_device()
     found, mine = trained(parallel(place))
     bound = 2e-2 if "wire" in place else 2e-3
     for name in ("loss", LOSS_SCALE, OVERFLOWS):
@@ -179,12 +179,11 @@ def test_a_record_has_the_last_scale_and_no_norm_of_skipped_steps() -> None:
 
 
 def test_exact_keeps_its_bits() -> None:
-    def trained_on(devices: int) -> Any:
-        mesh = rx.make_mesh(devices=jax.devices()[:devices])
-        dp = parallel("exact", optimizer=optax.adam(1e-2)).replace(mesh=mesh)
-        return bits(trained(dp)[0])
-
-    assert trained_on(1) == trained_on(8)
+    one, eight = (
+        trained(parallel("exact", optimizer=optax.adam(1e-2), devices=devices))[0]
+        for devices in (1, 8)
+    )
+    assert bits(one) == bits(eight)
 
 
 def test_the_noise_of_gradients_is_that_of_float32() -> None:

@@ -1,5 +1,6 @@
 """Metrics that are no means: of all rows, in every mode, with padding, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import training
 from support.counted_metrics import F1, MODEL, by_the_book, loss, rows, values
 from support.tiers import EXHAUSTIVE, exhaustive, only
 
@@ -33,10 +35,7 @@ MODES: list[Any] = [
 ]
 
 
-def parallel(*of: Any, mode: str = "shard_map", devices: int = 4, **more: Any) -> rx.DataParallel:
-    return rx.DataParallel(
-        *of, mesh=rx.make_mesh(devices=jax.devices()[:devices]), mode=mode, **more
-    )
+parallel = partial(training.parallel, mode="shard_map")
 
 
 def of_one(metric: Any, source: Any = None, mode: str = "shard_map", **more: Any) -> Any:

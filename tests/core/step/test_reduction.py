@@ -5,7 +5,6 @@ NumPy's result on one device is the same to the last bit.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import optax
 import pytest
 from jax import lax
 from support.tiers import exhaustive, only
+from support.training import assert_near, parallel, train
 
 import replicax as rx
 from replicax.analysis.collectives import wire_bytes
@@ -75,10 +75,8 @@ def added_by_tree(leaves: list[np.ndarray]) -> np.ndarray:
 
 
 def data_parallel(mode: str, devices: int = REPLICAS, **options: Any) -> rx.DataParallel:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    return rx.DataParallel(
-        options.pop("loss", linear), optax.sgd(1.0), mesh=mesh, mode=mode, **options
-    )
+    given = {"loss": linear, "optimizer": optax.sgd(1.0), **options}
+    return parallel(mode=mode, devices=devices, **given)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +164,9 @@ def signs(np: Any, leaf: Any) -> Any:
     return np.sign(leaf) * np.mean(np.abs(leaf))
 
 
+ZEROS = {"w": jnp.zeros(12), "b": jnp.zeros(1)}
+
+
 def regression(model: Any, batch: Any, key: Any) -> Any:
     return (batch["x"] @ model["w"] + model["b"] - batch["y"]) ** 2 / 2
 
@@ -197,33 +198,25 @@ def trained_in_numpy(
     return params, residuals
 
 
+def fed_back(compress: Callable[[Any, Any], Any], **settings: Any) -> rx.DataParallel:
+    return parallel(regression, optax.sgd(0.1), reduction=ErrorFeedback(compress), **settings)
+
+
 @pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap"]))
 @pytest.mark.parametrize("compress", [largest_quarter, signs])
 def test_compression_with_error_feedback(mode: str, compress: Callable[[Any, Any], Any]) -> None:
-    mesh = rx.make_mesh(devices=jax.devices()[:4])
-    dp = rx.DataParallel(
-        regression, optax.sgd(0.1), mesh=mesh, mode=mode, reduction=ErrorFeedback(compress)
-    )
-    state = dp.init({"w": jnp.zeros(12), "b": jnp.zeros(1)})
-    for _ in range(5):
-        state, _ = dp.step(state, points())
+    dp = fed_back(compress, mode=mode)
+    state, _ = train(dp, ZEROS, [points()] * 5)
     params, residuals = trained_in_numpy(compress, 5, 4, 0.1)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, dict(state.params), params)
-    jax.tree.map(close, dict(state.reduction), residuals)
+    assert_near((state.params, state.reduction), (params, residuals), rtol=1e-4, atol=1e-5)
     assert state.reduction["w"].shape == (4, 12)
     assert np.ptp(residuals["w"], axis=0).min() > 1e-3
 
 
 def trained_by_fit(steps: int, run_dir: Path, devices: int = 4) -> rx.TrainState:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    reduction = ErrorFeedback(signs)
-    dp = rx.DataParallel(
-        regression, optax.sgd(0.1), mesh=mesh, mode="shard_map", reduction=reduction
-    )
-    state = dp.init({"w": jnp.zeros(12), "b": jnp.zeros(1)})
+    dp = fed_back(signs, mode="shard_map", devices=devices)
     options: dict[str, Any] = {"batch_size": ROWS // 2, "run_dir": run_dir, "progress": False}
-    return rx.fit(dp, state, points(), steps=steps, **options).state
+    return rx.fit(dp, dp.init(ZEROS), points(), steps=steps, **options).state
 
 
 def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:

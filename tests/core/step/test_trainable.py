@@ -1,7 +1,7 @@
 """Frozen parameters are neither differentiated, nor reduced, nor given optimizer state."""
 
 import re
-from functools import partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,17 +11,12 @@ import optax
 import pytest
 from flax import nnx
 from support.tiers import EXHAUSTIVE, only
+from support.training import assert_near, by_hand, normals, train
 
 import replicax as rx
 
 ROWS, WIDTH, RANK = 16, 32, 2
-NUMBERS = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return NUMBERS.normal(size=shape).astype(np.float32)
-
-
+normal = normals(0)
 MODEL = {
     "base": {"in": normal(WIDTH, WIDTH), "out": normal(WIDTH, WIDTH)},
     "lora": {"a": normal(WIDTH, RANK), "b": np.zeros((RANK, WIDTH), np.float32)},
@@ -50,30 +45,22 @@ def made(**arguments: Any) -> rx.DataParallel:
     return rx.DataParallel(loss, optax.adamw(0.1), **{"trainable": "lora", **arguments})
 
 
-def by_hand(steps: int = 3) -> Any:
-    lora, base = jax.tree.map(jnp.asarray, (MODEL["lora"], MODEL["base"]))
-    optimizer = optax.adamw(0.1)
-    state = optimizer.init(lora)
-    for _ in range(steps):
-        gradient = jax.grad(lambda lora: jnp.mean(loss({"base": base, "lora": lora}, DATA, None)))(
-            lora
-        )
-        updates, state = optimizer.update(gradient, state, lora)
-        lora = optax.apply_updates(lora, updates)
-    return lora
+@cache
+def trained_alone() -> Any:
+    def of_lora(lora: Any, batch: Any, key: Any) -> Any:
+        return loss({"base": MODEL["base"], "lora": lora}, batch, key)
+
+    return by_hand(of_lora, optax.adamw(0.1), MODEL["lora"], [DATA] * 3)[0]
 
 
 @pytest.mark.parametrize("arguments", only([CASES[2], CASES[7], CASES[-1]], CASES), ids=str)
 def test_the_trained_part_is_trained_as_alone_and_the_rest_stays(arguments: Any) -> None:
     dp = made(**arguments)
-    state = dp.init(MODEL)
-    for _ in range(3):
-        state, _ = dp.step(state, DATA)
+    state, _ = train(dp, MODEL, [DATA] * 3)
     model = dp.model(state)
     jax.tree.map(np.testing.assert_array_equal, model["base"], MODEL["base"])
     loose = 0.2 if arguments.get("precision") else 2e-5
-    near = partial(np.testing.assert_allclose, rtol=loose, atol=loose)
-    jax.tree.map(near, model["lora"], by_hand())
+    assert_near(model["lora"], trained_alone(), rtol=loose, atol=loose)
     held = [leaf.size for leaf in jax.tree.leaves(state.opt_state)]
     assert sum(held) == 2 * (2 * WIDTH * RANK) + 1  # Adam's two moments, and its count
 

@@ -6,20 +6,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from support.figures import assert_mentions
 from support.object_store import Objects, register
 from support.processes import SUPPORT, run_job
 from support.resumable import bits
-from support.saved_checkpoint import POSITION
+from support.saved_checkpoint import position_at, state_at
 
 from replicax.core.ground.job import Alone
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import store as module
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
-from replicax.train.checkpoints.manifest import MANIFEST, Position
+from replicax.train.checkpoints.manifest import MANIFEST
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
 from replicax.train.places import place
@@ -47,19 +46,15 @@ def saver(store: Store, token: int = 3, **settings: Any) -> Saver:
     return Saver(store, token, settings.pop("check", lambda: None), Alone(), 11, {}, **settings)
 
 
-def state(step: int) -> TrainState:
-    return TrainState(jnp.int32(step), {"w": jnp.full(400, step * 1.5)}, (), {}, jnp.uint32(0))
-
-
 def save(saver: Saver, step: int) -> bool:
-    saver.save(state(step), Position(**{**vars(POSITION), "step": step}), {"batch": step})
+    saver.save(state_at(step), position_at(step), {"batch": step})
     return saver.wait()
 
 
 def found(store: Store, said: list[str] | None = None) -> TrainState | None:
     """Restore the state of the newest good checkpoint."""
-    good = store.newest_good(array_entries(state(0)), (said if said is not None else []).append)
-    return good and read(abstract(state(0)), store.local(good[0]))
+    good = store.newest_good(array_entries(state_at(0)), (said if said is not None else []).append)
+    return good and read(abstract(state_at(0)), store.local(good[0]))
 
 
 def keys(objects: Objects, name: str) -> list[Path]:
@@ -80,7 +75,7 @@ def test_what_is_saved_is_restored_bit_for_bit(store: Store, tmp_path: Path) -> 
     ]
     assert os.listdir(tmp_path / "temporary") == []
     another = opened()
-    assert bits(found(another)) == bits(state(2))
+    assert bits(found(another)) == bits(state_at(2))
     assert len(os.listdir(tmp_path / "temporary")) == 1
     del another
     assert os.listdir(tmp_path / "temporary") == []
@@ -125,7 +120,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(
         else:
             patch.setattr(module.RemoteStore, "commit", half)
         killed = saver(store, 4)
-        killed.save(state(2), Position(**{**vars(POSITION), "step": 2}), {})
+        killed.save(state_at(2), position_at(2), {})
         assert killed._thread is not None
         killed._thread.join()
     assert objects.listed() != before
@@ -133,7 +128,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(
     assert [step for step, _ in again.paths()] == [1]
     again.clean()
     assert objects.listed() == before
-    assert bits(found(again)) == bits(state(1))
+    assert bits(found(again)) == bits(state_at(1))
 
 
 def flip(file: Path) -> None:
@@ -157,7 +152,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     harm(keys(objects, name)[-1])
     said: list[str] = []
     again = opened()
-    assert bits(found(again, said)) == bits(state(1))
+    assert bits(found(again, said)) == bits(state_at(1))
     assert len(said) == 1
     assert reason in said[0]
     assert "(set aside" in said[0]
@@ -180,7 +175,7 @@ def test_a_store_that_fails_sets_nothing_aside(
             found(opened())
         with pytest.raises(CheckpointError, match=r"read .*timed out"):
             store.local(store.paths()[0][1])
-    assert bits(found(opened())) == bits(state(1))
+    assert bits(found(opened())) == bits(state_at(1))
 
 
 def test_a_save_that_fails_is_told_and_the_next_is_tried(

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from support.figures import assert_mentions
-from support.saved_checkpoint import POSITION
+from support.resumable import bits
+from support.saved_checkpoint import position_at, state_at
 
 from replicax.core.ground.job import Alone
-from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import saver as module
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
-from replicax.train.checkpoints.manifest import Position, read_manifest
+from replicax.train.checkpoints.manifest import read_manifest
 from replicax.train.checkpoints.saver import MOST_FAILURES, Saver
 from replicax.train.checkpoints.store import Store
 
@@ -39,22 +37,22 @@ def saver(store: Store) -> Iterator[Saver]:
         made._thread.join(20)
 
 
-def state(step: int) -> TrainState:
-    return TrainState(jnp.int32(step), {"w": jnp.full(4, step * 1.5)}, (), {}, jnp.uint32(0))
-
-
-def position(step: int) -> Position:
-    return Position(**{**vars(POSITION), "step": step})
-
-
 def save(saver: Saver, step: int) -> None:
-    saver.save(state(step), position(step), {"batch": step})
+    saver.save(state_at(step), position_at(step), {"batch": step})
 
 
 def finished(saver: Saver) -> None:
     """Wait for the thread."""
     assert saver._thread is not None
     saver._thread.join(20)
+
+
+def failed(saver: Saver, step: int) -> str:
+    """Return the one alarm about a save that fails."""
+    save(saver, step)
+    finished(saver)
+    (alarm,) = saver.poll()
+    return alarm
 
 
 def saved(store: Store) -> list[int]:
@@ -96,14 +94,13 @@ def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
     assert saver.wait()
     assert saver.poll() == []
     assert saver.saved_step == 3
-    found = store.newest_good(array_entries(state(3)), print)
+    found = store.newest_good(array_entries(state_at(3)), print)
     assert found is not None
     path, manifest = found
-    assert manifest.position == position(3)
+    assert manifest.position == position_at(3)
     assert (manifest.token, manifest.seed) == (7, 11)
     assert (manifest.config, manifest.extra) == ({"rate": 1}, {"batch": 3})
-    again = read(abstract(state(3)), path)
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, state(3)))
+    assert bits(read(abstract(state_at(3)), path)) == bits(state_at(3))
     assert os.listdir(store.folder) == ["3"]
 
 
@@ -119,11 +116,9 @@ def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
         monkeypatch.setattr(module, "begin_writing", in_waiting(error, 1))
     else:
         monkeypatch.setattr(module, where, failing(error, 1, getattr(module, where)))
-    save(saver, 2)
-    finished(saver)
-    alarms = saver.poll()
-    (alarm,) = alarms
-    assert_mentions(alarm, "failed (1 in", f"row): {os.strerror(number)}; step 1 ", "last good")
+    assert_mentions(
+        failed(saver, 2), "failed (1 in", f"row): {os.strerror(number)}; step 1 ", "last good"
+    )
     assert saver.poll() == []
     assert not saver.wait()
     assert os.listdir(store.folder) == ["1"]
@@ -138,10 +133,7 @@ def test_a_rename_that_fails_leaves_nothing_behind(
 ) -> None:
     error = OSError(errno.EROFS, os.strerror(errno.EROFS))
     monkeypatch.setattr(Store, "commit", failing(error, 1, Store.commit))
-    save(saver, 2)
-    finished(saver)
-    (alarm,) = saver.poll()
-    assert f": {os.strerror(errno.EROFS)}; no step" in alarm
+    assert f": {os.strerror(errno.EROFS)}; no step" in failed(saver, 2)
     assert os.listdir(store.folder) == []
 
 
@@ -150,10 +142,7 @@ def test_words_of_tensorstore_are_the_systems(
 ) -> None:
     error = ValueError("RESOURCE: writing x [OS error 28: No space left on device] [a='b']\nmore")
     monkeypatch.setattr(module, "begin_writing", in_waiting(error, 1))
-    save(saver, 1)
-    finished(saver)
-    (alarm,) = saver.poll()
-    assert_mentions(alarm, "(1 in", f": {os.strerror(errno.ENOSPC)}; no step")
+    assert_mentions(failed(saver, 1), "(1 in", f": {os.strerror(errno.ENOSPC)}; no step")
 
 
 @pytest.mark.parametrize("text", ["", "one\ntwo", "\n\n"])
@@ -161,9 +150,7 @@ def test_any_error_is_told_in_one_line(
     saver: Saver, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(module, "begin_writing", in_waiting(KeyError(text), 1))
-    save(saver, 1)
-    finished(saver)
-    (alarm,) = saver.poll()
+    alarm = failed(saver, 1)
     assert alarm.isprintable()
     assert ": ; " not in alarm
 
@@ -175,10 +162,7 @@ def test_the_third_in_a_row_ends_the_run(
     saver.wait()
     monkeypatch.setattr(module, "write_manifest", failing(FULL, 99, module.write_manifest))
     for failure in range(1, MOST_FAILURES):
-        save(saver, 5 + failure)
-        finished(saver)
-        (alarm,) = saver.poll()
-        assert re.search(rf"failed \({failure} .*row\): ", alarm)
+        assert re.search(rf"failed \({failure} .*row\): ", failed(saver, 5 + failure))
     save(saver, 9)
     finished(saver)
     with pytest.raises(CheckpointError) as ended:
@@ -194,11 +178,8 @@ def test_a_success_in_between_begins_the_count_anew(
     whole = module.write_manifest
     for step in range(0, 20, 3):
         monkeypatch.setattr(module, "write_manifest", failing(FULL, 2, whole))
-        for failed in (1, 2):
-            save(saver, step + failed)
-            finished(saver)
-            (alarm,) = saver.poll()
-            assert re.search(rf"failed \({failed} .*row\): ", alarm)
+        for failure in (1, 2):
+            assert re.search(rf"failed \({failure} .*row\): ", failed(saver, step + failure))
         save(saver, step + 3)
         assert saver.wait()
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from support.saved_checkpoint import POSITION, save, sealed
+from support.saved_checkpoint import POSITION, position_at, save, sealed
 from support.tiers import only
 
 from replicax.errors import CheckpointError, ConfigError
-from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest
+from replicax.train.checkpoints.manifest import ArrayEntry, read_manifest
 from replicax.train.checkpoints.store import Store, verify_checkpoint
 
 WANTED = {"step": ArrayEntry("int32", ())}
@@ -39,8 +39,7 @@ def put(original: Path, tmp_path: Path) -> Callable[..., Path]:
         written = store.temporary(step, 1, step)
         shutil.copytree(original, written)
         (written / "manifest.json").unlink()
-        fields = {**vars(POSITION), "step": step if holds is None else holds}
-        sealed(written, arrays=WANTED, position=Position(**fields))
+        sealed(written, arrays=WANTED, position=position_at(step if holds is None else holds))
         if commit:
             store.commit(written, step)
         return written
