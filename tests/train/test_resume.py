@@ -102,16 +102,16 @@ def test_with_saves_by_the_clock(dp: rx.DataParallel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"steps": 7}, {"steps": STEPS}])
 def test_a_finished_run_does_nothing_more(
-    dp: rx.DataParallel, tmp_path: Path, settings: dict[str, int]
+    dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    folder = tmp_path / "run"
-    first = fit(dp, folder, **settings, **EVALUATED)
+    folder, settings = tmp_path / "run", {"save_every": 7, **settings, **EVALUATED}
+    first = fit(dp, folder, **settings)
     lines, saved = (folder / "records.jsonl").read_bytes(), steps_saved(folder)
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
             for name in ("step", "evaluate"):
                 patch.setattr(DataParallel, name, None)
-            again = fit(dp, folder, **settings, **EVALUATED)
+            again = fit(dp, folder, **settings)
         check_same(again, first, folder)
         assert again.metrics == first.metrics
         assert (again.steps, again.rows, again.interrupted) == (0, 0, False)
@@ -175,7 +175,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", only(["exact", "fsdp"], KINDS))
 def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
-    resumed(data_parallel(**KINDS[kind]), tmp_path / "run", 7, log_every=2, **EVALUATED)
+    settings = {"save_every": 6, "log_every": 2, **EVALUATED}
+    resumed(data_parallel(**KINDS[kind]), tmp_path / "run", 7, **settings)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,8 @@ SOURCES: dict[str, tuple[dict[str, Any], list[int]]] = {
 def test_sources_and_orders_of_the_data(
     dp: rx.DataParallel, tmp_path: Path, kind: str, at: int
 ) -> None:
-    resumed(dp, tmp_path / "run", at, **SOURCES[kind][0])
+    save_every = 6 if at > 6 else 3  # in the middle of an epoch, a step or two before the cut
+    resumed(dp, tmp_path / "run", at, save_every=save_every, **SOURCES[kind][0])
 
 
 # What watches its steps.
@@ -292,5 +294,5 @@ def test_audits(
     dp: rx.DataParallel, tmp_path: Path, every: int, log_every: int | None, restore: str
 ) -> None:
     audit = rx.Audit(every, restore)
-    resumed(dp, tmp_path / "run", 8, audit=audit, log_every=log_every)
+    resumed(dp, tmp_path / "run", 8, audit=audit, log_every=log_every, save_every=6)
     assert audit.clean

@@ -138,7 +138,7 @@ def test_a_batch_size_that_divides_goes_on_at_the_same_row(
     assert steps_saved(tmp_path / "run")[-1] == str(BATCHES + 3)
     seen: list[tuple[int, list[int]]] = []
     with watching(seen):
-        found = fit(dp, tmp_path / "run", save_every=2, batch_size=8, accept_changes=True)
+        found = fit(dp, tmp_path / "run", save_every=50, batch_size=8, accept_changes=True)
     order = np.random.default_rng([0, 1]).permutation(75)
     done = np.concatenate([index for _, index in seen[:4]])
     assert done.tolist() == order[3 * BATCH :].tolist()
