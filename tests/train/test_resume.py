@@ -191,7 +191,7 @@ def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
     ],
 )
 def test_models_of_every_library(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    """Of nnx and cnn with BatchNorm and Dropout: steps depend on more than the parameters."""
+    """Steps of nnx and cnn (BatchNorm, Dropout) depend on more than the parameters."""
     case = (cases.CASES | cases.DROPOUT_CASES)[name]
     dp = rx.DataParallel(case.loss, optax.adamw(0.01), **settings)
     assert name != "nnx" or dp.init(case.model()).extras
