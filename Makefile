@@ -197,7 +197,7 @@ chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
 
 chaos-islands: $(STAMP)
-	$(BIN)/python tests/chaos_islands/chaos.py $(ARGS)
+	$(BIN)/python tests/chaos/chaos.py --islands $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

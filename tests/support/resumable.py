@@ -1,8 +1,9 @@
-"""Runs that stop anywhere and are resumed, compared with undisturbed ones."""
+"""Runs that are cut anywhere and go on, compared with uncut ones."""
 
 import contextlib
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState
 from replicax.train.records import Record
+from replicax.train.storage import Storage
 
 ROWS, BATCH, BATCHES = 75, 16, 5
 EPOCHS = 3
 STEPS = EPOCHS * BATCHES
 
 _TIMED = ("seconds", "rows_per_second", "input_wait_fraction")
+_SAVING = ("save_every", "save_seconds", "keep")
+
+Killed = Callable[[Path, int], Path]
+"""The fixture `killed`: copies a run that was killed after so many steps to a folder."""
 
 
 class CrashError(Exception):
@@ -64,7 +70,10 @@ def data_parallel(
 
 
 def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.Fit:
-    """Run `rx.fit` of the model above; with a folder, save every third step."""
+    """Run `rx.fit` of the model above; with a folder, save every third step.
+
+    A source that is a function is called for the source of this run.
+    """
     wanted: dict[str, Any] = {"source": rows(), "batch_size": BATCH, "progress": False}
     if "steps" not in settings:
         wanted["epochs"] = EPOCHS
@@ -72,7 +81,8 @@ def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.
         wanted |= {"run_dir": folder, "save_every": 3}
     wanted |= settings
     state = wanted.pop("state", None) or dp.init(wanted.pop("model", model)())
-    return rx.fit(dp, state, wanted.pop("source"), **grouped(wanted))
+    source = wanted.pop("source")
+    return rx.fit(dp, state, source() if callable(source) else source, **grouped(wanted))
 
 
 def settle() -> None:
@@ -84,17 +94,26 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def crashing(at: int, of: str = "step") -> Iterator[None]:
-    """End a run within this context after `at` steps, before its next step or `of`."""
-    whole = getattr(DataParallel, of)
+    """End a run within this context at `at` steps, before its next call or its next `of`.
 
-    def crash(self: DataParallel, state: TrainState, *arguments: Any, **more: Any) -> Any:
-        if int(state.step) == at:
-            settle()
-            raise CrashError
-        return whole(self, state, *arguments, **more)
+    Args:
+        at: steps that are done; where a call does several steps, at least so many.
+        of: `step` (or `steps`), `evaluate`, or `finish`, the last save.
+    """
 
+    def crashes(whole: Any) -> Any:
+        def crash(self: Any, state: TrainState, *arguments: Any, **more: Any) -> Any:
+            if int(state.step) >= at:
+                settle()
+                raise CrashError
+            return whole(self, state, *arguments, **more)
+
+        return crash
+
+    owner = Storage if of == "finish" else DataParallel
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataParallel, of, crash)
+        for name in ("step", "steps") if of == "step" else (of,):
+            patch.setattr(owner, name, crashes(getattr(owner, name)))
         with pytest.raises(CrashError):
             yield
 
@@ -153,14 +172,25 @@ def steps_saved(folder: Path) -> list[str]:
     return sorted((path.name for path in (folder / "checkpoints").glob("[0-9]*")), key=int)
 
 
-def undisturbed() -> Callable[..., rx.Fit]:
-    """Run `fit` without a folder, once for the same arguments."""
-    known: dict[tuple[rx.DataParallel, str], rx.Fit] = {}  # holds each, so that no id comes twice
+def whole(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
+    """Return the uncut run, without a folder; it runs once for the same arguments."""
+    known = _WHOLE.setdefault(dp, {})
+    settings = {name: value for name, value in settings.items() if name not in _SAVING}
+    key = str(sorted(settings.items(), key=str))
+    if key not in known:
+        known[key] = fit(dp, **settings)
+    return known[key]
 
-    def run(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
-        key = dp, str(sorted(settings.items(), key=str))
-        if key not in known:
-            known[key] = fit(dp, **settings)
-        return known[key]
 
-    return run
+_WHOLE: weakref.WeakKeyDictionary[rx.DataParallel, dict[str, rx.Fit]] = weakref.WeakKeyDictionary()
+
+
+def resumed(
+    dp: rx.DataParallel, folder: Path, at: int, of: str = "step", **settings: Any
+) -> rx.Fit:
+    """Check that a run that is cut at step `at` and goes on ends as the uncut one; return it."""
+    with crashing(at, of):
+        fit(dp, folder, **settings)
+    found = fit(dp, folder, **settings)
+    check_same(found, whole(dp, **settings), folder)
+    return found

@@ -1,4 +1,4 @@
-"""Every single-bit flip of every small file of a run, and how a start reacts."""
+"""A run's folder with damage, and how a start reacts; every single-bit flip of its small files."""
 
 import contextlib
 import dataclasses
@@ -6,14 +6,16 @@ import io
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import replicax as rx
+from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ReplicaxError
@@ -23,15 +25,18 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
 from replicax.train.records import Record
+from replicax.train.run_state import first_batch
 from replicax.train.saving import Saving
 from replicax.train.sealed import sealed
 from replicax.train.storage import Storage
 
 CONFIG = {
     "fields": {"rate": 0.1, "layers": [1, 2]},
+    "parallel": {"mode": "jit"},
     "versions": {"jax": "0.10.2"},
     "start": {"command": ["train.py", "--rate", "0.1"], "host": "a-host"},
 }
+SOURCE = as_source({"x": np.zeros(10)}, 2, Alone(), shuffle=False, seed=0)
 LONGEST_SECONDS = 5.0
 
 
@@ -43,16 +48,23 @@ def state_at(step: int) -> TrainState:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where), made)
 
 
-def make_run(folder: Path) -> None:
-    """Make a run that saved at step 2 and was killed after step 3."""
+def make_run(folder: Path, saves: Sequence[int] = (2,)) -> None:
+    """Make a run that saved at steps `saves` and was killed a step after the last."""
     run = _storage(folder, [])
     assert run.folder is not None
-    for step in (1, 2):
+    for step in range(1, saves[-1] + 2):
         run.folder.append(Record("train", step, 0, {"loss": 1 / step}, 2, 0.1, 0.5))
-    run.save(state_at(2), Position(2, 0, 4, 0, 4, 0, 2, 0), {"batch": 2})
-    run.finish(state_at(2), Position(2, 0, 4, 0, 4, 0, 2, 0), {"batch": 2})
-    run.folder.append(Record("train", 3, 0, {"loss": 1 / 3}, 2, 0.1, 0.5))
-    (folder / load.BEST).write_bytes(sealed({"metric": "loss", "value": 0.5, "step": 2}))
+        if step in saves:
+            at = (
+                state_at(step),
+                Position(step, 0, 4, 0, 4, 0, step, 0),
+                {"batch": 2, "seconds_unrecorded": 0.5},
+            )
+            run.save(*at)
+            if step == saves[-1]:
+                run.finish(*at)
+    best = {"metric": "loss", "value": 1 / saves[-1], "step": saves[-1]}
+    (folder / load.BEST).write_bytes(sealed(best))
     run.close()
 
 
@@ -64,37 +76,28 @@ def small_files(folder: Path) -> list[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The output of a start, and what it read from the run."""
+    """The messages of a start, and what it read from the run."""
 
-    said: str
-    read: Any
+    said: list[str]
+    read: dict[str, Any]
 
     @property
     def fault(self) -> str | None:
         """Return what is wrong with the outcome, for any damage."""
-        lines = self.said.splitlines()
-        return next((f"not one line: {line!r}" for line in lines if not line.isprintable()), None)
+        wrong = (each for each in self.said if not each.isprintable() or not each.strip())
+        return next((f"not one line: {each!r}" for each in wrong), None)
 
 
-def outcome(folder: Path) -> Outcome:
+def outcome(folder: Path, accept: bool = False) -> Outcome:
     """Start the run in `folder` and load it, as a user would."""
     said, read = list[str](), dict[str, Any]()
     with contextlib.redirect_stderr(io.StringIO()) as printed, _impatient():
-        try:
-            read["best"] = load.find_checkpoint(folder, "best").manifest
-            run = _storage(folder, said)
+        for part in (_load, _start):
             try:
-                read["times"] = _spent(run.ledger)
-                read["config"] = run._before
-                if run.found is not None:
-                    read["found"] = run.found.position, run.found.extra, run.found.records
-                    read["state"] = sha256(run.restore(abstract(state_at(0))).params)
-                run.tell()
-            finally:
-                run.close()
-        except ReplicaxError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return Outcome("\n".join([*said, *printed.getvalue().splitlines()]), read)
+                part(folder, said, read, accept)
+            except ReplicaxError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return Outcome([*said, *printed.getvalue().splitlines()], read)
 
 
 def unnoticed(original: Path, name: Path, bit: int, at: Path, expected: Outcome) -> str | None:
@@ -116,21 +119,40 @@ def unnoticed(original: Path, name: Path, bit: int, at: Path, expected: Outcome)
     return None
 
 
-def _timeless(said: str) -> str:
-    return re.sub(r"/\S+", "", said)
+def _timeless(said: list[str]) -> list[str]:
+    return [re.sub(r"/\S+", "", line) for line in said]
+
+
+def _load(folder: Path, said: list[str], read: dict[str, Any], accept: bool) -> None:
+    read["best"] = load.find_checkpoint(folder, "best").manifest
+
+
+def _start(folder: Path, said: list[str], read: dict[str, Any], accept: bool) -> None:
+    run = _storage(folder, said, accept)
+    try:
+        read["times"] = _spent(run.ledger)
+        read["config"] = run._before
+        if run.found is not None:
+            read["found"] = run.found.position, run.found.extra, run.found.records
+            read["batch"] = first_batch(SOURCE, run.found.position, run.found.extra)
+            read["state"] = sha256(run.restore(abstract(state_at(0))))
+        run.tell()
+        read["opened"] = True
+    finally:
+        run.close()
 
 
 def _spent(ledger: Ledger) -> Any:
     return [(start.seconds, start.began, start.ended) for start in ledger._earlier]
 
 
-def _storage(folder: Path, said: list[str]) -> Storage:
+def _storage(folder: Path, said: list[str], accept: bool = False) -> Storage:
     return Storage(
         folder,
         CONFIG,
         Saving(every=1),
         Alone(),
-        accept_changes=False,
+        accept_changes=accept,
         state=state_at(0),
         seed=0,
         say=said.append,

@@ -96,7 +96,7 @@ def test_a_resumed_run_reads_what_is_left_and_has_the_same_bits(tmp_path: Path, 
     whole = fit(dp, source=KINDS[kind](), **settings)
     for at, per in ((3, 1),) if once else ((BATCHES + 3, 1), (2 * BATCHES, 1), (BATCHES + 3, 2)):
         folder = tmp_path / f"{at} {per}"
-        with crashing(at, of="steps" if per > 1 else "step"):
+        with crashing(at):
             fit(dp, folder, source=KINDS[kind](), save_every=per, steps_per_call=per, **settings)
         reads.clear()
         found = fit(dp, folder, source=KINDS[kind](), steps_per_call=per, **settings)

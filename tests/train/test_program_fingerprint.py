@@ -358,6 +358,7 @@ def test_more_epochs_need_no_flag_where_no_schedule_follows(tmp_path: Path) -> N
 def test_a_start_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
+    monkeypatch.delenv("GIT_DIR")
     assert "commit" not in this_start()
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("1")

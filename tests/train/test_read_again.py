@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.figures import figures
 from support.processes import SUPPORT, run_job
-from support.resumable import BATCH, EPOCHS, bits, crashing, fit, rows, undisturbed
+from support.resumable import BATCH, EPOCHS, bits, crashing, fit, rows
 from support.tiers import only
 
 import replicax as rx
@@ -21,7 +21,6 @@ from replicax.train.audit import Snapshot
 from replicax.train.read_again import FirstBatch, checksums, difference
 
 MIDDLE, END = 7, 5  # of the second epoch, and of the first
-run = undisturbed()
 
 
 class Loader:

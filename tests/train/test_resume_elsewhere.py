@@ -1,4 +1,4 @@
-"""A run resumed on other devices, in other batches, or after damage."""
+"""A run that goes on elsewhere than it was cut: devices, processes, batches, a harmed folder."""
 
 import json
 import re
@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.processes import SUPPORT, run_job
 from support.resumable import (
     BATCH,
     BATCHES,
     EPOCHS,
     STEPS,
+    Killed,
     bits,
     check_same,
     crashing,
@@ -23,8 +25,8 @@ from support.resumable import (
     model,
     rows,
     steps_saved,
-    undisturbed,
     watching,
+    whole,
     written,
 )
 from support.saved_checkpoint import data_file
@@ -33,42 +35,35 @@ from support.tiers import EXHAUSTIVE, only
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError
 
-run = undisturbed()
-DEVICES = (8, 1, 4, 2)
-
-
 # Other devices.
 
-
-def moved(
-    folder: Path, steps: int, kinds: list[dict[str, Any]]
-) -> tuple[rx.Fit, list[tuple[int, list[int]]]]:
-    """Stop a run of `steps` and move it to other devices; returns the examples of each step."""
-    seen: list[tuple[int, list[int]]] = []
-    part = steps // len(kinds)
-    for number, kind in enumerate(kinds):
-        dp = data_parallel(**kind)
-        settings = {"steps": steps, "save_every": part // 2, "log_every": 10}
-        with watching(seen):
-            if number + 1 == len(kinds):
-                found = fit(dp, folder, **settings)
-            else:
-                with crashing((number + 1) * part + 2):
-                    fit(dp, folder, **settings)
-    return found, seen
+DEVICES = [{"devices": 8}, {"devices": 1}, {"devices": 4}, {"devices": 2}]
+LAYOUTS = [{"devices": 4}, {"devices": 8, "layout": "fsdp"}, {"mode": "single"}]
+LAYOUTS += [{"devices": 2, "layout": "zero1"}]
+MOVES = {"devices": (80, DEVICES), "200 steps": (200, DEVICES), "layouts": (96, LAYOUTS)}
 
 
 def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: float) -> None:
-    wanted_seen: list[tuple[int, list[int]]] = []
-    with watching(wanted_seen):
-        wanted = fit(data_parallel(**kinds[0]), steps=steps, log_every=10)
-    found, seen = moved(folder, steps, kinds)
-    assert dict(seen) == dict(wanted_seen)
+    """Check that a run that is cut and moved to each of `kinds` is the run on the first.
+
+    Its steps see the same rows, and its parameters differ by up to `most`.
+    """
+    dps, part = [data_parallel(**kind) for kind in kinds], steps // len(kinds)
+    seen: list[tuple[int, list[int]]] = []
+    expected: list[tuple[int, list[int]]] = []
+    settings = {"steps": steps, "log_every": 10}
+    with watching(expected):
+        wanted = fit(dps[0], **settings)
+    settings["save_every"] = part // 2
+    with watching(seen):
+        for number, dp in enumerate(dps[:-1], 1):
+            with crashing(number * part + 2):
+                fit(dp, folder, **settings)
+        found = fit(dps[-1], folder, **settings)
+    assert dict(seen) == dict(expected)
     assert len(dict(seen)) == steps
     assert len(seen) == steps + 2 * (len(kinds) - 1)  # repeated steps
-    pairs = zip(
-        jax.tree.leaves(wanted.state.params), jax.tree.leaves(found.state.params), strict=True
-    )
+    pairs = zip(*(jax.tree.leaves(each.state.params) for each in (wanted, found)), strict=True)
     largest = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
     print(f"largest difference {largest:.3g}")
     assert largest <= most, f"parameters differ by up to {largest:.3g}"
@@ -76,17 +71,41 @@ def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: flo
     assert steps_told == [(r.kind, r.step, r.rows) for r in wanted.records]
 
 
-@pytest.mark.parametrize("steps", only([80], [80, 200]))
-def test_on_other_devices(tmp_path: Path, steps: int) -> None:
-    kinds = [{"devices": devices} for devices in DEVICES]
-    check_moved(tmp_path / "run", steps, kinds, most=1e-6)
+@pytest.mark.parametrize("move", only(["devices"], MOVES))
+def test_on_other_devices_it_is_the_same_up_to_rounding(tmp_path: Path, move: str) -> None:
+    check_moved(tmp_path / "run", *MOVES[move], most=1e-6)
 
 
 @EXHAUSTIVE
 @pytest.mark.usefixtures("optimized")
 def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
     exact = {"mode": "exact", "micro_shards": 8}
-    check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)
+    check_moved(tmp_path / "run", 80, [kind | exact for kind in DEVICES], most=0)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("mode", ["jit", "exact"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_one_process_and_two_are_one_run(tmp_path: Path, mode: str, first: int) -> None:
+    steps = 200
+
+    def job(folder: str, stop: int, processes: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        arguments = [SUPPORT / "job_resume.py", tmp_path / folder, mode, steps, stop]
+        for ended in run_job(*arguments, processes=processes, devices=2 // processes):
+            assert ended.code == (75 if stop else 0), ended.err
+        lines = (tmp_path / folder / "told.jsonl").read_text().splitlines()
+        seen = [(each["step"], each["examples"]) for each in map(json.loads, lines)]
+        return seen, {} if stop else dict(np.load(tmp_path / folder / "params.npz"))
+
+    expected, wanted = job("whole", 0, first)
+    job("parts", steps // 2, first)
+    seen, found = job("parts", 0, 3 - first)
+    assert [step for step, _ in expected] == list(range(1, steps + 1))
+    assert seen == expected
+    apart = max(np.abs(wanted[name] - found[name]).max() for name in wanted)
+    print(f"{mode}, {first} then {3 - first} processes: {apart:.2e} apart after {steps} steps")
+    assert apart == 0 if mode == "exact" else apart < 1e-6
 
 
 @pytest.mark.parametrize("altered", only([True], [False, True]))
@@ -108,13 +127,6 @@ def test_other_programs_than_the_run_began_with_are_told(
     assert ("step.1" in said) == altered
 
 
-@EXHAUSTIVE
-def test_in_other_modes_and_layouts(tmp_path: Path) -> None:
-    kinds = [{"devices": 4}, {"devices": 8, "layout": "fsdp"}, {"mode": "single"}]
-    kinds += [{"devices": 2, "layout": "zero1"}, {"devices": 2, "mode": "shard_map"}]
-    check_moved(tmp_path / "run", 96, kinds[:-1], most=1e-6)
-
-
 # Other batches.
 
 
@@ -126,7 +138,7 @@ def test_a_batch_size_that_divides_goes_on_at_the_same_row(
     assert steps_saved(tmp_path / "run")[-1] == str(BATCHES + 3)
     seen: list[tuple[int, list[int]]] = []
     with watching(seen):
-        found = fit(dp, tmp_path / "run", save_every=2, batch_size=8, accept_changes=True)
+        found = fit(dp, tmp_path / "run", save_every=50, batch_size=8, accept_changes=True)
     order = np.random.default_rng([0, 1]).permutation(75)
     done = np.concatenate([index for _, index in seen[:4]])
     assert done.tolist() == order[3 * BATCH :].tolist()
@@ -134,13 +146,13 @@ def test_a_batch_size_that_divides_goes_on_at_the_same_row(
     assert sum(record.rows for record in found.records) == 75 * EPOCHS
 
 
-def test_a_batch_size_that_does_not_divide_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
-    with crashing(4):
-        fit(dp, tmp_path / "run")
+def test_a_batch_size_that_does_not_divide_is_refused(
+    dp: rx.DataParallel, killed: Killed, tmp_path: Path
+) -> None:
+    folder = killed(tmp_path / "run", 4)
     with pytest.raises(ConfigError, match=r"^the run\b.*\b48 rows into .* 0 .* batch_size=10"):
-        fit(dp, tmp_path / "run", batch_size=10, accept_changes=True)
-    found = fit(dp, tmp_path / "run")
-    check_same(found, run(dp), tmp_path / "run")
+        fit(dp, folder, batch_size=10, accept_changes=True)
+    check_same(fit(dp, folder, log_every=1), whole(dp, log_every=1), folder)
 
 
 def test_at_an_epochs_end_any_batch_size_goes_on(dp: rx.DataParallel, tmp_path: Path) -> None:
@@ -159,12 +171,10 @@ def test_rows_of_processes_are_those_of_as_many(
     with crashing(4):
         fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "replicax.train.run_state.parts_of_processes", lambda source: {"processes": 2}
-        )
-        with pytest.raises(
-            ConfigError, match=r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
-        ):
+        name = "replicax.train.run_state.parts_of_processes"
+        patch.setattr(name, lambda source: {"processes": 2})
+        says = r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
+        with pytest.raises(ConfigError, match=says):
             fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     accepted = {"accept_changes": True, "source": rows()}
     with pytest.raises(ConfigError, match=r"rx\.PerProcess\b.*\bnow fed\b.*\bshared"):
@@ -174,10 +184,8 @@ def test_rows_of_processes_are_those_of_as_many(
 # Another run.
 
 
-def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with crashing(4):
-        fit(dp, folder)
+def test_another_model_is_refused(dp: rx.DataParallel, killed: Killed, tmp_path: Path) -> None:
+    folder = killed(tmp_path / "run", 4)
     saved = steps_saved(folder)
     other = rx.DataParallel(loss, optax.sgd(0.01))
     with pytest.raises(ConfigError, match=r"configuration: program\.optimizer \w+ -> \w+ \("):
@@ -185,7 +193,7 @@ def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"opt_state\.0\.count is .*\bnot in\b.*\brun"):
         fit(other, folder, accept_changes=True)
     assert steps_saved(folder) == saved
-    check_same(fit(dp, folder), run(dp), folder)
+    check_same(fit(dp, folder, log_every=1), whole(dp, log_every=1), folder)
 
 
 def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_p
         fit(dp, folder, config={"fields": {"rate": 2}}, seed=5)
     assert str(no.value).isprintable()
     found = fit(dp, folder, config={"fields": {"rate": 2}}, accept_changes=True)
-    check_same(found, run(dp), folder)
+    check_same(found, whole(dp), folder)
     fit(dp, folder, config={"fields": {"rate": 2}})
 
 
@@ -211,13 +219,11 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dp: rx.DataParallel, killed: Killed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "run"
-    with crashing(7):
-        fit(dp, folder, log_every=2)
+    folder = killed(tmp_path / "run", 7)
     damage(folder / "checkpoints/6")
-    found = fit(dp, folder, log_every=2, progress=True)
+    found = fit(dp, folder, log_every=1, progress=True)
     assert found.steps == STEPS - 3
     out, alarm = capsys.readouterr()
     assert alarm.startswith("ALARM  refused step 6: default/")
@@ -226,33 +232,31 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     (said,) = (line for line in out.splitlines() if line.startswith("resume"))
     assert said.startswith(f"resume {folder}: step 3, saved ")
     assert said.endswith(" repeat: 3")
-    check_same(found, run(dp, log_every=2), folder)
+    check_same(found, whole(dp, log_every=1), folder)
     assert (folder / "checkpoints/refused-6-1").is_dir()
 
 
 def test_where_all_are_damaged_it_begins_anew(
-    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dp: rx.DataParallel, killed: Killed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "run"
-    with crashing(7):
-        fit(dp, folder, log_every=2)
+    folder = killed(tmp_path / "run", 7)
     for step in (3, 6):
         damage(folder / f"checkpoints/{step}")
     before = (folder / "records.jsonl").read_bytes()
-    found = fit(dp, folder, log_every=2)
+    found = fit(dp, folder, log_every=1)
     assert found.steps == STEPS
     alarms = capsys.readouterr().err
     assert "refused step 6: " in alarms
     assert "refused step 3: " in alarms
     assert re.search(r"step 0: .*\b2 checkpoints\b.*\btrusted", alarms)
     assert (folder / "records-damaged.jsonl").read_bytes() == before
-    check_same(found, run(dp, log_every=2), folder)
+    check_same(found, whole(dp, log_every=1), folder)
 
 
-def test_what_a_system_leaves_in_a_folder_is_no_damage(dp: rx.DataParallel, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with crashing(7):
-        fit(dp, folder)
+def test_what_a_system_leaves_in_a_folder_is_no_damage(
+    dp: rx.DataParallel, killed: Killed, tmp_path: Path
+) -> None:
+    folder = killed(tmp_path / "run", 7)
     for name in (".DS_Store", "default/._d", "default/.nfs0000000000a1b2c3"):
         (folder / "checkpoints/6" / name).write_bytes(b"x")
     assert fit(dp, folder).steps == STEPS - 6
@@ -260,11 +264,13 @@ def test_what_a_system_leaves_in_a_folder_is_no_damage(dp: rx.DataParallel, tmp_
 
 @pytest.mark.parametrize("left", [None, 0, 3])
 def test_lost_records_are_told_and_the_rest_is_right(
-    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int | None
+    dp: rx.DataParallel,
+    killed: Killed,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    left: int | None,
 ) -> None:
-    folder = tmp_path / "run"
-    with crashing(7):
-        fit(dp, folder, log_every=1)
+    folder = killed(tmp_path / "run", 7)
     lines = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "records.jsonl").write_bytes(b"".join(lines[: left or 0]))
     if left is None:
@@ -272,15 +278,14 @@ def test_lost_records_are_told_and_the_rest_is_right(
         left = 0
     found = fit(dp, folder, log_every=1, progress=True)
     assert f"records.jsonl: {6 - left} of 6 records" in capsys.readouterr().err
-    assert bits(found.state) == bits(run(dp, log_every=1).state)
+    assert bits(found.state) == bits(whole(dp, log_every=1).state)
     assert [line["step"] for line in written(folder)] == [*range(1, left + 1), *range(7, 16)]
 
 
 def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
-    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dp: rx.DataParallel, killed: Killed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with crashing(7):
-        fit(dp, tmp_path / "run")
+    killed(tmp_path / "run", 7)
 
     async def broken(*arguments: Any) -> None:
         raise ValueError("NOT_FOUND: a chunk\nat another line")

@@ -13,15 +13,13 @@ from support.resumable import (
     fit,
     model,
     steps_saved,
-    undisturbed,
+    whole,
 )
 
 import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.changes import run_id
 from replicax.train.checkpoints.manifest import read_manifest
-
-run = undisturbed()
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def test_another_runs_checkpoint_that_is_accepted_is_told(
 def test_a_copy_of_the_whole_folder_goes_on(dp: rx.DataParallel, two: tuple[Path, Path]) -> None:
     copy = two[0].with_name("copy")
     shutil.copytree(two[0], copy)
-    assert bits(fit(dp, copy).state) == bits(run(dp).state)
+    assert bits(fit(dp, copy).state) == bits(whole(dp).state)
 
 
 def test_a_run_from_before_ids_goes_on_and_gets_one(
@@ -102,7 +100,7 @@ def test_a_run_from_before_ids_goes_on_and_gets_one(
 ) -> None:
     forget(two[0])
     found = fit(dp, two[0])
-    assert bits(found.state) == bits(run(dp).state)
+    assert bits(found.state) == bits(whole(dp).state)
     assert run_id(config(two[0])) is not None
 
 
@@ -132,7 +130,7 @@ def test_a_configuration_that_is_lost_is_restored_from_the_newest_checkpoint(
     assert not (folder / "config.json").exists()
     found = fit(dp, folder, config={"rate": 1}, progress=True)
     assert found.steps == STEPS - 6
-    assert bits(found.state) == bits(run(dp).state)
+    assert bits(found.state) == bits(whole(dp).state)
     after = config(folder)
     assert run_id(after) == run_id(before)
     del before["start"], after["start"]
@@ -148,5 +146,5 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_left_alone(
     newest.symlink_to(outside)
     found = fit(dp, two[0])
     assert found.steps == STEPS - 3  # from the one before
-    assert bits(found.state) == bits(run(dp).state)
+    assert bits(found.state) == bits(whole(dp).state)
     assert (outside / "manifest.json").is_file()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.object_store import Objects, register
 from support.processes import SUPPORT, run_job
-from support.resumable import bits, crashing, data_parallel, fit, rows, told, undisturbed, untimed
+from support.resumable import bits, crashing, data_parallel, fit, rows, told, untimed, whole
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -19,7 +19,6 @@ from replicax.train.places import place, write_whole
 
 URL = "s3://bucket/runs/x"
 EVALUATED = {"eval_source": rows(20, 2)}
-plain = undisturbed()
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def test_all_files_of_a_run_are_in_the_store(dp: rx.DataParallel, objects: Objec
     wanted = ["best.json", "config.json", "curves.png", "goodput.jsonl", "noise_scale.json"]
     assert names(objects) == [*wanted, "records.jsonl"]
     assert untimed(content(objects, "records.jsonl")) == told(result.records)
-    assert bits(result.state) == bits(plain(dp, log_every=5, **EVALUATED).state)
+    assert bits(result.state) == bits(whole(dp, log_every=5, **EVALUATED).state)
     found = rx.load(URL, dp=dp, state=result.state)
     assert (found.step, str(found.path.parent)) == (result.step, f"{URL}/checkpoints")
     assert bits(found.state) == bits(result.state)
@@ -69,16 +68,14 @@ def test_a_run_that_crashed_goes_on(
     with crashing(8):
         fit(dp, URL, log_every=2, **EVALUATED)
     result = fit(dp, URL, log_every=2, progress=True, **EVALUATED)
-    whole = plain(dp, log_every=2, **EVALUATED)
+    wanted = whole(dp, log_every=2, **EVALUATED)
     assert f"resume {URL}: step 6, saved" in capsys.readouterr().out
-    assert bits(result.state) == bits(whole.state)
-    assert untimed(content(objects, "records.jsonl")) == told(whole.records)
+    assert bits(result.state) == bits(wanted.state)
+    assert untimed(content(objects, "records.jsonl")) == told(wanted.records)
     assert result.goodput is not None
     assert result.goodput.starts == 2
     with pytest.raises(ConfigError, match=r"began\b.*another configuration"):
-        fit(
-            data_parallel(1), URL, model=lambda: {"hidden": rows()["x"][:8], "out": rows()["x"][:8]}
-        )
+        fit(data_parallel(1), URL, model=lambda: dict.fromkeys(("hidden", "out"), rows()["x"][:8]))
 
 
 def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
@@ -101,10 +98,9 @@ SPREAD = [*range(2, 91, 24)]
     "at", only((), [AMONG_THEM, SPREAD, [*range(2, 91, 8)]], sampled=[AMONG_THEM, SPREAD])
 )
 def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
-    whole, *others = killed(tmp_path, at)
-    assert len(others) == len(at)
+    undisturbed, *others = killed(tmp_path, at)
     for number, other in zip(at, others, strict=True):
-        assert other == whole, number
+        assert other == undisturbed, number
 
 
 @EXHAUSTIVE
@@ -138,13 +134,13 @@ def test_records_that_could_not_be_written_come_later(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    failed, whole = [], Objects._open
+    failed, open_file = [], Objects._open
 
     def open_(self: Objects, path: str, mode: str = "rb", **more: Any) -> Any:
         if mode == "wb" and path.endswith("records.jsonl") and not failed:
             failed.append(path)
             raise RuntimeError("503: slow down")
-        return whole(self, path, mode, **more)
+        return open_file(self, path, mode, **more)
 
     monkeypatch.setattr(Objects, "_open", open_)
     result = fit(dp, URL, log_every=1, progress=True)

@@ -1,7 +1,5 @@
 """Runs that do several steps in each call are the same runs."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,12 @@ import numpy as np
 import optax
 import pytest
 from support.resumable import (
-    CrashError,
     bits,
     check_same,
+    crashing,
     data_parallel,
     fit,
     rows,
-    settle,
     told,
     written,
 )
@@ -49,26 +46,6 @@ def calls_of(run: Any) -> list[int]:
     return counts
 
 
-@contextlib.contextmanager
-def crashing(at: int) -> Iterator[None]:
-    """End a run within this context before the first call after `at` steps or more."""
-
-    def crashes(whole: Any) -> Any:
-        def call(self: DataParallel, state: Any, *given: Any) -> Any:
-            if int(state.step) >= at:
-                settle()
-                raise CrashError
-            return whole(self, state, *given)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("step", "steps"):
-            patch.setattr(DataParallel, name, crashes(getattr(DataParallel, name)))
-        with pytest.raises(CrashError):
-            yield
-
-
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_records_and_state_are_those_of_single_steps(mode: str, log_every: int) -> None:
@@ -92,10 +69,11 @@ def test_records_and_state_are_those_of_single_steps(mode: str, log_every: int) 
 def test_a_run_that_resumes_does_the_same_calls(at: int, tmp_path: Path) -> None:
     """With the same bits in every mode: a program of several steps may round in its own way."""
     settings = {"steps_per_call": 3, "save_every": 6, "log_every": 2, **EVALUATED}
-    undisturbed = fit(data_parallel(4), tmp_path / "whole", **settings)
+    dp = data_parallel(4)
+    undisturbed = fit(dp, tmp_path / "whole", **settings)
     with crashing(at):
-        fit(data_parallel(4), tmp_path / "run", **settings)
-    found = fit(data_parallel(4), tmp_path / "run", **settings)
+        fit(dp, tmp_path / "run", **settings)
+    found = fit(dp, tmp_path / "run", **settings)
     check_same(found, undisturbed, tmp_path / "run")
 
 

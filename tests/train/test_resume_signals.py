@@ -1,0 +1,117 @@
+"""A run that a signal stops saves everything, and its exit code says whether it goes on."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.resumable import (
+    BATCHES,
+    EPOCHS,
+    STEPS,
+    check_same,
+    fit,
+    rows,
+    steps_saved,
+    whole,
+)
+from support.tiers import only
+
+import replicax as rx
+from replicax.core.data_parallel import DataParallel
+from replicax.train.stopping import Stopping
+from replicax.train.summary import derived
+
+EVALUATED = {"eval_source": rows(20, 2)}
+
+
+@pytest.mark.parametrize("at", only([2], [2, BATCHES - 1, STEPS - 1]))
+@pytest.mark.parametrize("number", only([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
+def test_a_signal_stops_it_with_everything_saved(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: int
+) -> None:
+    step = DataParallel.step
+
+    def signalled(self: DataParallel, state: Any, batch: Any) -> Any:
+        if int(state.step) == at:
+            signal.raise_signal(number)
+        return step(self, state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataParallel, "step", signalled)
+        first = fit(dp, tmp_path / "run", log_every=2, interrupt=rx.Interrupt(), **EVALUATED)
+    assert (first.interrupted, first.saved, first.exit_code) == (True, True, 75)
+    assert first.steps == int(first.state.step) == at + 1
+    assert steps_saved(tmp_path / "run")[-1] == str(at + 1)
+    found = fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
+    assert (found.interrupted, found.exit_code) == (False, 0)
+    assert found.steps == STEPS - at - 1
+    check_same(found, whole(dp, log_every=2, **EVALUATED), tmp_path / "run")
+
+
+@pytest.mark.parametrize("at", [BATCHES, STEPS])
+def test_a_signal_in_an_evaluation_has_it_done_whole_later(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    settings = {"eval_source": rows(50, 2), "eval_batch_size": 10, "log_every": 2}
+    evaluate, scored = DataParallel.evaluate, []
+
+    def signalled(self: DataParallel, state: Any, batches: Any, **more: Any) -> Any:
+        def one_by_one() -> Any:
+            for batch in batches:
+                if int(state.step) == at:
+                    scored.append(batch)
+                    if len(scored) == 2:
+                        signal.raise_signal(signal.SIGTERM)
+                yield batch
+
+        return evaluate(self, state, one_by_one(), **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataParallel, "evaluate", signalled)
+        first = fit(dp, tmp_path / "run", interrupt=rx.Interrupt(), **settings)
+    assert len(scored) == 2
+    assert (first.steps, first.exit_code) == (at, 75)
+    assert all(record.step < at for record in first.records if record.kind == "eval")
+    check_same(fit(dp, tmp_path / "run", **settings), whole(dp, **settings), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"save_seconds": 1000.0}, 75), ({"save_seconds": None}, 1), ({"save_every": 100}, 75)],
+)
+def test_the_exit_code_says_whether_the_same_call_goes_on(
+    dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any], code: int
+) -> None:
+    interrupt = rx.Interrupt()
+    interrupt.signal = signal.SIGINT
+    found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
+    assert (found.steps, found.exit_code) == (1, code)
+    assert steps_saved(tmp_path / "run") == (["1"] if code == 75 else [])
+
+
+def test_a_signal_while_the_run_is_described_stops_it_after_a_step(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signalled(*arguments: Any) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return derived(*arguments)
+
+    monkeypatch.setattr("replicax.train.fit.derived", signalled)
+    found = fit(dp, tmp_path / "run", interrupt=rx.Interrupt())
+    assert (found.steps, found.exit_code) == (1, 75)
+
+
+def test_each_time_of_the_clock_is_one_save(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter(range(1, 99))
+    monkeypatch.setattr(Stopping, "_is_time", lambda self: next(asked) in (4, 11))
+    fit(dp, tmp_path / "run", save_every=None, save_seconds=1.0)
+    assert steps_saved(tmp_path / "run") == ["4", "11", str(STEPS)]
+
+
+def test_a_clock_that_is_slow_saves_only_at_the_end(dp: rx.DataParallel, tmp_path: Path) -> None:
+    fit(dp, tmp_path / "run", save_every=None, save_seconds=1000.0)
+    assert steps_saved(tmp_path / "run") == [str(STEPS)]
+    assert EPOCHS * BATCHES == STEPS
