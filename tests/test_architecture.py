@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from support.entered import entered, files
 from support.one_step import warm_step
 
@@ -287,6 +288,7 @@ def test_files_are_short() -> None:
     assert {module: count for module, count in lines.items() if count > MOST_LINES} == {}
 
 
+@pytest.mark.promise("install.core-is-small")
 def test_importing_replicax_loads_the_core_and_nothing_more() -> None:
     script = (
         "import sys, jax, numpy, optax\n"

@@ -71,6 +71,7 @@ def test_what_fits_is_pythons_own(hint: Any, value: Any, expected: Any) -> None:
     assert (found, type(found)) == (expected, type(expected))
 
 
+@pytest.mark.promise("outside.any-argument")
 @pytest.mark.parametrize(
     ("hint", "value", "words"),
     [
@@ -193,6 +194,7 @@ def check(name: str, argument: str, value: Any) -> None:
 CASES = [(name, argument) for name, (_, arguments) in API.items() for argument in arguments]
 
 
+@pytest.mark.promise("outside.any-argument")
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda value: value)
 def test_any_argument_works_or_is_one_line(name: str, argument: str) -> None:
     @settings(

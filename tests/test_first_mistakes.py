@@ -128,6 +128,7 @@ def evaluate(dp: Any, state: Any, source: Any) -> Any:
     return dp.evaluate(state, source, batch_size=8)
 
 
+@pytest.mark.promise("home.first-mistakes")
 @pytest.mark.parametrize("name", CASES)
 def test_a_first_mistake_is_refused_with_the_next_line(name: str) -> None:
     kind, call, words = CASES[name]
@@ -211,6 +212,7 @@ def test_an_argument_that_is_not_there_is_refused_by_name(name: str) -> None:
     assert said.startswith(f"{name} ")
 
 
+@pytest.mark.promise("home.first-mistakes")
 @pytest.mark.parametrize("function", OF_OTHERS)
 def test_an_argument_of_another_library_is_refused_with_ours(function: str) -> None:
     dp = make()

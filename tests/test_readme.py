@@ -31,6 +31,7 @@ def test_the_first_program_has_at_most_15_lines() -> None:
     assert len(PROGRAMS[0].strip().splitlines()) <= 15
 
 
+@pytest.mark.promise("readme.programs-run")
 @EXHAUSTIVE
 def test_every_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -85,6 +85,7 @@ def order(timeline: Timeline) -> list[str]:
     return [phase for phase, _ in itertools.groupby(timeline.phase)]
 
 
+@pytest.mark.promise("bench.memory-of-xla")
 @pytest.mark.parametrize(
     ("loss", "mode", "accumulate"),
     only(

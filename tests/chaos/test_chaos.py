@@ -25,6 +25,7 @@ def harness() -> Iterator[Harness]:
         yield opened
 
 
+@pytest.mark.promise("run.kill-leaves-no-trace")
 @pytest.mark.parametrize("seed", only((), (0, TRIALS), sampled=[0]))
 def test_nobody_can_tell_what_happened_to_a_run(harness: Harness, seed: int) -> None:
     outcomes = harness.run(list(FAULTS), TRIALS, seed, jobs=JOBS)

@@ -117,6 +117,7 @@ def test_a_file_is_not_overwritten_without_force(
     assert any((load_file(file)[name] != array).any() for name, array in first.items())
 
 
+@pytest.mark.promise("outside.no-harm-by-a-folder")
 @pytest.mark.parametrize("kind", ["link", "dangling link", "fifo"])
 def test_only_a_regular_file_is_overwritten(
     kind: str, main: Main, there: dict[str, Ended], folder: Path

@@ -21,6 +21,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
 
 
+@pytest.mark.promise("outside.hostile-input")
 @pytest.mark.parametrize(("kind", "trials"), [("folder", 12), ("config", 12), ("command line", 12)])
 def test_hostile_input_is_one_line(kind: str, trials: int, original: Path, tmp_path: Path) -> None:
     found = (trial(kind, seed, original, tmp_path / "at") for seed in range(trials))

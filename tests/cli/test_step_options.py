@@ -153,6 +153,7 @@ def test_bench_takes_no_mesh(main: Main) -> None:
     assert "--layouts" in refusal(main, "bench", "mlp", "--model-parallel", "2")
 
 
+@pytest.mark.promise("exact.refuses-what-it-cannot-hold")
 @pytest.mark.parametrize(
     ("modes", "threads"), [(["jit"], []), (["exact"], [16]), (["pmap", "exact"], [16]), ([], [])]
 )

@@ -58,6 +58,7 @@ def test_an_alarm_names_the_process(
     alarm("nobody hears it")
 
 
+@pytest.mark.promise("outside.output-may-fail")
 @needs_full
 def test_training_goes_on_without_its_output(
     main: Main, monkeypatch: pytest.MonkeyPatch, folder: Path

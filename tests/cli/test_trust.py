@@ -31,6 +31,7 @@ def gift(made: Ended, recipe: str) -> Path:
     return checkpoint
 
 
+@pytest.mark.promise("outside.no-harm-by-a-folder")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -62,6 +63,7 @@ def test_code_that_the_user_names_is_run(main: Main, made: dict[str, Ended], fol
     assert not (folder / "harm").exists()
 
 
+@pytest.mark.promise("outside.no-harm-by-a-folder")
 def test_nothing_is_unpickled(
     main: Main, made: dict[str, Ended], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_what_only_a_recipe_tells(main: Main, recipe: str, row: tuple[str, str] 
     assert code == len(failed)
 
 
+@pytest.mark.promise("verify.exit-code")
 def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
     Path("my_recipe.py").write_text(BROKEN)
     code, out, _ = main(
@@ -124,6 +125,7 @@ def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
     assert any("a sum" in check["cause"] for check in found["checks"])
 
 
+@pytest.mark.promise("verify.exit-code")
 @pytest.mark.parametrize(("name", "code"), [("step", 0), ("wrong", 1)])
 def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     Path("my_step.py").write_text(STEP)

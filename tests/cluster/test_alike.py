@@ -72,6 +72,7 @@ def test_variables_that_may_not(name: str) -> None:
     assert found("1", "2", name=name) == [f"{name} is 2 on process 1, 1 on process 0"]
 
 
+@pytest.mark.promise("faults.another-environment")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -94,6 +95,7 @@ def test_a_setting_of_jax_that_differs_is_named(name: str, value: object) -> Non
     assert line == f"{name} is {value} on process 1, {before} on process 0"
 
 
+@pytest.mark.promise("faults.another-environment")
 def test_a_job_whose_flags_differ_does_not_start() -> None:
     with opened(2) as job:
         flags = [compared_environment({"XLA_FLAGS": f"--xla_a={process}"}) for process in range(2)]

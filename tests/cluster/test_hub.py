@@ -75,6 +75,7 @@ def test_what_cannot_be_prepared_ends_all() -> None:
         job.close()
 
 
+@pytest.mark.promise("faults.second-with-same-rank")
 def test_an_id_that_exists_after_the_start() -> None:
     with opened(2) as job:
         processes = job.start()
@@ -84,6 +85,7 @@ def test_an_id_that_exists_after_the_start() -> None:
         assert works(job, processes)
 
 
+@pytest.mark.promise("outside.strangers")
 def test_a_stranger_that_sends_noise(caplog: pytest.LogCaptureFixture) -> None:
     """`test_hub_events.py` has any noise, without sockets."""
     kinds = [b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", encode(Bye()), b"\n"]
@@ -111,6 +113,7 @@ def test_the_hub_closes_all_connections(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
 
 
+@pytest.mark.promise("faults.another-environment")
 def test_versions_that_differ_end_all() -> None:
     with opened(3) as job:
         coming = [

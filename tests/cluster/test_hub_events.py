@@ -112,6 +112,7 @@ def test_a_job_starts_once_when_all_have_joined_in_any_order(events: list[tuple[
         assert not any(each.verdicts() for each in joined.values())
 
 
+@pytest.mark.promise("faults.never-joins")
 @given(st.sets(st.integers(0, 3), min_size=1, max_size=3), st.floats(0.0, 9.0))
 def test_who_never_comes_is_named_to_all_that_came(late: set[int], waits: float) -> None:
     with QuietHub(4, TIMEOUTS, 10.0) as quiet:
@@ -138,6 +139,7 @@ ENDS = st.sampled_from(
 )
 
 
+@pytest.mark.promise("faults.killed", "faults.frozen")
 @settings(max_examples=100)
 @given(st.lists(HAPPENS, max_size=25), ENDS, st.integers(0, 2))
 def test_values_reach_all_and_one_reason_stops_all(

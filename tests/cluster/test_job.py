@@ -57,6 +57,7 @@ def test_a_tuple_equals_a_list_as_json_has_them() -> None:
     assert outcome([{"a": (1, 2)}, {"a": [1, 2]}]) == [None, None]
 
 
+@pytest.mark.promise("faults.another-number-of-steps")
 def test_all_are_told_the_same() -> None:
     told = outcome([{"steps": 10}, {"steps": 10}, {"steps": 12}])
     (line,) = set(told)
@@ -87,6 +88,7 @@ def test_settings_that_change_after_the_start_are_found_before_a_program_runs(
     assert all("jax_a" in told and "the step" in told for told in asked(2, ask))
 
 
+@pytest.mark.promise("faults.another-program")
 def test_programs_that_differ_are_named_by_their_first_line() -> None:
     def ask(job: Job) -> None:
         job.agree_on_text("the step", f"begin\nrate {job.process // 2}\nthen {job.process}")
@@ -95,6 +97,7 @@ def test_programs_that_differ_are_named_by_their_first_line() -> None:
     assert_mentions(line, "step: line 2 is rate 1 on process 2, rate 0 on processes 0 and 1: start")
 
 
+@pytest.mark.promise("faults.another-batch-size")
 def test_batch_sizes_that_differ_are_named_before_any_batch() -> None:
     def read(job: Job) -> None:
         source = as_source(np.zeros(8), 2 + job.process, job, shuffle=False, seed=0)

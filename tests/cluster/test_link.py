@@ -94,6 +94,7 @@ def test_nobody_answers_who_would_stop_all(monkeypatch: pytest.MonkeyPatch) -> N
             assert second.link.stop_all("SIGTERM", 75) is None
 
 
+@pytest.mark.promise("faults.exception")
 def test_a_failure_is_told_to_all() -> None:
     with opened(3) as job:
         processes = job.start()
@@ -131,6 +132,7 @@ def test_process_0_leaves_after_all_are_done() -> None:
         assert not any(process.stopped.done() for process in processes)
 
 
+@pytest.mark.promise("faults.frozen")
 def test_process_0_falls_silent() -> None:
     with opened(2, silent_seconds=2.0) as job:
         _, second = job.start()
@@ -172,6 +174,7 @@ def test_who_was_frozen_itself_alarms_nobody(monkeypatch: pytest.MonkeyPatch) ->
         assert not any(process.stopped.done() for process in processes)
 
 
+@pytest.mark.promise("faults.asleep")
 def test_who_is_stuck_is_found_out() -> None:
     """From heartbeats to verdict, across threads."""
     beats = {0: Heartbeat(12, 11, "stepping", 7.0, 6.0), 1: Heartbeat(11, 11, "stepping", 7.5, 6.0)}

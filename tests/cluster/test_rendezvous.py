@@ -45,6 +45,7 @@ def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) == loopback
 
 
+@pytest.mark.promise("faults.second-job-on-port")
 @pytest.mark.parametrize("job", ["theirs", "ours"])
 def test_the_port_is_another_job_s(job: str) -> None:
     with opened(2) as ours:
@@ -66,6 +67,7 @@ def test_the_port_is_something_else_s() -> None:
     assert "job '" not in said
 
 
+@pytest.mark.promise("faults.never-joins")
 def test_nothing_listens() -> None:
     port = free_port()
     started = time.monotonic()

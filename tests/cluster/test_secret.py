@@ -66,6 +66,7 @@ def test_a_place_does_not_show_its_secret() -> None:
     assert KEY not in f"{found!r} {found.line()} {found.reasons} {vars(found)}"
 
 
+@pytest.mark.promise("outside.secret")
 @pytest.mark.parametrize("wrong", [OTHER, Secret()], ids=["another", "none"])
 def test_a_process_without_the_secret_neither_joins_nor_disturbs(
     wrong: Secret,

@@ -42,6 +42,7 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.promise("outside.strangers")
 @pytest.mark.parametrize("started", only([True], [False, True]))
 def test_a_job_goes_on_whatever_strangers_say(
     started: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -86,6 +87,7 @@ def test_a_job_runs_while_all_places_of_strangers_are_taken() -> None:
         assert works(job, processes)
 
 
+@pytest.mark.promise("outside.strangers")
 def test_a_stranger_is_cut_off_before_it_fills_the_memory() -> None:
     with opened(2, secret=SECRET) as job:
         processes = job.start()

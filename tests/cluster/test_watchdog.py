@@ -327,6 +327,7 @@ STUCK: dict[str, tuple[list[Member], dict[str, Waiting], list[int] | None, str]]
 }
 
 
+@pytest.mark.promise("faults.asleep", "faults.leaves-early")
 @pytest.mark.parametrize(("members", "waiting", "blames", "says"), STUCK.values(), ids=STUCK)
 def test_who_is_stuck(
     members: list[Member], waiting: dict[str, Waiting], blames: list[int] | None, says: str

@@ -79,6 +79,7 @@ IN_LAYOUTS = [
 ALTERNATELY = [how for n, how in enumerate(IN_LAYOUTS) if how.accumulate == 1 + n // 2 % 2]
 
 
+@pytest.mark.promise("islands.other-modes")
 @pytest.mark.parametrize("how", only(ALTERNATELY, IN_LAYOUTS), ids=str)
 def test_three_islands_compute_what_one_device_does(how: How) -> None:
     how = dataclasses.replace(how, optimizer="clipped", islands=3, micro_shards=4)
@@ -86,6 +87,7 @@ def test_three_islands_compute_what_one_device_does(how: How) -> None:
     assert found.dp.job.exchanges == 12  # 8 steps and 4 batches of an evaluation
 
 
+@pytest.mark.promise("exact.any-islands")
 @pytest.mark.parametrize("islands", only([1, 3, 7], [1, 2, 3, 5, 6, 7, 8]))
 def test_any_number_of_islands_has_the_bits_of_one_device(islands: int) -> None:
     has_the_bits_of_one_device(NOISY, on("exact", data=1, islands=islands))

@@ -94,6 +94,7 @@ IN_EVERY_TEST_RUN = [
 """Each mode on each number of devices, and each small model; `pytree` is that of `weighted`."""
 
 
+@pytest.mark.promise("parity.devices-compute-what-one-does")
 @pytest.mark.parametrize(
     ("kind", "how"),
     only(IN_EVERY_TEST_RUN, [*PRODUCT, *EXACT], [*PAIRWISE, *EXACT]),
@@ -166,12 +167,14 @@ def alone(kind: str, accumulate: int = 1) -> dict[str, Any]:
     return trained.parts("first", "gradient", "params", "extras")
 
 
+@pytest.mark.promise("parity.micro-batches")
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
 def test_micro_batches_agree_with_one(kind: str) -> None:
     """BatchNorm is left out: its statistics are those of a micro-batch."""
     assert_agree(alone(kind, 4), alone(kind), bounds(kind, on("single", optimizer="sgd")))
 
 
+@pytest.mark.promise("parity.padding-weighs-nothing")
 @pytest.mark.parametrize("kind", only(["weighted", "rnn"], ROW_BY_ROW))
 def test_padded_rows_count_for_nothing(kind: str) -> None:
     """Train on the 51 rows alone, by hand and without a mask."""

@@ -83,6 +83,7 @@ def _own_indices() -> list[np.ndarray]:
     return batches
 
 
+@pytest.mark.promise("parity.processes")
 @pytest.mark.parametrize(
     ("job", "name"),
     [
@@ -104,6 +105,7 @@ def test_processes_compute_what_one_device_does(
             np.testing.assert_allclose(got[part][key], value, rtol=2e-6, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.promise("exact.any-processes")
 @in_small_and_large_jobs
 def test_exact_gives_the_bits_of_one_device(job: str, results: Results) -> None:
     one = train(DATA, mode="exact", mesh=rx.make_mesh(devices=jax.devices()[:1]))
@@ -156,6 +158,7 @@ def test_shard_map_reduces_one_vector(job: str, results: Results) -> None:
     assert shape.startswith(f"f32[{numbers}]")
 
 
+@pytest.mark.promise("outside.rows-of-one-process")
 def test_rows_of_one_process_are_no_batch_of_all() -> None:
     """Arrays that JAX has joined are accepted."""
     calls, mean = ("step", "evaluate", "predict"), float(np.mean(np.arange(32.0) ** 2))

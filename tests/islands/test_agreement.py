@@ -85,6 +85,7 @@ def test_whatever_ends_or_heals_connections_those_that_are_left_agree(examples: 
     )
 
 
+@pytest.mark.promise("islands.one-side-goes-on")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_only_one_side_of_a_partition_goes_on(examples: int) -> None:
     def check(count: int, order: bytes, at: int, side: set[int]) -> None:

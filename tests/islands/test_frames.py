@@ -97,6 +97,7 @@ def receive(sent: bytes, most: int = MOST, **how: Any) -> tuple[Data, list[np.nd
         assert peak < LONGEST_MESSAGE_BYTES + most + 400_000
 
 
+@pytest.mark.promise("islands.strangers")
 @pytest.mark.parametrize("examples", only([200], [200, 10_000]))
 def test_whatever_happens_to_a_frame_it_is_refused_or_as_it_was_meant(examples: int) -> None:
     encoded = FRAMES.map(lambda frame: raw(*frame))
@@ -116,6 +117,7 @@ def test_whatever_happens_to_a_frame_it_is_refused_or_as_it_was_meant(examples: 
     check()
 
 
+@pytest.mark.promise("islands.strangers")
 def test_any_flipped_bit_and_any_cut_is_noticed() -> None:
     sent = raw(FRAME, [np.arange(3, dtype=np.float32)])
     for bit in range(8 * len(sent)):

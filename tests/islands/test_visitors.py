@@ -78,6 +78,7 @@ def test_who_breaks_the_protocol_is_lost(
     assert not island.only("heard")
 
 
+@pytest.mark.promise("islands.strangers")
 def test_an_island_with_another_secret_says_why_it_does_not_join() -> None:
     first, second = places(2)
     wrong = IslandPlace(1, second.addresses, "ours", Secret(b"another"))
@@ -159,6 +160,7 @@ def flood(count: int, seed: int) -> None:
             assert [index for index, _ in each.only("lost")] == [2]
 
 
+@pytest.mark.promise("islands.strangers")
 def test_a_flood_of_strangers_changes_nothing(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def test_who_failed_first_and_why(
     assert outcome.failure.step == step
 
 
+@pytest.mark.promise("faults.aborted-by-jax")
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("late", [-60.0, 60.0])
 def test_one_that_aborts_after_it_was_blamed_is_named_with_the_words_of_the_others(

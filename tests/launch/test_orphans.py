@@ -37,6 +37,7 @@ def guard_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.promise("faults.launcher-leaves-nobody")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_kill_9_of_the_launcher_leaves_no_orphan(stopped: bool, tmp_path: Path) -> None:
     with launcher(tmp_path, 2, family(tmp_path)) as started:

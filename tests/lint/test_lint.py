@@ -175,6 +175,7 @@ def test_a_comment_silences_only_its_rule(path: Path) -> None:
     assert [one.rule for one in examine_file(path).findings] == ["no-reduction"]
 
 
+@pytest.mark.promise("lint.finds-classic-errors")
 def test_nothing_of_the_file_is_executed(path: Path) -> None:
     mark = path.resolve().with_name("executed")
     path.write_text(f"open({str(mark)!r}, 'w')\nimport a_module_that_nobody_has\n" + FORGOTTEN)

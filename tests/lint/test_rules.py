@@ -79,12 +79,14 @@ def found(folder: Path, code: str) -> set[tuple[int, str]]:
     return {(finding.line, finding.rule) for finding in examine_file(path).findings}
 
 
+@pytest.mark.promise("lint.finds-classic-errors")
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_error_is_found_where_it_is_and_no_other(name: str, tmp_path: Path) -> None:
     code = HEAD + BROKEN[name]
     assert found(tmp_path, code) == marked(code) != set()
 
 
+@pytest.mark.promise("lint.finds-classic-errors")
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_code_gives_no_finding(name: str, tmp_path: Path) -> None:
     assert found(tmp_path, HEAD + CORRECT[name]) == set()

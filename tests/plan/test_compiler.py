@@ -52,6 +52,7 @@ def folder_with(path: Path, package: str, version: str) -> Path:
     return path
 
 
+@pytest.mark.promise("plan.memory-to-the-byte")
 @pytest.mark.parametrize("in_fit", [False, True], ids=["step", "fit"])
 @pytest.mark.parametrize("accumulate", only([1], [1, 2]))
 @pytest.mark.parametrize("kind", only(["jit", "fsdp"], SETTINGS))
@@ -151,6 +152,7 @@ def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
     assert isinstance(compiler.compile(good), Compilation)
 
 
+@pytest.mark.promise("plan.undisturbed")
 def test_who_plans_is_not_disturbed() -> None:
     before = jax.devices(), dict(os.environ), os.listdir("/proc/self/fd")
     with closing(CompilerProcess(HOST)) as compiler:

@@ -83,6 +83,7 @@ class Member(Alone):
         return self.group.exchange(parts)[0]
 
 
+@pytest.mark.promise("plan.bytes-of-islands")
 @pytest.mark.parametrize("islands", [2, 3])
 @pytest.mark.parametrize("case", ["small", "linen"])
 def test_the_bytes_are_those_at_the_sockets(islands: int, case: str) -> None:

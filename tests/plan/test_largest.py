@@ -241,6 +241,7 @@ def test_any_straight_line(fixed: float, slope: float, wrong: float, start: int,
     assert_resolved(found, memory, unit)
 
 
+@pytest.mark.promise("plan.largest-batch")
 @settings(max_examples=500, deadline=None)
 @given(
     fixed=st.floats(0, 20 * GB),

@@ -80,6 +80,7 @@ def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str)
     assert (found.asked, found.speeds) == (equal.asked, equal.speeds)
 
 
+@pytest.mark.promise("plan.by-formula")
 def test_a_chip_that_no_compiler_describes_says_so() -> None:
     found = rx.plan(step(precision="bfloat16"), MODEL, rows(64), target="v100:8", changes={})
     assert any(re.search(r"no compiler\b.*NVIDIA V100", note) for note in found.notes)

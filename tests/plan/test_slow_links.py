@@ -22,12 +22,14 @@ def cells(table: tuple[PublishedRow, ...]) -> list[int]:
     return [steps for row in table for steps in row.steps_apart()]
 
 
+@pytest.mark.promise("plan.slow-links")
 def test_published_table_of_streaming_diloco() -> None:
     found = cells(TABLE_4)
     assert len(found) == 75
     assert max(map(abs, found)) <= 1
 
 
+@pytest.mark.promise("plan.slow-links")
 def test_published_table_of_scaling_laws() -> None:
     """One of 90 cells is two steps away: with 0.8 s a step, as printed, not with 0.82."""
     found = cells(TABLE_6)

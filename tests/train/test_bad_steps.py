@@ -70,6 +70,7 @@ def test_verdicts_are_no_metrics() -> None:
     assert not bool(step.spike)
 
 
+@pytest.mark.promise("checkpoints.bad-steps")
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_too_many_in_a_row_end_the_run(most: int) -> None:
     bad = BadSteps(most, Alone())
@@ -96,6 +97,7 @@ def test_a_good_step_ends_the_row() -> None:
     assert bad.in_a_row == 1
 
 
+@pytest.mark.promise("outside.not-finite")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_named(own: bool) -> None:
     def masked(model: Any, batch: Any, key: Any) -> Any:
@@ -200,6 +202,7 @@ def test_processes_skip_and_end_alike() -> None:
     assert all(said in each.err for each in ended)  # or one reports the end of the other
 
 
+@pytest.mark.promise("outside.not-finite")
 @pytest.mark.parametrize("leaves_early", [False, True])
 @pytest.mark.parametrize(
     "how", [{}, {"layout": "zero1"}, {"mode": "shard_map", "layout": "fsdp"}], ids=str

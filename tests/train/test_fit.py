@@ -163,6 +163,7 @@ def test_evaluation_on_a_loader_counts_every_row_once(dp: rx.DataParallel) -> No
     assert looped.metrics == pytest.approx(whole.metrics, rel=1e-6)
 
 
+@pytest.mark.promise("outside.late-refusals")
 @pytest.mark.parametrize(
     ("settings", "evaluations"),
     [

@@ -224,6 +224,7 @@ def run_through(folder: Path, sequence: list[tuple[Any, ...]]) -> None:
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.promise("checkpoints.time-adds-up")
 @settings(quick, max_examples=300)
 @given(st.lists(actions, max_size=30))
 def test_kills_at_any_point_leave_sums_that_are_exact(

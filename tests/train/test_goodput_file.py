@@ -55,6 +55,7 @@ def test_a_line_that_a_kill_broke_does_not_break_the_next(tmp_path: Path) -> Non
         assert spent(clock.ledger(tmp_path, 3, 14).summary()) == {"productive": 14}
 
 
+@pytest.mark.promise("outside.full-disk")
 @pytest.mark.parametrize(
     "text",
     [

@@ -116,6 +116,7 @@ def undisturbed(mode: str) -> list[np.ndarray]:
     return jax.tree.leaves(jax.device_get(without_step(state)))
 
 
+@pytest.mark.promise("checkpoints.bad-steps")
 @in_every_mode
 def test_a_bad_step_changes_nothing_but_step(mode: str, layout: Any, devices: int) -> None:
     case = CASES["linen"]
@@ -149,6 +150,7 @@ def digest(devices: int, *, bad: bool) -> str:
     return sha256(three_steps(twin, case, poisoned(case.source, [20])))
 
 
+@pytest.mark.promise("exact.skipped-steps")
 @pytest.mark.parametrize("devices", only([8], [1, 2, 8]))
 @pytest.mark.usefixtures("optimized")
 def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:

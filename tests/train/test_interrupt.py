@@ -114,6 +114,7 @@ def test_the_others_may_be_left_alone(number: signal.Signals) -> None:
         assert signal.getsignal(number) is before
 
 
+@pytest.mark.promise("checkpoints.signals")
 @pytest.mark.parametrize("number", TERMINATING)
 def test_each_of_them_is_a_wish(number: signal.Signals) -> None:
     with Interrupt() as interrupt:

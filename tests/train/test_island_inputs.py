@@ -31,6 +31,7 @@ class Loader:
             yield {name: rows[number * BATCH :][:BATCH] for name, rows in SOURCE.items()}
 
 
+@pytest.mark.promise("islands.sigterm-leaves-alone")
 @pytest.mark.parametrize(
     ("rounds", "alone"),
     only([(0, True), (4, False)], [(0, True), (0, False), (4, True), (4, False)]),

@@ -78,6 +78,7 @@ def test_three_islands_are_one_run(alone: rx.Fit, tmp_path: Path) -> None:
     assert sha256(loaded.state.params) == sha256(alone.state.params)
 
 
+@pytest.mark.promise("islands.death-costs-no-step")
 @pytest.mark.parametrize("dying", [0, 1, 2])
 def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dying: int) -> None:
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
@@ -91,6 +92,7 @@ def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dyin
     assert delays(ended)[0] > 0 or dying == 0  # the next writer's file begins after it
 
 
+@pytest.mark.promise("islands.come-back")
 @pytest.mark.parametrize("dying", [0, 2])
 def test_an_island_that_comes_back_receives_the_run(
     alone: rx.Fit, tmp_path: Path, dying: int
@@ -128,6 +130,7 @@ def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_de
     assert (left.result is not None) is goes_on
 
 
+@pytest.mark.promise("islands.one-side-goes-on")
 @pytest.mark.parametrize("dying", [0, 1])
 def test_with_a_folder_for_each_only_the_island_that_writes_goes_on_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int
@@ -150,6 +153,7 @@ def test_other_weights_are_refused() -> None:
     assert all(island.result is None for island in islands)
 
 
+@pytest.mark.promise("islands.other-modes")
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_in_other_modes_the_mean_is_that_of_one_device(alone: rx.Fit, mode: str) -> None:
     found = [island.join() for island in started(2, mode=mode)]

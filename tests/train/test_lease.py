@@ -32,6 +32,7 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
     assert holding.line() == "unharmed"
 
 
+@pytest.mark.promise("checkpoints.one-writer")
 def test_a_killed_start_is_followed_at_once(
     run: Path, holding: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ for _ in range(15):
 """
 
 
+@pytest.mark.promise("checkpoints.one-writer")
 def test_of_racing_processes_one_wins_and_the_next_number_is_its(run: Path) -> None:
     """No winner releases it, so all but the first race for the run of a dead process."""
     start = Start(RACE, run)

@@ -88,6 +88,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.promise("checkpoints.loader-states")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_reads_what_is_left_and_has_the_same_bits(tmp_path: Path, kind: str) -> None:
@@ -122,6 +123,7 @@ fit(data_parallel(2), Path(sys.argv[1]), source=of_grain("dataset"), save_every=
 """
 
 
+@pytest.mark.promise("run.kill-leaves-no-trace")
 def test_a_run_that_is_killed_in_an_epoch_goes_on_in_it(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_NUM_CPU_DEVICES": "2"}
     ended = subprocess.run(

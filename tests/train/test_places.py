@@ -46,6 +46,7 @@ def test_a_url_is_told_from_a_folder(objects: Objects) -> None:
         place("http://host/x")
 
 
+@pytest.mark.promise("outside.places-of-runs")
 def test_a_folder_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert place("~/x") == Path("/home/someone/x")

@@ -42,6 +42,7 @@ def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, proce
     assert 20 <= said(first)["steps"] < 1_000_000
 
 
+@pytest.mark.promise("faults.another-number-of-steps")
 @EXHAUSTIVE
 def test_a_different_number_of_steps_stops_all_before_the_first(folder: Path) -> None:
     for ended in fit(folder, "40,41"):

@@ -234,6 +234,7 @@ def test_batches_of_another_shape_are_traced_as_those_before() -> None:
     assert other_kind["batch"].startswith("float16")
 
 
+@pytest.mark.promise("outside.odd-sources-resume")
 def test_a_loader_whose_batches_vary_in_shape_resumes(tmp_path: Path) -> None:
     dp = rx.DataParallel(of_any_length, ADAM, mode="single")
     source = [of_length(length) for length in (5, 7, 3, 6)]
@@ -327,6 +328,7 @@ def trained(
     )
 
 
+@pytest.mark.promise("checkpoints.another-program")
 @pytest.mark.parametrize(
     ("source", "more"),
     [(ROWS, 2), *map(exhaustive, [(ROWS, 0), (slices(ROWS, 8), 0), (slices(ROWS, 8), 2)])],

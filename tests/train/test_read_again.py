@@ -54,6 +54,7 @@ def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settin
     return fit(dp, folder, source=after, save_every=1, batch_size=None, progress=True, **settings)
 
 
+@pytest.mark.promise("outside.other-rows")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -139,6 +140,7 @@ def test_a_run_that_goes_back_says_that_rows_have_changed(
     assert len(said) == (order == "kept")
 
 
+@pytest.mark.promise("outside.other-rows")
 @pytest.mark.parametrize("sets", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
 def test_other_evaluation_data_is_told_once_and_not_refused(

@@ -213,6 +213,7 @@ def test_what_is_no_record_is_left_out_and_told(tmp_path: Path, line: bytes) -> 
     assert found.faults[0].isprintable()
 
 
+@pytest.mark.promise("outside.full-disk")
 def test_damaged_lines_are_copied_and_the_others_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
@@ -238,6 +239,7 @@ def test_a_changed_number_is_told_and_kept(tmp_path: Path) -> None:
     assert again.keep(1, again.digest).faults == []
 
 
+@pytest.mark.promise("outside.full-disk")
 def test_a_disk_that_is_full_for_a_moment_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_of_a_number_of_steps(dp: rx.DataParallel, tmp_path: Path, at: int) -> N
     resumed(dp, tmp_path / "run", at, steps=8, log_every=7, **EVALUATED)
 
 
+@pytest.mark.promise("run.kill-leaves-no-trace")
 def test_at_every_second_step(dp: rx.DataParallel, tmp_path: Path) -> None:
     folder, settings = tmp_path / "run", {"log_every": 2, "save_every": 1, **EVALUATED}
     for at in range(1, STEPS, 2):

@@ -71,11 +71,13 @@ def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: flo
     assert steps_told == [(r.kind, r.step, r.rows) for r in wanted.records]
 
 
+@pytest.mark.promise("checkpoints.other-devices")
 @pytest.mark.parametrize("move", only(["devices"], MOVES))
 def test_on_other_devices_it_is_the_same_up_to_rounding(tmp_path: Path, move: str) -> None:
     check_moved(tmp_path / "run", *MOVES[move], most=1e-6)
 
 
+@pytest.mark.promise("exact.goes-on-elsewhere")
 @EXHAUSTIVE
 @pytest.mark.usefixtures("optimized")
 def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
@@ -108,6 +110,7 @@ def test_one_process_and_two_are_one_run(tmp_path: Path, mode: str, first: int) 
     assert apart == 0 if mode == "exact" else apart < 1e-6
 
 
+@pytest.mark.promise("exact.digests-are-compared")
 @pytest.mark.parametrize("altered", only([True], [False, True]))
 def test_other_programs_than_the_run_began_with_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], altered: bool
@@ -196,6 +199,7 @@ def test_another_model_is_refused(dp: rx.DataParallel, killed: Killed, tmp_path:
     check_same(fit(dp, folder, log_every=1), whole(dp, log_every=1), folder)
 
 
+@pytest.mark.promise("checkpoints.another-program")
 def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with crashing(4):
@@ -218,6 +222,7 @@ def damage(path: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.promise("checkpoints.falls-back")
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     dp: rx.DataParallel, killed: Killed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

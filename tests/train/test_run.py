@@ -98,6 +98,7 @@ def evaluated(result: rx.Fit) -> list[int]:
 # The loop.
 
 
+@pytest.mark.promise("run.next-batch")
 def test_it_gives_the_exact_batch_that_is_next(dp: rx.DataParallel, tmp_path: Path) -> None:
     def rows(running: rx.Run, leave_at: int | None = None) -> Iterator[list[int]]:
         with running:
@@ -114,6 +115,7 @@ def test_it_gives_the_exact_batch_that_is_next(dp: rx.DataParallel, tmp_path: Pa
     assert found + list(rows(run(dp, run_dir=tmp_path))) == expected
 
 
+@pytest.mark.promise("run.break-resumes")
 @pytest.mark.parametrize("leave_at", [3, EPOCH, 5])
 def test_a_loop_that_is_left_early_goes_on_later(
     dp: rx.DataParallel, tmp_path: Path, leave_at: int
@@ -148,6 +150,7 @@ def test_a_run_that_is_complete_trains_nothing(dp: rx.DataParallel, tmp_path: Pa
     assert bits(again.result.state) == bits(first.state)
 
 
+@pytest.mark.promise("run.one-step-a-batch")
 def test_a_batch_is_stepped_on_once(dp: rx.DataParallel) -> None:
     with run(dp) as running:
         batches = iter(running)
@@ -254,6 +257,7 @@ def test_a_hook_has_the_run_evaluated(dp: rx.DataParallel) -> None:
     assert evaluated(whole(run(dp, asks, eval_source=plan))) == [2, 7, STEPS]
 
 
+@pytest.mark.promise("run.failing-hook")
 def test_a_hook_that_raises_is_left_out_and_changes_nothing(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:

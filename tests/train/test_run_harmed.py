@@ -71,6 +71,7 @@ def check_harmed(original: Path, tmp_path: Path, seeds: range) -> collections.Co
     return found
 
 
+@pytest.mark.promise("checkpoints.no-damage-passes")
 def test_no_harm_goes_unnoticed(original: Path, tmp_path: Path) -> None:
     check_harmed(original, tmp_path, range(FOLDERS))
 

@@ -59,6 +59,7 @@ def test_every_file_of_a_run_has_its_id_and_starts_keep_it(
         assert {run_id(read_manifest(each).config) for each in checkpoints(folder)} == {own}
 
 
+@pytest.mark.promise("outside.another-run")
 def test_checkpoints_of_another_run_are_refused_by_name(
     dp: rx.DataParallel, two: tuple[Path, Path]
 ) -> None:

@@ -62,6 +62,7 @@ def test_all_files_of_a_run_are_in_the_store(dp: rx.DataParallel, objects: Objec
     assert os.listdir() == []
 
 
+@pytest.mark.promise("checkpoints.object-store")
 def test_a_run_that_crashed_goes_on(
     dp: rx.DataParallel, objects: Objects, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +95,7 @@ AMONG_THEM = [1, 3, 7, 25, 60]
 SPREAD = [*range(2, 91, 24)]
 
 
+@pytest.mark.promise("checkpoints.object-store")
 @pytest.mark.parametrize(
     "at", only((), [AMONG_THEM, SPREAD, [*range(2, 91, 8)]], sampled=[AMONG_THEM, SPREAD])
 )

@@ -31,6 +31,7 @@ def source(batch_size: int, *, per_process: bool) -> Source:
     return as_source(data, batch_size, job, shuffle=False, seed=0)
 
 
+@pytest.mark.promise("outside.odd-sources-resume")
 @pytest.mark.parametrize("per_process", [False, True])
 @pytest.mark.parametrize("batch_size", [20, 40])
 @pytest.mark.parametrize("earlier", [False, True])

@@ -28,6 +28,7 @@ def test_the_search_covers_every_kind_of_file(original: Path) -> None:
     assert [name for name in NAMES if not any(each.endswith(name) for each in names)] == []
 
 
+@pytest.mark.promise("outside.flipped-bit")
 def test_no_flipped_bit_goes_unnoticed(original: Path, tmp_path: Path) -> None:
     expected = outcome(copied(original, tmp_path / "expected"))
     assert "found" in expected.read
@@ -39,6 +40,7 @@ def test_no_flipped_bit_goes_unnoticed(original: Path, tmp_path: Path) -> None:
             assert unnoticed(original, name, bit, tmp_path / "flipped", expected) is None
 
 
+@pytest.mark.promise("outside.hostile-input")
 @pytest.mark.parametrize("name", ["config.json", "records.jsonl", "goodput.jsonl", "best.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "deep", "another type"])
 def test_what_is_no_file_of_a_run_is_one_line(

@@ -46,6 +46,7 @@ def calls_of(run: Any) -> list[int]:
     return counts
 
 
+@pytest.mark.promise("run.several-steps-a-call")
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "exact"])
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_records_and_state_are_those_of_single_steps(mode: str, log_every: int) -> None:

@@ -57,6 +57,7 @@ def stuck(request: pytest.FixtureRequest) -> Iterator[Stuck]:
     made.free.set()
 
 
+@pytest.mark.promise("checkpoints.signals")
 @pytest.mark.parametrize(
     "stuck", [(n, STEPS) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)], indirect=True
 )
@@ -71,6 +72,7 @@ def test_a_signal_ends_the_program_with_75_while_the_loader_waits(
     assert stopped.value.result.goodput.seconds["waiting"] > 0.05
 
 
+@pytest.mark.promise("checkpoints.signals")
 @pytest.mark.parametrize("stuck", [(signal.SIGINT, STEPS), (signal.SIGINT, 0)], indirect=True)
 def test_ctrl_c_raises_as_usual_and_the_model_is_kept(dp: rx.DataParallel, stuck: Stuck) -> None:
     with pytest.raises(KeyboardInterrupt) as stopped:
@@ -81,6 +83,7 @@ def test_ctrl_c_raises_as_usual_and_the_model_is_kept(dp: rx.DataParallel, stuck
     assert int(result.state.step) == result.step == stuck.most
 
 
+@pytest.mark.promise("run.same-call-resumes")
 def test_the_same_call_resumes_with_a_state_that_is_used_up(
     dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
 ) -> None:

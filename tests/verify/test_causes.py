@@ -135,6 +135,7 @@ def test_no_factor_is_named_that_nobody_makes() -> None:
     assert "70.0%" in cause
 
 
+@pytest.mark.promise("verify.mistakes-are-named")
 def test_a_mean_of_means() -> None:
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
     cause = likely_cause(evidence(found, weights=UNEQUAL))

@@ -177,6 +177,7 @@ def step(loss: Any, optimizer: Any, parts: int) -> Any:
     return lambda params, rows: step_changes((params, params), compiled(params, rows))
 
 
+@pytest.mark.promise("verify.no-false-alarm")
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", only([0], range(3)))

@@ -22,6 +22,7 @@ def test_the_same_bits_pass() -> None:
     assert found.figures["programs"]["2"] == SAME.programs
 
 
+@pytest.mark.promise("exact.digests-are-compared")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

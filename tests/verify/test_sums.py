@@ -65,6 +65,7 @@ def told(of: Any, mode: str, elsewhere: Elsewhere | None = None) -> list[Check]:
     return list(check_sums(parallel(of, mode), model(), BATCH, elsewhere))
 
 
+@pytest.mark.promise("verify.sums-in-16-bits")
 @pytest.mark.parametrize(("mode", "replicas"), [("jit", 1), ("shard_map", DEVICES)])
 def test_a_lookup_and_a_bias_in_bfloat16(mode: str, replicas: int) -> None:
     lookup, bias = told(loss, mode)

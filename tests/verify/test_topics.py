@@ -44,6 +44,7 @@ def flip_first_weight(state: rx.TrainState) -> rx.TrainState:
     return flip_leaf(state, 1, jax.devices()[3], byte=1, bit=2)
 
 
+@pytest.mark.promise("verify.replicas-agree")
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize(("layout", "fsdp"), [("replicated", 1), ("fsdp", 4)])
 def test_a_flipped_bit_fails(layout: str, fsdp: int, flipped: bool) -> None:

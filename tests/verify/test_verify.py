@@ -42,6 +42,7 @@ def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
     assert cases == names
 
 
+@pytest.mark.promise("exact.digests-are-compared")
 def test_exact_gives_one_digest(plain: Verification) -> None:
     (check,) = (check for check in plain.checks if check.case == "exact, 1, 2, 4 devices")
     assert len(set(check.figures["sha256"].values())) == 1

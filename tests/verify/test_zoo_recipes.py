@@ -7,6 +7,7 @@ from verify.zoo_recipes import BROKEN, CORRECT
 USUAL = ("mean of means, shard_map", "fixed seed")
 
 
+@pytest.mark.promise("verify.mistakes-are-named")
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))
 def test_broken_is_caught(name: str) -> None:
     entry = BROKEN[name]

@@ -25,6 +25,7 @@ USUAL = (
 """One mistake for each subject; `lint.test_rules` has more of parity."""
 
 
+@pytest.mark.promise("verify.mistakes-are-named")
 @pytest.mark.parametrize("name", only(USUAL, BROKEN))
 def test_a_mistake_is_caught_and_named(name: str) -> None:
     entry = BROKEN[name]
@@ -40,6 +41,7 @@ def test_a_mistake_is_caught_and_named(name: str) -> None:
         assert words in causes[0]
 
 
+@pytest.mark.promise("verify.no-false-alarm")
 @pytest.mark.parametrize("name", only(["masked", "raw_key_in_state"], CORRECT))
 def test_a_correct_step_raises_no_alarm(name: str) -> None:
     assert verified(name).failed == []

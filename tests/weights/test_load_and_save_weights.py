@@ -112,6 +112,7 @@ def tensors_of_rules() -> Tensors:
     return {**others, **blocks, **experts}
 
 
+@pytest.mark.promise("home.weights-both-ways")
 def test_each_rule_both_ways(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = tensors_of_rules()
     save_file(tensors, path)

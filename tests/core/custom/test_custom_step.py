@@ -59,6 +59,7 @@ def test_layouts_and_precisions(kept: dict[str, Any]) -> None:
     assert split == (kept.get("layout") != "fsdp")
 
 
+@pytest.mark.promise("exact.custom-steps")
 def test_exact_has_the_same_bits_on_any_devices() -> None:
     found = [
         trained(parallel(mode="exact", devices=devices, micro_shards=8), state())

@@ -197,6 +197,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", module)
 
 
+@pytest.mark.promise("outside.batches-of-any-kind")
 def test_a_tensor_of_torch_is_data_without_its_gradient(torch: None) -> None:
     x = np.arange(3, dtype=np.float32)
     assert host_rows({"x": Tensor(x, "float32", requires_grad=True)}, copy=False)["x"] is x
@@ -218,6 +219,7 @@ class Lookup(UserDict[Any, Any]):
     pass
 
 
+@pytest.mark.promise("outside.batches-of-any-kind")
 @pytest.mark.parametrize("kind", [UserDict, ChainMap, MappingProxyType, OrderedDict])
 def test_any_mapping_is_a_dict(kind: Any) -> None:
     given = kind({"x": np.zeros(3), "more": Lookup({"y": np.ones((3, 2))})})
@@ -236,6 +238,7 @@ def test_names_that_cannot_be_sorted_are_refused() -> None:
         row_count({"x": np.zeros(3), 1: np.zeros(3)})
 
 
+@pytest.mark.promise("outside.batches-of-any-kind")
 def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
     values = np.arange(4, dtype=np.float32)
     plain = host_rows(np.ma.masked_array(values, mask=[False] * 4), copy=True)
@@ -245,6 +248,7 @@ def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
         host_rows({"x": np.ma.masked_equal(values, 2)}, copy=True)
 
 
+@pytest.mark.promise("outside.batches-of-any-kind")
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8", ">f2"])
 def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
     found = host_rows(np.array([1, 200, 3], dtype), copy=False)

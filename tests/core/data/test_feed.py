@@ -54,6 +54,7 @@ def counted(batches: list[Batch]) -> list[int]:
     ]
 
 
+@pytest.mark.promise("feed.each-row-once")
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 60),

@@ -26,17 +26,20 @@ def how(devices: int, **more: Any) -> How:
     return on("exact", data=devices, **{"optimizer": "clipped", **more})
 
 
+@pytest.mark.promise("exact.any-devices")
 @pytest.mark.parametrize("devices", only([8], [2, 4, 8]))
 @pytest.mark.parametrize("name", only(QUICK, ALL))
 def test_the_same_bits_on_any_number_of_devices(name: str, devices: int) -> None:
     has_the_bits_of_one_device(ALL[name], how(devices))
 
 
+@pytest.mark.promise("exact.any-accumulation")
 @pytest.mark.parametrize(("devices", "accumulate"), only([(2, 4)], [(1, 8), (2, 4), (4, 2)]))
 def test_the_same_bits_with_any_split_into_micro_batches(devices: int, accumulate: int) -> None:
     has_the_bits_of_one_device(CASES["weighted"], how(devices, accumulate=accumulate))
 
 
+@pytest.mark.promise("exact.goes-on-elsewhere")
 def test_a_state_that_moves_to_other_devices_keeps_its_bits() -> None:
     case = ALL["weighted"]
     steps = {devices: data_parallel(case, how(devices)) for devices in (1, 2)}
@@ -51,6 +54,7 @@ def test_a_state_that_moves_to_other_devices_keeps_its_bits() -> None:
     assert after((2, 2, 1, 2)) == after((1, 1, 1, 1))
 
 
+@pytest.mark.promise("exact.low-precision")
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", ["weighted", "gpt2"])
 def test_the_same_bits_in_bfloat16(name: str) -> None:
@@ -65,6 +69,7 @@ def test_shard_map_has_other_bits_on_other_devices() -> None:
     assert one.bits["state"] != eight.bits["state"]
 
 
+@pytest.mark.promise("exact.batch-norm")
 def test_batch_norm_keeps_the_mean_of_its_micro_shards_statistics() -> None:
     case = CASES["linen"]
     rows = {"x": case.source["x"][:32], "label": case.source["label"][:32]}
@@ -78,6 +83,7 @@ def test_batch_norm_keeps_the_mean_of_its_micro_shards_statistics() -> None:
     np.testing.assert_allclose(norm["var"], 0.99 + 0.01 * hidden.var(1).mean(0), atol=1e-6)
 
 
+@pytest.mark.promise("exact.bytes-of-a-ring")
 def test_moves_no_more_than_a_ring() -> None:
     case = CASES["pytree"]
     compiled = inspect(data_parallel(case, how(8)).lower(case.model(), case.source).compile())
@@ -123,6 +129,7 @@ def test_zeros_keep_their_sign() -> None:
     assert weights == [False, False]
 
 
+@pytest.mark.promise("exact.refuses-what-it-cannot-hold")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -148,6 +155,7 @@ def test_refuses_what_cannot_be_shared_out(options: dict[str, Any], words: list[
         assert word in str(refused.value)
 
 
+@pytest.mark.promise("exact.refuses-what-it-cannot-hold")
 def test_refuses_state_that_each_micro_shard_would_write() -> None:
     from flax import nnx
 

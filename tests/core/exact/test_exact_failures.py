@@ -134,6 +134,7 @@ def trained(failure: Failure, devices: int) -> tuple[str, list[str], dict[str, f
     return sha256(state), told, dp.evaluate(state, dp.feed(rows(), ROWS))
 
 
+@pytest.mark.promise("exact.every-optimizer")
 @pytest.mark.parametrize("name", only(["widening"], FAILURES))
 def test_the_same_bits(name: str) -> None:
     failure = FAILURES[name]

@@ -99,6 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 QUICK = [("contrastive", "")]
 
 
+@pytest.mark.promise("exact.gathered-rows")
 @pytest.mark.parametrize(("name", "settings"), only(QUICK, itertools.product(LOSSES, SETTINGS)))
 def test_the_same_bits(name: str, settings: str) -> None:
     options = SETTINGS[settings]

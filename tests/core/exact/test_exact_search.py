@@ -12,6 +12,7 @@ from support.tiers import EXHAUSTIVE
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # by one another
 
 
+@pytest.mark.promise("exact.every-optimizer")
 @EXHAUSTIVE
 @hypothesis.settings(
     max_examples=4,

@@ -163,6 +163,7 @@ def digest(name: str, devices: int) -> str:
     return sha256(trained(STEPS[name], devices))
 
 
+@pytest.mark.promise("exact.custom-steps")
 @pytest.mark.parametrize("devices", only([8], [2, 8]))
 @pytest.mark.parametrize("name", only(["branch"], STEPS))
 def test_a_custom_step_has_the_same_bits(name: str, devices: int) -> None:
@@ -211,6 +212,7 @@ def programs(optimizer: Any, devices: int = 2, **settings: Any) -> list[ReplicaP
     return list(dp.program(state).step.compiled(state, next(iter(dp.feed(DATA, 32)))))
 
 
+@pytest.mark.promise("exact.one-program-for-all")
 @pytest.mark.parametrize(
     ("optimizer", "settings", "count"),
     [
@@ -248,6 +250,7 @@ def in_pieces(name: str, devices: int) -> str:
     return sha256(state)
 
 
+@pytest.mark.promise("exact.zero1")
 @pytest.mark.parametrize("devices", only([8], [2, 8]))
 @pytest.mark.parametrize("name", only(["clipped"], OPTIMIZERS))
 def test_pieces_have_the_same_bits_and_a_part_of_the_memory(name: str, devices: int) -> None:

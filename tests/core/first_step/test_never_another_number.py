@@ -38,6 +38,7 @@ APART = {
 FIRST = [name for name in MIXING if name.startswith(("a", "in"))]
 
 
+@pytest.mark.promise("rows.refused-not-averaged")
 @pytest.mark.parametrize(("mode", "parts"), only(DIVIDED[:1], DIVIDED))
 @pytest.mark.parametrize("name", MIXING)
 def test_it_is_refused_where_some_rows_are_seen(name: str, mode: str, parts: int) -> None:
@@ -50,6 +51,7 @@ def test_it_is_refused_where_some_rows_are_seen(name: str, mode: str, parts: int
         assert "\n" not in found
 
 
+@pytest.mark.promise("rows.refused-not-averaged")
 @pytest.mark.parametrize("name", only(["mixup in the body", "a term behind a gate"], MIXING))
 def test_it_is_refused_with_padding(name: str) -> None:
     assert isinstance(MIXING[name].found("jit", 1, SHORT), str)

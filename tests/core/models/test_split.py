@@ -59,6 +59,7 @@ class Pair(NamedTuple):
     b: Any
 
 
+@pytest.mark.promise("outside.nothing-left-untrained")
 @pytest.mark.parametrize(
     ("model", "path"),
     [

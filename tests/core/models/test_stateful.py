@@ -225,6 +225,7 @@ def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:
         trained(parallel(of_linear(change), "jit", 1), codebook())
 
 
+@pytest.mark.promise("exact.gathered-rows")
 @either_way
 @pytest.mark.parametrize("count", [64, 52])
 def test_exact_has_the_same_bits(train: Any, count: int) -> None:

@@ -179,6 +179,7 @@ def test_exact_reads_the_norm_of_a_split_gradient() -> None:
     assert_near(many, one, rtol=1e-4)
 
 
+@pytest.mark.promise("exact.refuses-what-it-cannot-hold")
 def test_exact_refuses_to_split_the_state_of_an_optimizer_that_mixes_places() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(jnp.sort, updates), state

@@ -63,6 +63,7 @@ def everything(mode: str, kind: str, folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.promise("outside.callers-jax")
 @pytest.mark.parametrize("kind", ["auto", "explicit", "own"])
 @pytest.mark.parametrize(
     "mode", only(["shard_map", "single"], ["jit", "shard_map", "single", "pmap"])
@@ -108,6 +109,7 @@ def test_without_jit_there_is_one_device(mode: str) -> None:
     )
 
 
+@pytest.mark.promise("outside.callers-jax")
 def test_threads_take_turns() -> None:
     dp, found = parallel(), {}
 

@@ -31,6 +31,7 @@ def test_every_entry_of_a_row_counts() -> None:
     assert mean(values) == pytest.approx(5.0)
 
 
+@pytest.mark.promise("parity.weighted-rows")
 @pytest.mark.parametrize("weights", [[1.0, 0, 2, 0, 5, 5], [[1.0], [0], [2], [0], [5], [5]]])
 def test_weights_are_divided_by_their_sum(weights: Any) -> None:
     weights = jnp.asarray(weights)
@@ -189,6 +190,7 @@ def learned(stops: bool = False, by_hand: bool = False) -> Any:
     return loss
 
 
+@pytest.mark.promise("outside.learned-weights")
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "exact"]))
 def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:

@@ -178,6 +178,7 @@ def test_a_record_has_the_last_scale_and_no_norm_of_skipped_steps() -> None:
     assert together[8].get(GRADIENT_NORM) == pytest.approx(fmean(filter(None, norms)))
 
 
+@pytest.mark.promise("exact.low-precision")
 def test_exact_keeps_its_bits() -> None:
     one, eight = (
         trained(parallel("exact", optimizer=optax.adam(1e-2), devices=devices))[0]

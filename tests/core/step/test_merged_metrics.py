@@ -56,6 +56,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, float]) -> None:
     assert found["f1"] == expected["f1"]
 
 
+@pytest.mark.promise("home.metrics-that-are-no-means")
 @pytest.mark.parametrize(
     ("mode", "devices", "accumulate", "layout"),
     only([MODES[0], ("exact", 4, 1, "replicated")], MODES),

@@ -29,6 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, rx.Fit]:
     return folder, fit(data_parallel(8, layout="fsdp"), folder, steps=5)
 
 
+@pytest.mark.promise("checkpoints.orbax")
 def test_its_manager_finds_and_restores_the_steps(made: tuple[Path, rx.Fit]) -> None:
     folder, result = made
     like = abstract(data_parallel(1, mode="single").init(model()))

@@ -104,6 +104,7 @@ def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
     assert os.listdir(store.folder) == ["3"]
 
 
+@pytest.mark.promise("checkpoints.storage-may-fail")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["begin_writing", "waiting", "file_entries", "write_manifest"])
 def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
@@ -155,6 +156,7 @@ def test_any_error_is_told_in_one_line(
     assert ": ; " not in alarm
 
 
+@pytest.mark.promise("checkpoints.storage-may-fail")
 def test_the_third_in_a_row_ends_the_run(
     saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

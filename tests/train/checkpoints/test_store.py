@@ -283,6 +283,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     monkeypatch.undo()
 
 
+@pytest.mark.promise("checkpoints.kill-while-saving")
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step again"])
 @pytest.mark.parametrize("keep", only([1], [1, 2]))
 def test_a_kill_at_any_time_leaves_a_good_one_no_older_than_before(

@@ -211,6 +211,7 @@ def accepted(folder: Path, seeds: range) -> list[str]:
     return found
 
 
+@pytest.mark.promise("checkpoints.no-damage-passes")
 def test_no_corruption_is_accepted(checkpoint: Path) -> None:
     assert accepted(checkpoint, range(CORRUPTIONS)) == []
 

@@ -106,6 +106,7 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
     assert ends[0][:2] == (5 * EPOCH, {"metric": "score", "value": 3.0, "step": 2 * EPOCH})
 
 
+@pytest.mark.promise("outside.late-refusals")
 @pytest.mark.parametrize(
     ("hook", "settings", "word"),
     [
