@@ -40,7 +40,11 @@ from replicax.errors import CheckpointError, ConfigError
 DEVICES = [{"devices": 8}, {"devices": 1}, {"devices": 4}, {"devices": 2}]
 LAYOUTS = [{"devices": 4}, {"devices": 8, "layout": "fsdp"}, {"mode": "single"}]
 LAYOUTS += [{"devices": 2, "layout": "zero1"}]
-MOVES = {"devices": (80, DEVICES), "200 steps": (200, DEVICES), "layouts": (96, LAYOUTS)}
+MOVES: dict[str, tuple[int, list[dict[str, Any]]]] = {
+    "devices": (80, DEVICES),
+    "200 steps": (200, DEVICES),
+    "layouts": (96, LAYOUTS),
+}
 
 
 def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: float) -> None:
