@@ -1,8 +1,9 @@
 """Choose the tests of `make test` by what they reach and what they find, per second.
 
-    make test-reach                                          # what each test reaches and costs
-    python benchmarks/mutations.py run ... --kills 3         # what each test finds
-    python benchmarks/test_choice.py mutations.json --seconds 330
+    make test-reach                                     # what each test reaches and costs
+    python benchmarks/mutations.py run ... --out found.json            # what each test finds
+    pytest --collect-only -q -m "not exhaustive" | grep :: >tests.txt  # from which to choose
+    python benchmarks/test_choice.py tests.txt --mutations found.json --seconds 400
 
 In this order, the cheapest first each time: a test for each mutant that `make test` finds; the
 tests of promises; those that reach none of the source (of documents and of the house); then every
@@ -168,17 +169,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("mutations", type=Path, nargs="*", help="written by mutations.py run")
+    parser.add_argument("tests", type=Path, help="names of the tests to choose from, a line each")
+    parser.add_argument("--mutations", type=Path, nargs="*", default=[], help="mutations.py run's")
     parser.add_argument("--runs", nargs="+", default=["test"], help="of `make test-reach`")
-    parser.add_argument("--all-runs", nargs="*", default=[], help="the same, of exhaustive tests")
-    parser.add_argument("--all-tests", type=Path, help="names of all exhaustive tests, a line each")
-    parser.add_argument("--keep", type=Path, help="names of tests that are kept, a line each")
+    parser.add_argument("--exhaustive", type=Path, help="names of exhaustive tests, a line each")
+    parser.add_argument("--most-cases", type=int, default=2, help="of an exhaustive function")
+    parser.add_argument(
+        "--keep", type=Path, help="functions of which all cases are kept, a line each"
+    )
     parser.add_argument("--seconds", type=float, default=400.0, help="processor seconds of test")
     parser.add_argument("--all-seconds", type=float, default=2000.0, help="the same of test-all")
     options = parser.parse_args()
-    cases, places = known_cases([*options.runs, *options.all_runs])
-    quick, _ = known_cases(options.runs)
-    choice = Choice({name: cases[name] for name in quick})
+    from support.promises import marked_tests
+
+    cases, places = known_cases(options.runs)
+    now = options.tests.read_text().splitlines()
+    choice = Choice({name: cases[name] for name in now if name in cases})
     killers = [
         draw["by"]
         for path in options.mutations
@@ -189,7 +195,11 @@ def main() -> None:
         if not choice.chosen.keys() & set(names) and (case := choice.cheapest(names)):
             choice.add(case, "test")
     print(f"{len(choice.chosen)} tests find {len(killers)} mutants in {choice.seconds:.0f} s")
-    kept = set(options.keep.read_text().split("\n")) if options.keep else set()
+    kept = set(options.keep.read_text().splitlines()) if options.keep else set()
+    cases_of = functions_of(choice.cases)
+    for function in {name for names in marked_tests().values() for name in names}:
+        if case := choice.cheapest(cases_of.get(f"tests/{function}", ())):
+            choice.add(case, "test")
     for case in choice.cases.values():
         if case.function in kept or (not case.places and case.seconds < DOCUMENT_SECONDS):
             choice.add(case, "test")
@@ -199,14 +209,17 @@ def main() -> None:
         print(f"{len(choice.chosen)} reach all {times} times in {choice.seconds:.0f} s")
     chosen = [cases[name] for name in choice.chosen]
 
-    choice.cases, choice.seconds = cases, 0.0
-    for names in functions_of(cases.keys() - quick.keys()).values():
-        if case := choice.cheapest(names):
-            choice.add(case, "test-all")
-    print(f"each exhaustive function once in {choice.seconds:.0f} s")
+    choice.seconds = 0.0
     for times in range(1, 9):
         choice.cover("test-all", times, options.all_seconds)
-    every = {*cases, *(options.all_tests.read_text().splitlines() if options.all_tests else ())}
+    exhaustive = options.exhaustive.read_text().splitlines() if options.exhaustive else []
+    for function, names in functions_of(exhaustive).items():
+        most = len(names) if function in kept else options.most_cases
+        spaced = names[:: -(-len(names) // most)]
+        choice.chosen |= dict.fromkeys(spaced, "test-all")
+    every = {*now, *exhaustive}
+    unknown = {name for name in now if name not in cases}  # they failed, or are not recorded
+    choice.chosen |= dict.fromkeys(unknown, "test")
     found = tiers(every, lambda name: choice.chosen.get(name, "everything"))
     (ROOT / "tests" / "tiers.json").write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
     lines = json.dumps(by_function(chosen, places), indent=1)

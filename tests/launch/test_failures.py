@@ -97,6 +97,7 @@ NAMED = {
     ),
     "a report that makes no sense is none": (
         """
+        here()
         if me == 1:
             open(os.environ["REPLICAX_FAILURE_FILE"], "w").write('{"process": [')
             sys.exit(7)

@@ -1,4 +1,4 @@
-"""What a target of the Makefile costs, held against `tests/budget.json`.
+"""The cost of a target of the Makefile, held against `tests/budget.json`.
 
     python tests/support/cost.py test -- python -m pytest ...
 
@@ -50,7 +50,7 @@ def loop_seconds() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a run cost."""
+    """The cost of a run."""
 
     status: int
     wall_seconds: float

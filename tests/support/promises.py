@@ -1,4 +1,4 @@
-"""What the pages promise and which tests hold it: the table in `docs/promises.md`.
+"""The promises of the pages and the tests that hold them: the table in `docs/promises.md`.
 
     python tests/support/promises.py --write
 

@@ -27,14 +27,14 @@ RUN = "TEST_REACH_RUN"
 
 @dataclasses.dataclass
 class Test:
-    """What one test reached and cost."""
+    """The places that one test reached, and its cost."""
 
     name: str
     places: array.array[int]
     """Indices of `Record.places`."""
     seconds: float
     processor_seconds: float
-    """Of the test's own process and of the children that it waited for."""
+    """The test's own process and the children that it waited for."""
     passed: bool
 
 
