@@ -151,17 +151,21 @@ def functions_of(names: Iterable[str]) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def tiers(every: Iterable[str], tier_of: Callable[[str], str]) -> dict[str, dict[str, list[str]]]:
-    """Return by file the tests outside of `make test`, by tier; a function stands for its cases."""
-    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+def tiers(every: Iterable[str], tier_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    """Return by file and function the tier, where it is not `test`.
+
+    Where cases differ, a table: the commonest tier under "*", and the cases of others.
+    """
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
     for function, names in functions_of(every).items():
         file, _, test = function.removeprefix("tests/").partition("::")
-        by_tier = defaultdict(list)
-        for name in names:
-            by_tier[tier_of(name)].append(name.partition("::")[2])
-        by_tier.pop("test", None)
-        for tier, left in sorted(by_tier.items()):
-            found[file][tier] += [test] if len(left) == len(names) else sorted(left)
+        of_case = {name.removeprefix(function): tier_of(name) for name in sorted(names)}
+        (commonest, count), *_ = Counter(of_case.values()).most_common()
+        if count < len(names):
+            others = {case: tier for case, tier in of_case.items() if tier != commonest}
+            found[file][test] = {"*": commonest, **others}
+        elif commonest != "test":
+            found[file][test] = commonest
     return found
 
 
@@ -221,7 +225,7 @@ def main() -> None:
     unknown = {name for name in now if name not in cases}  # they failed, or are not recorded
     choice.chosen |= dict.fromkeys(unknown, "test")
     found = tiers(every, lambda name: choice.chosen.get(name, "everything"))
-    (ROOT / "tests" / "tiers.json").write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+    (ROOT / "tests" / "tiers.json").write_text(json.dumps(found, indent=1) + "\n")
     lines = json.dumps(by_function(chosen, places), indent=1)
     lines = re.sub(r"\n {3,}|\n  (?=\])", " ", lines)
     (ROOT / "tests" / "reach.json").write_text(lines + "\n")

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -33,6 +32,7 @@ import hypothesis
 import jax
 from support import programs
 from support.command_line import Main, runner
+from support.cost import functions
 from support.waiting import Threads
 
 from replicax.train.drawing import CURVES
@@ -40,10 +40,9 @@ from replicax.train.drawing import CURVES
 HERE = Path(__file__).parent
 PIECES = json.loads((HERE / "durations.json").read_text())["pieces"]
 """Cases and seconds by file of each target, from the last run that wrote them."""
-TIERS: dict[str, dict[str, list[str]]] = json.loads((HERE / "tiers.json").read_text())
-"""By file, the tests that left `make test` for `test-all` or `everything`; a name stands for all of
-a function's cases. Written by benchmarks/test_choice.py."""
-TEST = r"^ *def (test_\w+)"
+TIERS: dict[str, dict[str, Any]] = json.loads((HERE / "tiers.json").read_text())
+"""By file and function, the target that runs it, if not `test`; or a table, in which "*" stands for
+all cases but those that it names. Written by benchmarks/test_choice.py."""
 FAST_SECONDS = 0.1
 """Most seconds of a test, on average, in a file that `--fast` runs."""
 
@@ -77,9 +76,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         tests, seconds = _times("test").get(name, (1, 0.0))
         if seconds > FAST_SECONDS * tests:
             return True
-    left = {test.rpartition("::")[2] for tests in TIERS.get(name, {}).values() for test in tests}
-    every = re.findall(TEST, collection_path.read_text(), re.M) if left else ()
-    return (bool(left) and left.issuperset(every)) or None
+    known = TIERS.get(name, {}).items()
+    left = {test.rpartition("::")[2] for test, tier in known if "test" not in _tiers(tier)}
+    return (bool(left) and left.issuperset(functions(collection_path))) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
@@ -87,9 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what left `make test`; run the slowest files first, so that short ones fill the end."""
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        for tier, tests in TIERS.get(file, {}).items():
-            if name in tests or name.partition("[")[0] in tests:
-                item.add_marker("exhaustive" if tier == "test-all" else tier)
+        function, bracket, case = name.partition("[")
+        tier = TIERS.get(file, {}).get(function, "test")
+        if isinstance(tier, dict):
+            tier = tier.get(bracket + case, tier["*"])
+        if tier != "test":
+            item.add_marker("exhaustive" if tier == "test-all" else "everything")
         if item.get_closest_marker("everything"):
             item.add_marker("exhaustive")
     times = _times("test-all" if config.option.markexpr.startswith("exhaustive") else "test")
@@ -99,6 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return -times.get(name, (1, 60.0))[1], name
 
     items.sort(key=place)
+
+
+def _tiers(tier: Any) -> set[str]:
+    return set(tier.values()) if isinstance(tier, dict) else {tier}
 
 
 def _times(piece: str) -> dict[str, tuple[int, float]]:

@@ -23,7 +23,6 @@ def check(outcomes: list[IslandsOutcome], kinds: list[str]) -> None:
     assert all(outcome.equal for outcome in outcomes)
 
 
-@pytest.mark.promise("islands.death-costs-no-step")
 def test_nobody_can_tell_that_an_island_died_joined_or_froze(harness: Harness) -> None:
     kinds = ["kill", "kill-joining", "freeze"]
     check(harness.run(kinds, 3, seed=0, jobs=3), kinds)

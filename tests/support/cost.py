@@ -111,13 +111,15 @@ def _of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def functions(tests: Path = TESTS) -> dict[str, int]:
+def functions(path: Path) -> list[str]:
+    """Return the names of the test functions of a file."""
+    return re.findall(r"^ *def (test_\w+)", path.read_text(), re.M)
+
+
+def counts(tests: Path = TESTS) -> dict[str, int]:
     """Return the number of test functions by file."""
-    found = {
-        path.relative_to(tests).as_posix(): len(re.findall(r"^ *def test_", path.read_text(), re.M))
-        for path in sorted(tests.rglob("test_*.py"))
-    }
-    return {name: count for name, count in found.items() if count}
+    found = {path: len(functions(path)) for path in sorted(tests.rglob("test_*.py"))}
+    return {path.relative_to(tests).as_posix(): count for path, count in found.items() if count}
 
 
 def grown(
@@ -182,7 +184,7 @@ def write(piece: str, cost: Cost, tests: Path = TESTS) -> None:
     """Put the times of a run into the table, and the table into CONTRIBUTING.md."""
     path = tests / "durations.json"
     table = json.loads(path.read_text())
-    table["functions"] = functions(tests)
+    table["functions"] = counts(tests)
     table["pieces"][piece] = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
