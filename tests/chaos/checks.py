@@ -66,7 +66,8 @@ def check_steps(trial: Trial, steps: list[int], all_steps: int) -> None:
     trial.check(steps == list(range(1, all_steps + 1)), f"steps on record: {steps}")
 
 
-def check_nothing_left(trial: Trial) -> None:
-    """Check that the folder of checkpoints has finished ones only."""
+def check_nothing_left(trial: Trial, *, refused: bool = False) -> None:
+    """Check that the folder of checkpoints has finished ones only, and perhaps `refused` ones."""
     names = [path.name for path in trial.checkpoints.iterdir() if not path.name.isdigit()]
-    trial.check(not names, f"left in the checkpoints' folder: {names}")
+    left = [name for name in names if not (refused and name.startswith("refused-"))]
+    trial.check(not left, f"left in the checkpoints' folder: {left}")

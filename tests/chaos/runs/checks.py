@@ -18,7 +18,7 @@ def check_done(trial: Trial) -> None:
     records = records_of(trial.run)
     _check_order(trial, records)
     check_records(trial, in_order(records), trial.reference.records)
-    check_nothing_left(trial)
+    check_nothing_left(trial, refused=True)
 
 
 def _check_replicas(trial: Trial) -> None:
