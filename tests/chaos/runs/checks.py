@@ -4,7 +4,7 @@ import json
 
 from chaos.checks import Records, check_nothing_left, check_records, check_results, check_steps
 from chaos.runs.sizes import EPOCHS, STEPS
-from chaos.runs.trial import Trial, Reference
+from chaos.runs.trial import Reference, Trial
 from chaos.trial import records_of
 from support.counted_rows import seen_once_an_epoch
 
