@@ -144,8 +144,8 @@ tutorials: $(DOCS)
 	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
 	$(BIN)/python docs/make_notebooks.py docs/tutorials/*.md
 
-# Each worker takes up to 3 GB.
-WORKERS ?= 2
+# Each worker takes up to 3 GB; one more than cores, as some tests wait for events.
+WORKERS ?= 3
 # A file runs in one worker, which makes its fixtures once; tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest -p support.times -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder

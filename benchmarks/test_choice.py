@@ -201,8 +201,9 @@ def main() -> None:
     print(f"{len(choice.chosen)} tests find {len(killers)} mutants in {choice.seconds:.0f} s")
     kept = set(options.keep.read_text().splitlines()) if options.keep else set()
     cases_of = functions_of(choice.cases)
-    for function in {name for names in marked_tests().values() for name in names}:
-        if case := choice.cheapest(cases_of.get(f"tests/{function}", ())):
+    for functions in marked_tests().values():
+        names = [name for each in functions for name in cases_of.get(f"tests/{each}", ())]
+        if case := choice.cheapest(names):
             choice.add(case, "test")
     for case in choice.cases.values():
         if case.function in kept or (not case.places and case.seconds < DOCUMENT_SECONDS):

@@ -43,7 +43,8 @@ def test_twenty_slow_tests_are_above_the_budget(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")  # a process that runs tests itself
-    monkeypatch.delenv(times.FOLDER, raising=False)
+    for name in (times.FOLDER, "TEST_TIMES"):
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "test_quick.py").write_text("def test_quick():\n    pass\n")
     (tmp_path / "durations.json").write_text('{"functions": {}, "pieces": {}}')
     (tmp_path / "budget.json").write_text('{"seconds": {"test": 1000}}')
