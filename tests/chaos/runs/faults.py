@@ -56,7 +56,7 @@ def _strike(trial: Trial, start: Start, struck: bool) -> bool:
         trial.say(f"kill {_numbers(start, victims)} at step {trial.step(victims[0])}")
         since, trial.struck_at = trial.struck_at, None
         trial.kill(start, victims)
-        if trial.note(start.children[0], "stepped"):
+        if trial.has_noted(start.children[0], "stepped"):
             again, trial.struck_at = trial.struck_at, since
             trial.measure(start)
             trial.struck_at = again
@@ -122,7 +122,7 @@ def term(trial: Trial) -> None:
     how = trial.chance.choice(("one", "all", "twice"))
     victims = [trial.chance.choice(start.children)] if how == "one" else list(start.children)
     trial.say(f"SIGTERM to {how} at step {trial.step(victims[0])}")
-    ready = all(trial.note(child, "fitting") for child in start.children)
+    ready = all(trial.has_noted(child, "fitting") for child in start.children)
     trial.struck_at = time.time()
     for child in victims:
         child.signal(signal.SIGTERM)

@@ -140,6 +140,10 @@ class Trial(trial.Trial):
             return told
         return None
 
+    def has_noted(self, child: Child, event: str) -> bool:
+        """Whether `child` has come to `event`."""
+        return self.note(child, event) is not None
+
     def step(self, child: Child) -> int:
         """Return the step that `child` has begun."""
         return self.last_step(str(child.pid))
@@ -189,7 +193,7 @@ class Trial(trial.Trial):
 
     def settle(self, start: Start) -> None:
         """Wait until the other processes end by themselves, with a cause."""
-        if not all(self.note(child, "joined") for child in start.children):
+        if not all(self.has_noted(child, "joined") for child in start.children):
             self.kill_rest(start)  # as a launcher would; they cannot know
         if not self.server.wait(start.children, PEERS_SECONDS):
             left = sum(child.status is None for child in start.children)
