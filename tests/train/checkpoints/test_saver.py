@@ -231,20 +231,6 @@ def test_the_lease_is_looked_at_last_before_the_rename(
     assert calls == ["check", "commit"]
 
 
-def test_the_processes_have_time_to_upload(store: Store) -> None:
-    told: dict[str, bool] = {}
-
-    class Watched(Alone):
-        def gather(self, topic: str, value: Any, *arguments: Any, **options: Any) -> list[Any]:
-            told[topic] = options.get("slow", False)
-            return super().gather(topic, value, *arguments, **options)
-
-    saver = Saver(store, 7, lambda: None, Watched(), 0, {})
-    save(saver, 1)
-    assert saver.wait()
-    assert told == {f"save 1 of start 7: {name}": True for name in ("written", "in its place")}
-
-
 def test_a_save_waits_for_the_one_before(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     going, most = [0], [0]
     whole, free = module.file_entries, threading.Event()
