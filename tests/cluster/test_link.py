@@ -135,9 +135,10 @@ def test_process_0_leaves_after_all_are_done() -> None:
 @pytest.mark.promise("faults.frozen")
 def test_process_0_falls_silent() -> None:
     with opened(2, silent_seconds=2.0) as job:
-        _, second = job.start()
+        first, second = job.start()
         with job.hub_asleep():
             verdict = second.stopped.result(timeout=HANG_SECONDS)
+        assert first.stopped.result(timeout=HANG_SECONDS) == verdict  # it is told once it wakes up
         assert list(verdict.blames) == [0]
         assert "process 0" in verdict.reason
         assert re.search(r"no heartbeat\b.*for 2 s: frozen, .*network failure", verdict.reason)

@@ -116,7 +116,7 @@ def test_slurm_without_srun_is_alone_and_says_so(step: dict[str, str]) -> None:
     ("changed", "message"),
     [
         ({"SLURM_PROCID": "7"}, "SLURM_PROCID=7 with SLURM_STEP_NUM_TASKS=7; .* from 0 to 6"),
-        ({"SLURM_PROCID": "six"}, "SLURM_PROCID='six' is not an integer"),
+        ({"SLURM_PROCID": "six"}, "SLURM_PROCID='six' is not an integer of at least 0:"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, r"is 7 processes on 5 hosts, SLURM_STEP_NUM_TASKS=8"),
         ({"SLURM_STEP_NODELIST": "node017"}, "7 processes on 5 hosts.* has 1 hosts"),
         ({"SLURM_STEP_NODELIST": "node[3-1]"}, r"SLURM_STEP_NODELIST='node\[3-1\]' is not a list"),

@@ -19,6 +19,7 @@ from support.tiers import only
 from support.training import normals, slices
 
 import replicax as rx
+from replicax.core.evaluation import ProgramEvaluation
 
 ROWS, BATCH = 52, 32
 PLACES = [
@@ -74,6 +75,25 @@ def near(found: Any, wanted: Any) -> None:
 @places
 def test_all_rows_in_order(mode: str, devices: int, layout: str) -> None:
     near(predicted(several, parallel(mode, devices, layout)), several(MODEL, DATA, None))
+
+
+def test_results_leave_the_devices_while_later_batches_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dp, order, leaves = parallel(), list[str](), ProgramEvaluation._on_host
+
+    def watched(self: ProgramEvaluation, leaf: jax.Array) -> np.ndarray:
+        order.append("out")
+        return leaves(self, leaf)
+
+    def batches() -> Iterator[Any]:
+        for batch in [*dp.feed(DATA, BATCH)] * 3:
+            order.append("in")
+            yield batch
+
+    monkeypatch.setattr(ProgramEvaluation, "_on_host", watched)
+    assert len(dp.predict(dp.init(MODEL), batches(), several)["found"]) == 3 * ROWS
+    assert (order.index("out"), order.count("in")) == (3, 6)  # two may wait
 
 
 def test_a_function_may_gather() -> None:

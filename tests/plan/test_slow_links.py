@@ -103,6 +103,8 @@ def test_costs_in_loss() -> None:
         for size in (1_000_000, 200_000_000, 10**10)
     }
     assert list(costs.values()) == [">+2.0% 35M", "+1.1% 180M", "+0.3% 2.4B"]
+    three = forecast(10**6, 1.0, 3, parse_network("1Gbit"), Method("", "int4", 30)).loss_cost
+    assert three == ">+2.0% 35M"
     many = forecast(10**9, 1.0, 30, parse_network("1Gbit"), Method("", "int4", 100)).loss_cost
     assert many == ">+1.6% 1B"
 

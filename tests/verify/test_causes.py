@@ -96,6 +96,18 @@ def test_a_factor_of_as_many_replicas_as_micro_batches_may_be_either() -> None:
     assert_mentions(cause, "4 micro-batches were", "added")
 
 
+def test_what_explains_a_difference_explains_most_of_it() -> None:
+    given = evidence(times(0.5))
+    half = given.found["gradient"]
+    near = [half * (1 + 1e-12), half * 1.6, half * np.nan]
+    assert [given.explained("gradient", given.found, {"gradient": each}) for each in near] == [
+        *(True, False, False)
+    ]
+    counted = dataclasses.replace(given, expected={"step": np.array(30_000)})
+    steps = [{"step": np.array(each)} for each in (20_000, 20_001)]
+    assert [counted.explained("step", steps[0], each) for each in steps] == [True, False]
+
+
 def test_a_factor_that_a_second_moment_squares() -> None:
     def moments(indices: np.ndarray, weights: np.ndarray) -> Leaves:
         gradient = weighted_mean(indices, weights)["gradient"]

@@ -86,7 +86,7 @@ def test_a_copy_is_not_written_to_by_others(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.array([0, 2**31]), ["['x']", "int64", "2147483648", "int32", "2147483647"]),
+        (np.array([0, 2**31 + 5, 2**40]), ["['x']", "int64", "2147483653", "int32", "2147483647"]),
         (np.array([-(2**31) - 1, 0]), ["['x']", "-2147483649", "-2147483648"]),
         (np.array([2**32], np.uint64), ["['x']", "uint64", "4294967296", "uint32"]),
     ],

@@ -127,10 +127,17 @@ def test_a_class_may_look_at_what_it_is_made_of(kind: type[Picky], layout: str) 
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"w": 1}, {"ids": np.arange(3)}, nnx.Dropout(0.5), {"f": jnp.tanh}]
+    ("model", "kinds"),
+    [
+        ({}, "none"),
+        ({"w": 1}, "int"),
+        ({"ids": np.arange(3)}, "ndarray"),
+        (nnx.Dropout(0.5), "none"),
+        ({"f": jnp.tanh}, "PjitFunction"),
+    ],
 )
-def test_nothing_to_train_is_refused(model: Any) -> None:
-    with pytest.raises(rx.ConfigError, match="0 trainable arrays"):
+def test_nothing_to_train_is_refused(model: Any, kinds: str) -> None:
+    with pytest.raises(rx.ConfigError, match=rf"\({kinds}\) and 0 trainable arrays"):
         split_model(model)
 
 

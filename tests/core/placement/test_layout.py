@@ -107,6 +107,11 @@ def test_rules_are_found_in_the_path_and_the_first_decides() -> None:
     assert params == moment == expected
 
 
+@pytest.mark.parametrize("layout", ["replicated", "zero1", "fsdp", RULES])
+def test_a_layout_that_splits_nothing_is_whole(layout: Any) -> None:
+    assert as_layout(layout).is_whole == (layout == "replicated")
+
+
 def test_a_rule_may_split_a_dim_over_two_axes() -> None:
     params, _ = specs([("w1", P(None, ("data", "model"))), ("", P())], rx.make_mesh(model=2))
     assert params["w1"] == P(None, ("data", "model"))

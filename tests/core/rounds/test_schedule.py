@@ -12,6 +12,7 @@ from support.rounds import assert_close, on, over, train
 from support.tiers import only
 
 import replicax as rx
+from replicax.core.rounds.transports import OverMesh
 
 RNG = np.random.default_rng(1)
 SOURCE = {
@@ -99,7 +100,14 @@ def test_the_schedule_is_that_of_the_simulation(
     assert_close(state.params, wanted, 2e-5)
 
 
-def test_a_fragment_takes_effect_after_the_delay() -> None:
+def test_a_fragment_takes_effect_after_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    share, later = OverMesh.share, []
+
+    def watched(self: OverMesh, sent: Any, **options: bool) -> Any:
+        later.append(options["later"])
+        return share(self, sent, **options)
+
+    monkeypatch.setattr(OverMesh, "share", watched)
     dp = on(ISLANDS, over(6, fragments=2, delay=2), loss=linear, optimizer=optax.sgd(RATE))
     state, params = dp.init(MODEL), []
     for batch in list(dp.feed(SOURCE, BATCH)) * 2:
@@ -111,6 +119,7 @@ def test_a_fragment_takes_effect_after_the_delay() -> None:
     ]
     # Fragment 1 is sent after step 3, and fragment 0 after step 6.
     assert changed == ["", "", "", "", "cd", "", "", "ab", "", "", "cd", ""]
+    assert later == [True] * 4  # in the background
 
 
 def test_the_last_round_may_be_shorter() -> None:

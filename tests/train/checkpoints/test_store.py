@@ -163,6 +163,13 @@ def test_leftovers_are_deleted_and_nothing_else(store: Store, put: Callable[...,
     assert set(os.listdir(store.folder)) == kept
 
 
+def test_a_leftover_is_in_nobodys_way(store: Store, put: Callable[..., Path]) -> None:
+    put(store, 3)
+    (store.folder / ".replaced-3" / "state").mkdir(parents=True)
+    put(store, 3)
+    assert os.listdir(store.folder) == ["3"]
+
+
 def test_a_link_among_the_leftovers_is_not_followed(store: Store, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
