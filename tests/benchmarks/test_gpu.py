@@ -18,7 +18,7 @@ from support.waiting import until
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 EVERY_SCRIPT = [
-    *("ceilings", "gpt2, single", "torch compile", "by hand", "exact", "GPT-2", "overhead"),
+    *("ceilings", "gpt2, single", "by hand", "exact", "GPT-2", "overhead"),
     "lenet",
 ]
 """Names that leave out parts which run the script of another one with another model or mode."""
