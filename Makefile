@@ -188,7 +188,7 @@ unpinned:
 
 # Takes Python 3.12 or newer. RUN names the record, for benchmarks/test_choice.py and mutations.py.
 RUN ?= test
-TESTS ?= -m "not exhaustive"
+TESTS ?= --no-tiers -m "not exhaustive"
 
 test-reach: $(STAMP)
 	TEST_REACH_RUN=$(RUN) PYTHONPATH=tests $(PYTEST) -p support.reach $(TESTS) $(ARGS)

@@ -2,7 +2,7 @@
 
     make test-reach                                     # what each test reaches and costs
     python benchmarks/mutations.py run ... --out found.json            # what each test finds
-    pytest --collect-only -q -m "not exhaustive" | grep :: >tests.txt  # from which to choose
+    pytest --no-tiers --collect-only -q -m "not exhaustive" | grep :: >tests.txt  # to choose from
     python benchmarks/test_choice.py tests.txt --mutations found.json --seconds 400
 
 In this order, the cheapest first each time: a test for each mutant that `make test` finds; the
