@@ -166,7 +166,7 @@ def test_on_a_gpu_it_is_the_same_network_without_a_loop(remat: Any) -> None:
     found, straight, more = step(9.0, remat)
     assert "stablehlo.while" in loop
     assert "stablehlo.while" not in straight
-    # Recomputed values differ from the stored ones: `selective` takes 1.039 times on jax 0.12, where
+    # Recomputed values differ from the stored: `selective` takes 1.039 times on jax 0.12, where
     # the derivative of tanh is one operation.
     assert more > (1.03 if remat == "selective" else 1.05) * least
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
