@@ -39,11 +39,11 @@ from replicax.train.drawing import CURVES
 
 HERE = Path(__file__).parent
 PIECES = json.loads((HERE / "durations.json").read_text())["pieces"]
-"""Cases and seconds by file of each target, from the last run that wrote them."""
+"""Cases, cost and seconds by file of each target, from the last run that wrote them."""
 TIERS: dict[str, dict[str, Any]] = json.loads((HERE / "tiers.json").read_text())
 """By file and function, the target that runs it, if not `test`; or a table, in which "*" stands for
 all cases but those that it names. Written by benchmarks/test_choice.py."""
-FAST_SECONDS = 0.05
+FAST_SECONDS = 0.03
 """Most seconds of a test, on average, in a file that `--fast` runs."""
 
 hypothesis.settings.register_profile("replicax", deadline=None)  # the machine may be busy
@@ -79,7 +79,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not name.endswith(".py") or config.option.markexpr != "not exhaustive":
         return None
     if config.getoption("--fast"):
-        tests, seconds = _times("test").get(name, (1, 0.0))
+        tests, *_, seconds = _times("test").get(name, [1, 0.0])
         if seconds > FAST_SECONDS * tests:
             return True
     known = TIERS.get(name, {}).items()
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> tuple[float, str]:
         name = item.path.relative_to(HERE).as_posix()
-        return -times.get(name, (1, 60.0))[1], name
+        return -times.get(name, [1, 60.0])[-1], name
 
     items.sort(key=place)
 
@@ -113,7 +113,7 @@ def _tiers(tier: Any) -> set[str]:
     return set(tier.values()) if isinstance(tier, dict) else {tier}
 
 
-def _times(piece: str) -> dict[str, tuple[int, float]]:
+def _times(piece: str) -> dict[str, list[float]]:
     return PIECES.get(piece, {}).get("files", {})
 
 

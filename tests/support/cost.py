@@ -57,7 +57,7 @@ class Cost:
     processor_seconds: float
     loops: list[float]
     files: dict[str, list[float]]
-    """Cases and processor seconds by file."""
+    """Cases, processor seconds and seconds by file."""
 
     @property
     def loop(self) -> float:
@@ -72,14 +72,14 @@ class Cost:
     @property
     def cases(self) -> int:
         """The number of tests that ran."""
-        return int(sum(cases for cases, _ in self.files.values()))
+        return int(sum(cases for cases, *_ in self.files.values()))
 
     def by_file(self) -> dict[str, list[float]]:
-        """Return cases and seconds of the reference by file."""
+        """Return cases, cost in seconds of the reference, and seconds by file."""
         scale = LOOP_SECONDS / self.loop
         return {
-            name: [cases, round(seconds * scale, 1)]
-            for name, (cases, seconds) in self.files.items()
+            name: [cases, round(processor * scale, 1), round(seconds, 1)]
+            for name, (cases, processor, seconds) in self.files.items()
         }
 
 
@@ -97,11 +97,10 @@ def measured(command: Sequence[str]) -> Cost:
                     loops.append(loop_seconds())
                 except KeyboardInterrupt:
                     continue  # pytest has it too, and ends
-        files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
         for path in Path(folder).glob("*.json"):
-            for name, (cases, seconds) in json.loads(path.read_text()).items():
-                files[name][0] += cases
-                files[name][1] += seconds
+            for name, numbers in json.loads(path.read_text()).items():
+                files[name] = [a + b for a, b in zip(files[name], numbers, strict=True)]
     wall = time.monotonic() - start
     return Cost(running.returncode, wall, _of_children() - before, loops, dict(files))
 
@@ -126,7 +125,7 @@ def grown(
     files: dict[str, list[float]], table: dict[str, list[float]], most: int = 10
 ) -> list[str]:
     """Return lines on the files that grew most since the table."""
-    more = {name: seconds - table.get(name, [0, 0.0])[1] for name, (_, seconds) in files.items()}
+    more = {name: seconds - table.get(name, [0, 0.0])[1] for name, (_, seconds, *_) in files.items()}
     order = sorted(
         (name for name in more if more[name] >= _TABLE_SECONDS), key=lambda name: -more[name]
     )
@@ -195,7 +194,7 @@ def write(piece: str, cost: Cost, tests: Path = TESTS) -> None:
         "files": dict(sorted(cost.by_file().items())),
     }
     text = json.dumps(table, indent=1)
-    path.write_text(re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
+    path.write_text(re.sub(r"\[\s+(.+),\s+(.+),\s+(.+)\s+\]", r"[\1, \2, \3]", text) + "\n")
     contributing = tests.parent / "CONTRIBUTING.md"
     before, begin, rest = contributing.read_text().partition(_BEGIN)
     budgets = json.loads((tests / "budget.json").read_text())["seconds"]

@@ -1,4 +1,4 @@
-"""Cases and processor seconds of the tests by file, written by each worker of a run.
+"""Cases, processor seconds and seconds of the tests by file, written by each worker of a run.
 
 A plugin, which every target of the Makefile loads; `support/cost.py` adds the files up.
 """
@@ -28,15 +28,16 @@ class Times:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        self._files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = processor_seconds()
+        before, start = processor_seconds(), time.monotonic()
         result = yield
         of_file = self._files[item.nodeid.partition("::")[0].removeprefix("tests/")]
         of_file[0] += 1
         of_file[1] += processor_seconds() - before
+        of_file[2] += time.monotonic() - start
         return result  # type: ignore[return-value]
 
     def pytest_sessionfinish(self) -> None:
