@@ -125,7 +125,9 @@ def grown(
     files: dict[str, list[float]], table: dict[str, list[float]], most: int = 10
 ) -> list[str]:
     """Return lines on the files that grew most since the table."""
-    more = {name: seconds - table.get(name, [0, 0.0])[1] for name, (_, seconds, *_) in files.items()}
+    more = {
+        name: seconds - table.get(name, [0, 0.0])[1] for name, (_, seconds, *_) in files.items()
+    }
     order = sorted(
         (name for name in more if more[name] >= _TABLE_SECONDS), key=lambda name: -more[name]
     )
