@@ -43,7 +43,7 @@ PIECES = json.loads((HERE / "durations.json").read_text())["pieces"]
 TIERS: dict[str, dict[str, Any]] = json.loads((HERE / "tiers.json").read_text())
 """By file and function, the target that runs it, if not `test`; or a table, in which "*" stands for
 all cases but those that it names. Written by benchmarks/test_choice.py."""
-FAST_SECONDS = 0.03
+FAST_SECONDS = 0.05
 """Most seconds of a test, on average, in a file that `--fast` runs."""
 
 hypothesis.settings.register_profile("replicax", deadline=None)  # the machine may be busy
