@@ -164,7 +164,10 @@ def test_rows_of_one_process_are_no_batch_of_all() -> None:
     calls, mean = ("step", "evaluate", "predict"), float(np.mean(np.arange(32.0) ** 2))
     wanted = [f"own {call} True True" for call in calls]
     wanted += [f"{name} {call} {mean}" for name in ("all", "joined") for call in calls]
-    for ended in run_job(SUPPORT / "job_own_rows.py"):
+    wanted += [f"feed step {mean}"]
+    for process, ended in enumerate(run_job(SUPPORT / "job_own_rows.py")):
         assert ended.code == 0, ended.err
         lines = [line for line in ended.out.splitlines() if "[Gloo]" not in line]
-        assert lines == [*wanted, f"feed step {mean}"]
+        rows = " ".join(str(row) for row in range(process, 32, 2))
+        more = [f"index {rows}", "same job True", "set of rows an rx.RowSet of 3 rows"]
+        assert lines == [*wanted, *more]

@@ -38,6 +38,14 @@ def main() -> None:
                 print(name, call, "PerProcess" in str(error), "['y']" in str(error), flush=True)
     (batch,) = dp.feed(rx.PerProcess(own), 32)
     print("feed step", calls["step"](batch))
+    here = [np.asarray(shard.data) for shard in batch.index.addressable_shards]
+    print("index", *np.concatenate(here))
+    print("same job", rx.initialize() is job)
+    with_a_set = {**own, "few": rx.RowSet({"y": ROWS["y"][:3]})}
+    try:
+        list(dp.feed(rx.PerProcess([with_a_set])))
+    except rx.DataError as error:
+        print("set of rows", str(error).partition(" in ")[0])
 
 
 if __name__ == "__main__":
