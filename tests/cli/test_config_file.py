@@ -1,14 +1,20 @@
 """`replicax train RECIPE --config FILE.toml`: flags from a file."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.command_line import RECIPE, Main, done, refusal
 
+import replicax as rx
+from replicax.cli.config_file import field_names, read_toml
 from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
+from replicax.recipes.mlp import MLP
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -27,6 +33,30 @@ NEEDED = """
 class Needed(Mine):
     width: int
 """
+
+KEYS = ["recipe", "preset", *field_names(MLP), *field_names(TrainOptions)]
+VALUES = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.dates() | st.times(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab-"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, dict):
+        inner = ", ".join(f"{json.dumps(key)} = {toml(each)}" for key, each in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else repr(value)
+
+
+FILES = st.binary() | st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4).map(
+    lambda table: "\n".join(f"{key} = {toml(value)}" for key, value in table.items()).encode()
+)
 
 
 @pytest.fixture
@@ -92,6 +122,17 @@ def test_what_is_wrong_is_one_line(
     assert [word for word in words if word not in line] == []
     missing = refusal(main, "train", recipe, "--config", "none.toml")
     assert "none.toml" in missing
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(FILES | st.integers(1, 2000).map(lambda deep: b"sizes = " + b"[" * deep))
+def test_any_file_is_read_or_is_one_line(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(text)
+    try:
+        read_toml(path, "mlp", MLP, TrainOptions)
+    except rx.ConfigError as error:
+        assert "\n" not in str(error)
 
 
 def test_the_example_is_read() -> None:

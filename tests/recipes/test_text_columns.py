@@ -55,6 +55,7 @@ def test_each_line_of_a_column_is_a_document(tmp_path: Path) -> None:
         (b'{"text": 3}', [":1 ", "int"]),
         (b'["text"]', [":1 ", "none"]),
         (b'{"text": "a"', [":1 ", "JSON"]),
+        pytest.param(b"[" * 100_000, [":1 ", "JSON"], id="nested deeply"),
     ],
 )
 def test_a_line_without_text_is_told(content: bytes, words: list[str], tmp_path: Path) -> None:

@@ -238,9 +238,10 @@ def test_a_model_in_several_files(asked: str, tmp_path: Path) -> None:
     loaded = rx.load_weights(model, tmp_path if asked == "folder" else index)
     np.testing.assert_array_equal(loaded["a"], numbers(3))
     np.testing.assert_array_equal(loaded["b"], numbers(2))
-    index.write_text("{}")
-    with pytest.raises(DataError, match="weight_map"):
-        rx.load_weights(model, index)
+    for damaged in ("{}", "[" * 100_000):
+        index.write_text(damaged)
+        with pytest.raises(DataError, match="weight_map"):
+            rx.load_weights(model, index)
 
 
 def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:

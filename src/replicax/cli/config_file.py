@@ -59,7 +59,7 @@ def read_toml(
     """
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"{path} is not a TOML file ({cause}): correct it") from error
     given = {name.replace("-", "_"): value for name, value in read.items()}

@@ -59,7 +59,7 @@ def _of_lines(path: Path, column: str) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number} is not JSON ({error}); mend the line") from error
             if not isinstance(row, dict) or column not in row:
                 raise _no_column(f"{path}:{number}", column, row if isinstance(row, dict) else ())

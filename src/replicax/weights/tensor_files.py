@@ -69,7 +69,7 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 def _index(path: Path) -> dict[str, str]:
     try:
         found: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} has no weight_map; the index of a model in several files names the file of "
             "each tensor: pass such an index, or a .safetensors file"
