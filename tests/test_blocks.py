@@ -15,7 +15,6 @@ import pytest
 from bench.results import CASE, make_bench
 
 import replicax as rx
-from replicax.blocks import Entry, Grid, Paragraph, html_of
 from replicax.checks import Check
 from replicax.train.loss_curve import LossCurve
 from replicax.train.records import Record
@@ -67,21 +66,6 @@ def dp() -> rx.DataParallel:
 
 SOURCE = {"<x>": np.ones((20, 3), np.float32), "y": np.ones(20, np.float32)}
 MODEL = {"<w>": jnp.zeros(3)}
-
-
-def test_a_part_of_a_report_is_text_and_html() -> None:
-    grid = Grid([("mode", "rows/s"), ("a<b", "5")])
-    parts = [Paragraph("x < y"), Entry("fits", "yes"), Entry("", [("at", "5 s", "")]), grid]
-    assert [line for part in parts for line in part.lines()] == [
-        "x < y",
-        "fits   yes",
-        "       at  5 s",
-        "mode  rows/s",
-        "a<b        5",
-    ]
-    page = Page(html_of(parts))
-    assert page.texts == ["x < y", "fits", "yes", "at", "5 s", "mode", "rows/s", "a<b", "5"]
-    assert page.tags.count("table") == 3  # both entries in one, which holds another
 
 
 def test_a_batch_says_what_it_holds(dp: rx.DataParallel) -> None:

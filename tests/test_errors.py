@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from replicax import errors
 from replicax.errors import (
     MissingDependencyError,
     ReplicaxError,
-    did_you_mean,
     install_command,
     require,
 )
@@ -48,20 +46,6 @@ def test_the_family_tree_in_the_docstring_is_complete() -> None:
         if isinstance(value, type) and issubclass(value, ReplicaxError)
     }
     assert own == {name for name in own if name in (errors.__doc__ or "")}
-
-
-def test_a_package_that_is_there_is_imported() -> None:
-    assert require("json.decoder", "data") is importlib.import_module("json.decoder")
-
-
-@pytest.mark.parametrize("module", ["no_such_package", "no_such_package.inner"])
-def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
-    with pytest.raises(MissingDependencyError) as caught:
-        require(module, "data")
-    message = str(caught.value)
-    assert re.match(r"no_such_package is not\b.*installed", message)
-    assert message.endswith(install_command("data"))
-    assert "\n" not in message
 
 
 class Origin:
@@ -134,20 +118,3 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(
         require("broken_package", "data")
     assert not isinstance(caught.value, MissingDependencyError)
     sys.modules.pop("broken_package", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [
-        ("shard_mpa", " (did you mean 'shard_map'?)"),
-        ("singel", " (did you mean 'single'?)"),
-        ("xyz", ""),
-        ("", ""),
-    ],
-)
-def test_the_nearest_name_is_suggested(name: str, suggestion: str) -> None:
-    assert did_you_mean(name, ["single", "jit", "shard_map", "pmap"]) == suggestion
-
-
-def test_nothing_is_near_nothing() -> None:
-    assert did_you_mean("jit", []) == ""

@@ -20,14 +20,6 @@ def test_a_file_finds_its_neighbours_and_replaces_no_module(folder: Path) -> Non
     assert sys.path.count(str(folder)) == 1
 
 
-def test_a_file_is_run_as_it_is_now(folder: Path) -> None:
-    path = folder / "my_file.py"
-    path.write_text("VALUE = 1\n")
-    first = load_file(path, "a step")
-    path.write_text("VALUE = 23\n")
-    assert (first.VALUE, load_file(path, "a step").VALUE) == (1, 23)
-
-
 def test_a_file_that_fails_leaves_no_half_of_itself(folder: Path) -> None:
     path = folder / "my_file.py"
     path.write_text("VALUE = 1\n")

@@ -7,23 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.figures import figures
 
-from replicax.table import MARGIN, WIDTH, aligned, columns, fold_lines, for_stream, labelled
+from replicax.table import WIDTH, aligned, columns, fold_lines, for_stream, labelled
 
 NAME = "a/path/that/can-be-copied-20261125-194006.json"
-
-
-@given(st.text("ab 1", max_size=300), st.sampled_from(["", "fits", "target"]))
-def test_a_text_keeps_to_its_margin(text: str, word: str) -> None:
-    for number, each in enumerate(labelled(word, text)):
-        assert len(each) <= WIDTH
-        assert each[:MARGIN] == ("" if number else word).ljust(MARGIN)
-
-
-def test_figures_stand_below_each_other() -> None:
-    assert columns("change", [("with", "takes", ""), ("layout=fsdp", "9 GB", "it moves")]) == [
-        "change with         takes",
-        "       layout=fsdp   9 GB  it moves",
-    ]
 
 
 @given(st.text("xy ", max_size=200), st.text("xy ", max_size=200))

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.analysis.compiled import Collectives, CompiledStep, Memory, convolution_flops, inspect
+from replicax.analysis.compiled import Collectives, CompiledStep, convolution_flops, inspect
 
 ROWS, IN, HIDDEN, OUT = 64, 16, 32, 8
 MODEL = {"w1": jnp.ones((IN, HIDDEN)), "w2": jnp.ones((HIDDEN, OUT))}
@@ -57,15 +57,6 @@ def test_the_reductions_of_a_jit_loop_are_multiplied_out() -> None:
     assert reductions.count % 4 == 0
 
 
-def test_one_device_reduces_nothing() -> None:
-    assert step("single").collectives == ()
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_flops_of_one_device_are_those_of_the_hand_count(accumulate: int) -> None:
-    assert step("single", accumulate).flops == FLOPS
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_the_flops_of_a_device_are_its_share(mode: str, accumulate: int) -> None:
@@ -87,15 +78,6 @@ def test_batched_matrix_products_count_each() -> None:
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 4, 5), (3, 5, 6))]
     compiled = jax.jit(lambda a, b: a @ b).lower(*shapes).compile()
     assert inspect(compiled).flops == 2 * 3 * 4 * 5 * 6
-
-
-def test_memory_counts_the_arguments_of_a_device() -> None:
-    memory = step("shard_map").memory
-    state = 3 * GRADIENT_BYTES  # parameters, and Adam's two moments
-    batch = 4 * (IN + OUT + 1) * ROWS // 8  # with the mask; the index is not read
-    scalars = 4 * 3  # step, seed, Adam's count
-    assert memory.arguments == state + batch + scalars
-    assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
 
 
 def test_a_donated_state_is_reused() -> None:
@@ -209,11 +191,3 @@ def test_the_taps_of_a_convolution(
         image, kernel, result, f"window={{{attributes}}}, dim_labels={labels}"
     )
     assert found == 2 * math.prod(result) * seen
-
-
-def test_memory_is_none_where_the_backend_does_not_tell() -> None:
-    assert inspect(Compiled("%r = f32[8]{0} copy(%p)")).memory is None  # type: ignore[arg-type]
-
-
-def test_peak_counts_aliased_memory_once() -> None:
-    assert Memory(arguments=100, outputs=80, aliased=70, temporaries=5).peak == 115

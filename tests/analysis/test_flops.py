@@ -32,19 +32,6 @@ def test_a_convolution_counts_the_kernel_for_each_output() -> None:
     )
 
 
-def test_a_scan_counts_as_often_as_it_runs_and_recomputation_counts() -> None:
-    def chain(x: jax.Array, remat: bool) -> jax.Array:
-        def body(y: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jnp.sin(y @ x), None
-
-        each = jax.checkpoint(body, prevent_cse=False) if remat else body
-        return jnp.sum(lax.scan(each, x, None, length=5)[0])
-
-    assert flops(lambda x: chain(x, False), SQUARE) == 5 * ONE
-    assert flops(lambda x: jax.grad(chain)(x, False), SQUARE) == 15 * ONE
-    assert flops(lambda x: jax.grad(chain)(x, True), SQUARE) == 20 * ONE
-
-
 def test_of_branches_the_largest_or_the_platforms_own_counts() -> None:
     def data_decides(x: jax.Array) -> jax.Array:
         return lax.cond(x[0, 0] > 0, lambda y: y @ y, lambda y: y @ y @ y, x)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from replicax.analysis.hardware import CHIPS, CPU, GIB, Chip, Interconnect, chip_of_kind
+from replicax.analysis.hardware import CHIPS, GIB, Chip, Interconnect, chip_of_kind
 
 IDENTITY = {"name", "title", "platform", "kinds", "sources"}
 
@@ -126,13 +126,3 @@ def test_a_device_finds_its_chip_and_no_other(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA B200 MIG 1g.23gb", "NVIDIA H200 NVL", ""])
 def test_a_device_that_only_looks_like_a_known_one_has_no_chip(kind: str) -> None:
     assert chip_of_kind(kind) is None
-
-
-def test_nothing_is_claimed_of_cpu_devices() -> None:
-    assert CPU.is_kind("cpu")
-    assert (CPU.memory_bytes, CPU.inside, CPU.between, dict(CPU.flops_per_second)) == (
-        None,
-        None,
-        None,
-        {},
-    )

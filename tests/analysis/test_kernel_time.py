@@ -37,11 +37,6 @@ def reduction(name: str, asynchronous: bool = True) -> Collective:
     return Collective(name, "all-reduce", 64, 1, asynchronous, None, "", ())
 
 
-def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
-    assert kernel_roofline(COMPUTING, CHIP).seconds == 4
-    assert kernel_roofline(MOVING, CHIP).seconds == 3
-
-
 @pytest.mark.parametrize(
     ("own", "asked", "seconds"),
     [
@@ -77,10 +72,6 @@ def test_loops_in_loops_multiply() -> None:
     seconds, transfers = timeline(Schedule(steps), CHIP)
     assert seconds == 3 * 1000 * 3
     assert [each.ready_seconds for each in transfers] == [3000, 6000, 9000]
-
-
-def test_a_loop_that_does_not_run_takes_no_time() -> None:
-    assert timeline(Schedule((WhileLoop(0, (MOVING,)),)), CHIP) == (0, ())
 
 
 def test_what_limits_a_step() -> None:

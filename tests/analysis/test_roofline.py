@@ -3,7 +3,7 @@
 import pytest
 
 from replicax.analysis.hardware import CHIPS, CPU
-from replicax.analysis.roofline import roofline, roofline_seconds
+from replicax.analysis.roofline import roofline
 from replicax.errors import ConfigError
 
 V100 = CHIPS["v100"]
@@ -18,14 +18,6 @@ def test_bound_by_products() -> None:
 def test_bound_by_memory() -> None:
     told = roofline(15.7e11, 900e9, V100, "float32")
     assert (told.seconds, told.bound) == (pytest.approx(1.0), "memory")
-
-
-def test_a_program_takes_no_longer_than_its_kernels() -> None:
-    kernels = [(15.7e12, 1e9), (1e9, 900e9)]
-    each = sum(roofline(*kernel, V100, "float32").seconds for kernel in kernels)
-    assert each == pytest.approx(2.0)
-    whole = roofline_seconds(15.7e12 + 1e9, 901e9, V100, "float32")
-    assert whole == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_dtype_without_units() -> None:

@@ -94,14 +94,6 @@ ASYNCHRONOUS = (
 )
 
 
-def test_what_runs_between_start_and_end_of_a_collective() -> None:
-    (collective,) = entry(*ASYNCHRONOUS).collectives
-    assert (collective.kind, collective.bytes, collective.devices) == ("all-reduce", 32, 4)
-    assert collective.asynchronous
-    assert [each.name for each in collective.between] == ["sine", "cosine"]
-    assert collective.shapes == ("f32[8]",)
-
-
 def test_a_start_that_does_not_wait_in_the_background_is_synchronous() -> None:
     """XLA's GPU backend writes every collective as a pair."""
     first, *rest = ASYNCHRONOUS
@@ -111,13 +103,6 @@ def test_a_start_that_does_not_wait_in_the_background_is_synchronous() -> None:
     assert collective.between == ()
     assert schedule.steps[1] == Wait("start")
     assert sum(isinstance(each, Wait) for each in schedule.steps) == 1
-
-
-def test_a_plain_collective_is_synchronous() -> None:
-    schedule = entry("%sum = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add")
-    (collective,) = schedule.collectives
-    assert (collective.asynchronous, collective.between, collective.devices) == (False, (), None)
-    assert schedule.steps == (collective, Wait("sum"))
 
 
 def test_a_collective_that_nothing_waits_for_ends_with_its_computation() -> None:
@@ -320,23 +305,16 @@ def test_an_all_reduce_that_keeps_a_part_is_a_reduce_scatter() -> None:
     assert not collective.asynchronous
 
 
-def test_of_a_conditional_the_branch_with_more_products_counts() -> None:
-    schedule = entry(
-        "%c = f32[8,8]{1,0} conditional(%p, %p, %p), branch_computations={%short, %long}",
-        before="%short (a: f32[8,8]) -> f32[8,8] {\n"
-        "  %a = f32[8,8]{1,0} parameter(0)\n  ROOT %sine = f32[8,8]{1,0} sine(%a)\n}\n\n"
-        "%long (b: f32[8,8]) -> f32[8,8] {\n  %b = f32[8,8]{1,0} parameter(0)\n"
-        "  ROOT %dot = f32[8,8]{1,0} dot(%b, %b), lhs_contracting_dims={1}, "
-        "rhs_contracting_dims={0}\n}\n",
-    )
-    assert [each.name for each in schedule.kernels] == ["dot"]
-    assert schedule.flops == 2 * 8**3
-
-
-@pytest.mark.parametrize("branches", ["%keep, %change", "%change, %keep"])
+@pytest.mark.parametrize(
+    "branches",
+    [
+        "branch_computations={%keep, %change}",
+        "true_computation=%change, false_computation=%keep",  # as a predicate's are named
+    ],
+)
 def test_of_a_conditional_without_products_the_branch_that_moves_more_counts(branches: str) -> None:
     schedule = entry(
-        f"%c = f32[8,8]{{1,0}} conditional(%p, %p, %p), branch_computations={{{branches}}}",
+        f"%c = f32[8,8]{{1,0}} conditional(%p, %p, %p), {branches}",
         before="%keep (a: f32[8,8]) -> f32[8,8] {\n  ROOT %a = f32[8,8]{1,0} parameter(0)\n}\n\n"
         "%change (b: f32[8,8]) -> f32[8,8] {\n  %b = f32[8,8]{1,0} parameter(0)\n"
         "  ROOT %sine = f32[8,8]{1,0} sine(%b)\n}\n",
@@ -357,7 +335,3 @@ def test_of_a_conditional_without_products_the_branch_that_moves_more_counts(bra
 def test_instructions_that_are_not_fused(line: str, size: int) -> None:
     schedule = entry("%u = f32[2]{0} parameter(1)", "%i = s32[2]{0} parameter(2)", line)
     assert schedule.bytes == size
-
-
-def test_text_without_an_entry_does_nothing() -> None:
-    assert read_schedule("") == Schedule(())

@@ -78,19 +78,6 @@ def test_the_collectives_are_those_of_the_inspection(mode: str, layout: str) -> 
     assert found == {each.kind: (each.count, each.bytes) for each in inspect(step).collectives}
 
 
-def test_the_bytes_of_a_loop_grow_with_its_layers_and_not_with_their_square() -> None:
-    def run(weights: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
-
-    def bytes_of(layers: int) -> int:
-        shapes = ((layers, 64, 64), (8, 64))
-        arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return read_schedule(jax.jit(run).lower(*arguments).compile().as_text() or "").bytes
-
-    four, eight, sixteen = (bytes_of(layers) for layers in (4, 8, 16))
-    assert sixteen - eight == 2 * (eight - four)
-
-
 def test_of_a_pipeline_the_ticks_that_work_count() -> None:
     """A conditional computes in 3 of 5 ticks; the code outside it runs in all."""
 

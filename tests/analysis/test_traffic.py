@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from replicax.analysis.collectives import sums_bytes, wire_bytes, wire_bytes_of_all_reduce
+from replicax.analysis.collectives import sums_bytes, wire_bytes
 from replicax.analysis.compiled import Collectives
 
 
@@ -20,11 +20,6 @@ from replicax.analysis.compiled import Collectives
 )
 def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
     assert wire_bytes(Collectives(kind, 1, size), 4) == sent
-
-
-def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce() -> None:
-    parts = Collectives("reduce-scatter", 1, 100), Collectives("all-gather", 1, 400)
-    assert sum(wire_bytes(each, 4) for each in parts) == wire_bytes_of_all_reduce(400, 4)
 
 
 def test_sums_are_float32_at_least() -> None:

@@ -1,6 +1,5 @@
 """The cases that are measured, and the reasons for those left out."""
 
-import dataclasses
 import re
 
 import pytest
@@ -14,10 +13,8 @@ from replicax.bench.cases import (
     device_counts,
     notes_on_cases,
     possible_modes,
-    usual_modes,
 )
 from replicax.bench.machine import notes_on_machine, notes_on_neighbours
-from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 
 
@@ -46,20 +43,10 @@ def test_rows_that_do_not_divide_are_rounded_up_and_noted() -> None:
     assert re.fullmatch(r"30 rows .*padded to 32 on 4 devices", notes[1])
 
 
-def test_one_device_count_has_no_weak_scaling() -> None:
-    assert all_cases(30, (4,), ["jit"], weak=True) == [BenchCase("jit", 4, 30, ("strong",))]
-
-
 def test_a_source_that_cannot_be_cut_has_no_weak_scaling() -> None:
     cases = all_cases(32, (1, 2), ["jit"], weak=False)
     assert {case.scalings for case in cases} == {("strong",)}
     assert len(cases) == 2
-
-
-def test_a_batch_too_small_for_the_micro_batches_is_refused() -> None:
-    cases = all_cases(8, (1, 4), ["jit"], weak=True)
-    with pytest.raises(ConfigError, match="8 rows on 4 replicas x 3 micro-batches"):
-        notes_on_cases(8, cases, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,42 +69,12 @@ def test_device_counts_that_cannot_be_are_refused(devices: tuple[int, ...], says
         device_counts(devices, 8, "cpu")
 
 
-def test_device_counts_are_sorted_and_unique() -> None:
-    assert device_counts([4, 1, 4], 8, "cpu") == (1, 4)
-
-
 def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
     kept, notes = possible_modes(["single", "jit", "pmap"], (1, 2), "fsdp")
     assert kept == ["jit"]
     assert all("skipped: " in note for note in notes)
     assert [note.split()[0] for note in notes] == ["single", "pmap"]
     assert "mode='pmap' with layout='fsdp'" in notes[1]
-
-
-def test_single_is_left_out_where_one_device_is_not_measured() -> None:
-    kept, notes = possible_modes(["single", "jit"], (2, 4))
-    assert kept == ["jit"]
-    assert re.match(r"single .*skipped: mode='single' .*2 devices", notes[0])
-
-
-def test_modes_that_cannot_take_a_reduction_are_left_out_with_the_reason() -> None:
-    kept, notes = possible_modes(["jit", "shard_map", "exact"], (1, 2), reduction="bfloat16")
-    assert kept == ["shard_map", "exact"]
-    (note,) = notes
-    assert re.match(r"jit .*skipped: reduction='bfloat16'", note)
-
-
-def test_a_mode_that_is_added_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = usual_modes()
-    assert usual == ["single", "jit", "shard_map", "pmap"]
-    two = dataclasses.replace(MODES["jit"], name="two", most_devices=2)
-    monkeypatch.setitem(MODES, "two", two)
-    assert usual_modes() == [*usual, "two"]
-    counts = [(case.devices, case.scalings) for case in all_cases(8, (1, 2, 4), ["two"], weak=True)]
-    assert counts == [(1, ("strong",)), (1, ("weak",)), (2, ("strong",)), (2, ("weak",))]
-    kept, notes = possible_modes(["two", "jit"], (4, 8))
-    assert kept == ["jit"]
-    assert re.match(r"two .*skipped: mode='two' .*4 devices", notes[0])
 
 
 def test_no_mode_left_is_refused() -> None:

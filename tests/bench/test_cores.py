@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.figures import refused
 
 from replicax.bench import machine
-from replicax.bench.machine import Neighbours, check_cores, only_cores, own_cores
-from replicax.errors import ConfigError
+from replicax.bench.machine import Neighbours, only_cores, own_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
 
@@ -79,23 +77,6 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
     monkeypatch.setattr(machine, "CPU_TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert own_cores() == [0, 2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("devices", "system", "says"), [(3, "linux", "pin on 2 cores"), (1, "darwin", "pin on darwin")]
-)
-def test_what_cannot_be_pinned_is_refused(
-    devices: int, system: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
-    monkeypatch.setattr(sys, "platform", system)
-    with refused(ConfigError, says):
-        check_cores("pin", devices)
-
-
-def test_as_many_devices_as_cores_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
-    check_cores("pin", 2)
 
 
 def test_neighbours_are_all_that_is_busy_but_this_process_and_its_children(

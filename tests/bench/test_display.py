@@ -30,8 +30,3 @@ def test_a_terminal_without_rich_gets_plain_lines(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     Display(True).show("round 1/1", 1.0)
     assert capsys.readouterr().out == "round 1/1 · about 1.0 s left\n"
-
-
-def test_nothing_is_shown_where_nothing_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    Display(False).show("round 1/1", 1.0)
-    assert capsys.readouterr().out == ""

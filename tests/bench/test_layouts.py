@@ -64,16 +64,6 @@ def at_most(sizes: int, axis: str) -> Callable[[BenchCase], None]:
     return check
 
 
-@pytest.mark.parametrize(
-    ("name", "most", "found"),
-    [("model", 8, "model=8"), ("model", 4, "data=2 model=4"), ("stages", 2, "data=4 stages=2")],
-)
-def test_an_axis_takes_the_most_devices_that_can(name: str, most: int, found: str) -> None:
-    check = at_most(most, "stage" if name == "stages" else name)
-    cases, notes = cases_of_layouts([name], ["jit"], [8], 8, RULES, check)
-    assert ([str(case.placed) for case in cases], notes) == ([found], [])
-
-
 def test_replicas_are_counted_without_the_axes_of_a_replica() -> None:
     cases, _ = cases_of_layouts(["replicated", "model"], ["jit"], [8], 9, RULES, lambda _: None)
     assert [case.replicas for case in cases] == [8, 1]
@@ -92,11 +82,6 @@ def test_on_one_device_all_layouts_are_one_case_and_none_is_there_twice() -> Non
     ]
 
 
-def test_impossible_cases_are_left_out_with_the_reason_of_the_widest() -> None:
-    with pytest.raises(ConfigError, match=r"jit model .* 8 devices .*skipped: model=8"):
-        cases_of_layouts(["model"], ["jit"], [8], 8, RULES, at_most(1, "model"))
-
-
 @pytest.mark.parametrize(
     ("layouts", "devices", "says"),
     [
@@ -113,21 +98,6 @@ def test_layouts_that_mean_nothing_are_refused(layouts: Any, devices: Any, says:
 @pytest.fixture(scope="module")
 def result() -> Bench:
     return run("replicated", "zero1", "fsdp", "model", "stages", layout=RULES)
-
-
-def test_every_layout_is_measured_beside_one_device(result: Bench) -> None:
-    found = [(case.name, case.devices, case.rows_per_device) for case in result.cases]
-    assert found == [
-        ("jit data", 1, 8),
-        ("jit data", 2, 4),
-        ("jit zero1", 2, 4),
-        ("jit fsdp", 2, 4),
-        ("jit model=2", 2, 8),
-    ]
-    assert result.compares_layouts
-    assert result.layout == "data, zero1, fsdp, model=2"
-    assert re.match(r"jit stages .* 2 devices .*skipped: ", result.notes[0])
-    assert all(case.scalings == ("strong",) for case in result.cases)
 
 
 def test_a_speedup_is_over_one_device(result: Bench) -> None:

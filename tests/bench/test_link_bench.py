@@ -66,16 +66,6 @@ def made_up_case() -> tuple[tuple[float, ...], list[LinkCase]]:
     return _cases(2, [method], runs, PARAMETERS, lambda *_: 0.84)
 
 
-def test_utilization_is_the_time_alone_over_the_time_with_an_exchange() -> None:
-    alone, [case] = made_up_case()
-    assert alone == pytest.approx((0.1, 0.1))
-    assert case.step_seconds == pytest.approx((0.125, 0.125))
-    assert case.utilization == pytest.approx((0.8, 0.8))
-    assert case.bytes_per_step == 20
-    assert case.own_seconds_per_step == pytest.approx(0.15 / 30)
-    assert case.forecast_with_own == pytest.approx(1 / (1 / 0.84 + 0.05))
-
-
 def made_up_bench() -> LinkBench:
     alone, cases = made_up_case()
     return LinkBench(

@@ -144,50 +144,9 @@ def test_every_byte_of_a_chain_of_products_is_counted() -> None:
     assert not timeline.measured
 
 
-def test_a_loop_takes_its_memory_again_in_every_turn() -> None:
-    def turns(state: jax.Array, x: jax.Array) -> jax.Array:
-        def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return (x @ state) @ state.T, None
-
-        return jax.lax.scan(body, x, None, length=7)[0]
-
-    step = compile_with_memory(jax.jit(turns).lower(jnp.ones((16, 512)), jnp.ones((64, 16))))
-    wide = memory_timeline(*step).bytes >= 4 * 512 * (16 + 64)
-    assert np.count_nonzero(wide[1:] & ~wide[:-1]) + int(wide[0]) == 7
-
-
-@pytest.mark.parametrize(
-    ("mode", "phases"),
-    [("shard_map", PHASES), ("jit", PHASES), ("single", (FORWARD, BACKWARD, UPDATE))],
-)
-def test_a_step_goes_through_the_phases_in_order(mode: str, phases: tuple[str, ...]) -> None:
-    # By first and by last appearance: XLA adds up the loss after the backward pass has begun.
-    found = memory_timeline(*compiled("plain", mode)).phase
-    assert tuple(dict.fromkeys(found)) == phases
-    assert tuple(dict.fromkeys(reversed(found))) == phases[::-1]
-
-
 def test_micro_batches_go_forward_and_backward_in_turn() -> None:
     expected = [*[FORWARD, BACKWARD] * 4, REDUCTION, UPDATE]
     assert order(memory_timeline(*compiled("scan, remat", accumulate=4))) == expected
-
-
-def test_activations_are_built_up_forward_and_released_backward() -> None:
-    many = {"x": np.ones((4096, WIDTH), np.float32)}  # more activations than parameters
-    step = data_parallel("plain", mode="shard_map").lower(model(), many)
-    timeline = memory_timeline(*compile_with_memory(step))
-    phase = np.asarray(timeline.phase)
-    forward, backward = (timeline.bytes[phase == name] for name in (FORWARD, BACKWARD))
-    assert forward[-1] - forward[0] > 0.5 * (timeline.peak - forward[0])
-    assert backward[-1] < forward[-1]
-
-
-def test_steps_follow_one_another() -> None:
-    one, two = (memory_timeline(*compiled("plain"), steps=steps) for steps in (1, 2))
-    assert two.steps == (0.0, one.edges[-1])
-    assert two.edges[-1] == 2 * one.edges[-1]
-    assert order(two) == 2 * order(one)
-    assert list(two.bytes) == [*one.bytes, *one.bytes]
 
 
 def test_several_kernels_of_an_instruction_are_one_execution() -> None:

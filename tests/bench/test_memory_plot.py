@@ -1,6 +1,5 @@
 """The picture of memory over time shows what its timeline holds."""
 
-import sys
 from pathlib import Path
 
 import matplotlib.colors
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 from support.tiers import exhaustive
 
-from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
+from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, REDUCTION, UPDATE, Timeline
 from replicax.bench.memory_plot import COLOURS, STATE_COLOUR, draw_memory
-from replicax.errors import MissingDependencyError
 
 MIB = 1 << 20
 
@@ -63,19 +61,6 @@ def test_areas_are_in_proportion_to_bytes_and_seconds(tmp_path: Path) -> None:
     assert share(image, STATE_COLOUR) > share(image, COLOURS[FORWARD])
 
 
-def test_a_legend_names_the_phases_that_there_are(tmp_path: Path) -> None:
-    image = draw(timeline(USUAL), tmp_path)
-    for name in PHASES:
-        assert share(image[:60], COLOURS[name]) > 1e-4
-    alone = draw(timeline(USUAL[:2]), tmp_path)
-    assert share(alone, COLOURS[REDUCTION]) == 0
-
-
-def test_a_phase_too_short_for_its_area_is_in_the_legend(tmp_path: Path) -> None:
-    image = draw(timeline([*USUAL[:2], (REDUCTION, 1e-7, 60 * MIB), USUAL[3]]), tmp_path)
-    assert share(image[:60], COLOURS[REDUCTION]) > 1e-4
-
-
 def test_a_short_peak_is_seen_and_a_short_gap_is_not(tmp_path: Path) -> None:
     def dark(height: slice, between: int) -> int:
         """Columns in which the curve passes through part of the height."""
@@ -113,11 +98,3 @@ def test_any_timeline_is_drawn(data: Timeline, tmp_path: Path) -> None:
 @pytest.mark.parametrize("title", ["costs $5 and $", "a_b^c", "50 % {x}"])
 def test_a_title_is_text(title: str, tmp_path: Path) -> None:
     draw_memory(timeline(USUAL), tmp_path / "title.png", title)
-
-
-def test_without_matplotlib_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"matplotlib.*\[cli\]"):
-        draw_memory(timeline(USUAL), tmp_path / "memory.png", "none")

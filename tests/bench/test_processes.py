@@ -86,13 +86,6 @@ def test_text_and_pictures_speak_of_processes(tmp_path: Path) -> None:
     assert '"scaled_over": "processes"' in paths[0].read_text()
 
 
-def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_processes(lambda count, _: part(count, 0.1), (1, 2), rounds=1)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "round 1/1: 1 process"
-    assert second.startswith("round 1/1: 2 processes · about ")
-
-
 def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", "linux")

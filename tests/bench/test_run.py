@@ -19,7 +19,7 @@ from replicax.bench import machine, runner
 from replicax.bench import run as run_module
 from replicax.bench.bench_result import Bench
 from replicax.bench.run import bench
-from replicax.bench.runner import own_peak, steps_in_a_run
+from replicax.bench.runner import own_peak
 from replicax.errors import ConfigError, LossError
 
 __all__ = ["short"]
@@ -52,15 +52,6 @@ def test_every_mode_is_measured_in_every_round(result: Bench) -> None:
         assert case.tokens_per_second is None
 
 
-def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
-    (two,) = [case for case in result.cases if (case.mode, case.devices) == ("shard_map", 2)]
-    assert two.collective_count == 1
-    assert two.sent_bytes == MODEL_BYTES + 8  # and the loss with its weight
-    assert two.least_sent_bytes == MODEL_BYTES == result.parameter_bytes
-    single = result.cases[0]
-    assert (single.mode, single.collectives, single.least_sent_bytes) == ("single", (), 0)
-
-
 def test_a_rounded_gradient_is_half_the_bytes() -> None:
     result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16", mode="shard_map")
     (case,) = result.cases
@@ -90,17 +81,6 @@ def test_flops_are_of_all_devices(result: Bench) -> None:
     assert all(case.share_of_product for case in result.cases)
 
 
-def test_efficiency_is_relative_to_one_device_of_the_same_mode(result: Bench) -> None:
-    strong = {(case.mode, case.devices): case for case in result.scaling("strong")}
-    one, two = strong["jit", 1], strong["jit", 2]
-    expected = [
-        a / (2 * b) for a, b in zip(one.seconds_per_step, two.seconds_per_step, strict=True)
-    ]
-    assert two.efficiency["strong"] == pytest.approx(expected)
-    assert one.efficiency["strong"] == (1.0, 1.0)
-    assert [case.global_batch for case in result.scaling("weak") if case.mode == "jit"] == [4, 8]
-
-
 def test_only_real_rows_are_counted() -> None:
     """Epochs of 8, 8 and 4 rows: a run of 3 steps has each of them once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -112,31 +92,10 @@ def test_only_real_rows_are_counted() -> None:
     assert case.tokens_per_second == tuple(5 * rate for rate in case.rows_per_second)
 
 
-def test_a_batch_that_does_not_divide_is_padded_and_noted() -> None:
-    result = run(batch_size=7, devices=(2,), modes=["jit", "shard_map"])
-    assert [(case.rows_per_device, case.padded_rows) for case in result.cases] == [(4, 1)] * 2
-    assert any(re.fullmatch("7 rows .*padded to 8 on 2 devices", note) for note in result.notes)
-
-
-def test_a_layout_leaves_modes_out_with_a_note() -> None:
-    result = run(layout="zero1", devices=(2,), modes=["pmap", "jit"])
-    assert [case.mode for case in result.cases] == ["jit"]
-    assert result.cases[0].least_sent_bytes is None
-    assert re.match(r"pmap .*skipped: mode='pmap' with layout='zero1'", result.notes[0])
-
-
 def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
     result = run(source=[SOURCE, SOURCE], batch_size=ROWS, modes=["jit"])
     assert result.scaling("weak") == []
     assert any(note.startswith("no weak") for note in result.notes)
-
-
-def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    run(modes=["jit"], progress=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "compiling 1/3: jit on 1 device"
-    assert lines[2].startswith("compiling 3/3: jit on 2 devices · about ")
-    assert [line.split(" · ")[0] for line in lines[3:]] == ["round 1/2", "round 2/2"]
 
 
 @pytest.mark.parametrize(
@@ -212,14 +171,6 @@ def test_an_error_ends_threads_and_frees_cores(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(LossError, match=r"loss is\b.* nan"):
         bench(parallel(broken), MODEL, SOURCE, batch_size=4, devices=(1,), progress=False)
     assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 2), (0.025, 10), (1e-5, 50)])
-def test_a_run_takes_about_a_quarter_of_a_second(
-    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "RUN_SECONDS", 0.25)
-    assert steps_in_a_run(seconds) == steps
 
 
 @pytest.mark.parametrize(

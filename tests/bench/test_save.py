@@ -105,21 +105,6 @@ def test_an_efficiency_above_100_percent_is_marked_and_notes_are_in_the_picture(
     assert any(line.startswith("*: ") for line in table) is marked
 
 
-def test_modes_are_drawn_in_their_colours(tmp_path: Path) -> None:
-    import matplotlib.image
-    import numpy as np
-
-    *_, picture = write_bench(scaled(1, 2, 4), tmp_path)
-    image = matplotlib.image.imread(picture)
-    assert image[0, 0, 3] == 0  # no background
-    image = image[..., :3]
-    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
-        near = np.all(np.abs(image - np.array(colour) / 255) < 0.05, axis=-1)
-        half = image.shape[1] // 2
-        assert near[:, :half].sum() > 200
-        assert near[:, half:].sum() > 200
-
-
 def test_without_matplotlib_the_text_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

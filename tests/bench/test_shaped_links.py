@@ -12,7 +12,6 @@ from replicax.bench.shaped_links import (
     NoNamespacesError,
     RelayLinks,
     ShapedLinks,
-    shaped_links,
 )
 
 RATE = 4e6
@@ -97,10 +96,3 @@ def test_namespaces_leave_nothing_behind(namespaces: NamespaceLinks) -> None:
     devices = subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
     assert "uplink" not in devices
     assert "port0" not in devices
-
-
-def test_a_relay_is_used_if_asked_for() -> None:
-    links, why = shaped_links(2, RATE, relay=True)
-    links.close()
-    assert isinstance(links, RelayLinks)
-    assert why

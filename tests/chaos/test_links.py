@@ -56,9 +56,3 @@ def test_a_trap_can_end_the_connection_between_two_bytes(ends: Ends) -> None:
     dialled.sendall(b"abcd")
     assert reached.recv(4) == b"ab"
     assert dialled.recv(1) == b""
-
-
-def test_a_cut_wire_ends_its_connections(ends: Ends) -> None:
-    wire, dialled, reached = ends
-    wire.cut()
-    assert dialled.recv(1) == reached.recv(1) == b""

@@ -20,47 +20,6 @@ from replicax import cli
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def test_a_users_recipe_trains(main: Main, folder: Path) -> None:
-    (folder / "my_recipe.py").write_text(RECIPE)
-    out = done(
-        main, "train", "my_recipe.py:Mine", "--offset", "0.5", "--log-every", "1", "--run", "mine"
-    )
-    assert "epoch  48 rows in 3 batches" in out
-    assert "\ndone: 6 steps, 96 rows in " in out
-    assert out.endswith(
-        "see    runs/mine/ (config.json, records.jsonl, curves.png, checkpoints/)\n"
-    )
-    assert "\x1b" not in out
-    config = json.loads((folder / "runs/mine/config.json").read_text())
-    assert config["recipe"] == "my_recipe.py:Mine"
-    assert config["fields"]["offset"] == 0.5
-    assert config["options"]["log_every"] == 1
-    records = (folder / "runs/mine/records.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in records if '"train"' in line]
-    assert steps == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("flags", "mesh"),
-    [
-        (["--devices", "3"], "3 cpu devices · 3 replicas · mode jit"),
-        (["--mode", "single"], "1 cpu device · 1 replica · mode single"),
-        (["--mode", "shard_map", "--accumulate", "2"], "8 replicas · mode shard_map"),
-        (["--layout", "fsdp"], "layout fsdp"),
-    ],
-)
-def test_flags_choose_devices_mode_and_layout(flags: list[str], mesh: str, main: Main) -> None:
-    out = done(main, *REGRESSION, "--batch-size", "48", *flags)
-    assert mesh in out
-    assert "done: 1 steps, 48 rows" in out
-
-
-def test_underscores_in_flags_are_dashes(main: Main) -> None:
-    out = done(main, "train", "linear_regression", "--batch_size=24", "--steps=2")
-    assert "batch  24 rows" in out
-    assert "done: 2 steps, 48 rows" in out
-
-
 def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--run", "once")[0] == 0
     before = (folder / "runs/once/records.jsonl").read_bytes()
@@ -89,12 +48,6 @@ def test_a_run_is_a_folder_in_runs(main: Main, folder: Path) -> None:
         line = refusal(main, *REGRESSION, f"--save-minutes={minutes}")
         assert f"--save-minutes {minutes}; " in line
     assert not (folder / "runs").exists()
-
-
-def test_the_default_run_folder_has_the_recipes_name(main: Main, folder: Path) -> None:
-    assert main(*REGRESSION)[0] == 0
-    (run,) = (folder / "runs").iterdir()
-    assert re.fullmatch(r"linear_regression-\d{8}-\d{6}", run.name)
 
 
 def test_a_run_that_diverges_fails_with_its_cause(main: Main) -> None:
@@ -129,22 +82,6 @@ def test_a_syntax_error_in_a_recipe_shows_where(main: Main, folder: Path) -> Non
     assert "my_syntax.py" in err
 
 
-def test_show_sharding_draws_state_and_batch(main: Main) -> None:
-    plain = done(main, *REGRESSION, "--devices", "2", "--run", "plain")
-    out = done(main, *REGRESSION, "--devices", "2", "--run", "drawn", "--show-sharding")
-    lines = out.splitlines()
-    assert set(plain.splitlines()[:3]) < set(lines)
-    start = next(place for place, line in enumerate(lines) if line.startswith("shards "))
-    assert [line.strip("│ ") for line in lines[start + 1 : start + 11] if "CPU" in line] == [
-        "CPU 0,1",
-        "CPU 0",
-        "CPU 1",
-    ]
-    assert "batch  64 rows  P('data')" in lines[start:]
-    assert any(line.startswith("compiling") for line in lines[start:])
-    assert "┌" not in plain
-
-
 def test_show_sharding_reads_no_source_twice(main: Main, folder: Path) -> None:
     (folder / "my_stream.py").write_text(
         RECIPE.replace("epochs: int = 2", "epochs: int = 1")
@@ -164,21 +101,6 @@ class TestProcess:
     @pytest.fixture
     def environment(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-
-    def test_devices_are_made_to_order(self, environment: dict[str, str], folder: Path) -> None:
-        (folder / "my_recipe.py").write_text(RECIPE)
-        done = subprocess.run(
-            [sys.executable, "-m", "replicax", "train", "my_recipe.py:Mine", "--devices", "6"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "mesh   6 cpu devices · 6 replicas" in done.stdout
-        assert re.search(r"^batch  16 rows, .* 18, 6 replicas x 3 rows$", done.stdout, re.M)
-        assert "\x1b" not in done.stdout
-        assert "\r" not in done.stdout
 
     def test_a_user_error_is_the_exit_code_of_the_process(
         self, environment: dict[str, str]

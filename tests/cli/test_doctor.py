@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Main, done
-from support.figures import assert_mentions, figures
+from support.command_line import Main
+from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE, only
 from support.waiting import HANG_SECONDS
 
@@ -37,16 +37,6 @@ FAST = ["--largest-mb", "0.1", "--timeout", "240"]
 def verdicts(out: str) -> list[str]:
     """Return the verdict of each row of a table."""
     return re.findall(r" (ok|warning|problem|skipped)$", out, re.MULTILINE)
-
-
-def test_alone(main: Main, folder: Path) -> None:
-    out = done(main, "doctor", *FAST)
-    assert max(map(len, out.splitlines())) <= 80
-    assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
-    assert re.fullmatch(r"no problem\b.*", out.splitlines()[-1])
-    assert figures(out.splitlines()[-1]) == []
-    assert "8 cpu devices" in out
-    assert list(folder.iterdir()) == []
 
 
 def test_json_has_the_verdicts_of_the_table(main: Main, folder: Path) -> None:

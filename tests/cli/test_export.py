@@ -8,32 +8,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.command_line import Main, done, refusal
+from support.command_line import Main, refusal
 from support.recipe_runs import MLP, Ended, train
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.recipes import transformer
-
-
-def test_parameters_have_their_dotted_paths(
-    main: Main, there: dict[str, Ended], folder: Path
-) -> None:
-    file = folder / "mlp.safetensors"
-    out = done(main, "export", "mlp", file)
-    assert f"{file}: 714 numbers in 6 tensors" in out
-    params = there["mlp"].result.state.params
-    wanted = {
-        f"{layer}.{name}": np.asarray(array)
-        for layer, arrays in params.items()
-        for name, array in arrays.items()
-    }
-    found = load_file(file)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert list(folder.iterdir()) == [file]
 
 
 def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], folder: Path) -> None:

@@ -5,14 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from support.command_line import Main, done
 
-import replicax as rx
 from replicax.cli import train as command
-from replicax.core.ground.job import Alone
-from replicax.recipes.linear_regression import LinearRegression
 
 LINE = [
     *("train", "mlp", "--layers", "6", "--hidden", "64", "--rows", "1024", "--batch-size", "1024"),
@@ -47,20 +43,3 @@ def test_train_takes_as_few_as_fit_and_says_so(main: Main, folder: Path) -> None
     out = done(main, *LINE, "--run", "b", "--accumulate", "2")
     assert options(folder, "b")["accumulate"] == 2
     assert "parts " not in out
-
-
-def test_a_batch_that_fits_is_one(main: Main, folder: Path) -> None:
-    out = done(main, *LINE, "--run", "a")
-    assert options(folder, "a")["accumulate"] == 1
-    assert "parts " not in out
-
-
-@pytest.mark.usefixtures("small")
-def test_batches_that_are_there_but_once_are_not_looked_at() -> None:
-    recipe = LinearRegression()
-    dp = rx.DataParallel(recipe.loss, recipe.optimizer(), mode="single")
-    stream = iter([1, 2])
-    model = recipe.model(jax.random.key(0))
-    left = command.in_micro_batches(dp, model, stream, 20_000, Alone())
-    assert left.accumulate == 1
-    assert list(stream) == [1, 2]

@@ -24,14 +24,6 @@ def test_a_field_named_as_an_option_is_refused(field: str, main: Main, folder: P
     assert field in refusal(main, "train", "my_clash.py:Mine", "--steps", "1")
 
 
-def test_a_field_without_a_default_is_asked_for(main: Main, folder: Path) -> None:
-    (folder / "my_need.py").write_text(
-        RECIPE.replace("offset: float = 0.0", "offset: float = dataclasses.field(kw_only=True)")
-    )
-    assert "--offset" in refusal(main, "train", "my_need.py:Mine")
-    assert main("train", "my_need.py:Mine", "--offset", "1")[0] == 0
-
-
 PRESETS = """
     presets: ClassVar = {"small": {"points": 16, "epochs": 1}, "odd": {"offset": 3.5}}
 """
@@ -41,29 +33,6 @@ PRESETS = """
 def with_presets(folder: Path) -> str:
     (folder / "my_presets.py").write_text("from typing import ClassVar\n" + RECIPE + PRESETS)
     return "my_presets.py:Mine"
-
-
-@pytest.mark.parametrize(
-    ("flags", "preset", "fields"),
-    [
-        (["--preset", "small"], "small", {"points": 16, "epochs": 1, "offset": 0.0}),
-        (["--preset=odd", "--points", "32"], "odd", {"points": 32, "epochs": 2, "offset": 3.5}),
-        (["--epochs", "3", "--preset", "small"], "small", {"points": 16, "epochs": 3}),
-        ([], None, {"points": 48, "epochs": 2, "offset": 0.0}),
-    ],
-)
-def test_flags_go_on_top_of_a_preset(
-    flags: list[str],
-    preset: str | None,
-    fields: dict[str, float],
-    with_presets: str,
-    main: Main,
-    folder: Path,
-) -> None:
-    assert main("train", with_presets, *flags, "--run", "run")[0] == 0
-    config = json.loads((folder / "runs/run/config.json").read_text())
-    assert config["preset"] == preset
-    assert {name: config["fields"][name] for name in fields} == fields
 
 
 def test_help_shows_the_presets_and_their_values(with_presets: str, main: Main) -> None:
@@ -155,9 +124,3 @@ def test_an_optional_flag_shows_its_type_and_takes_none(main: Main) -> None:
     assert "{None}" not in out
     assert parse("launch", LaunchOptions, ["--processes", "3"]).processes == 3
     assert parse("launch", LaunchOptions, ["--processes", "None"]).processes is None
-
-
-@pytest.mark.parametrize("name", ["batch_size", "epochs"])
-def test_a_run_without_rows_or_epochs_is_refused(name: str, main: Main) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    assert f"{flag} 0; " in refusal(main, "train", "lenet", flag, "0")

@@ -1,12 +1,9 @@
 """The help of the command line and of each command."""
 
 import re
-from pathlib import Path
 
 import pytest
-from support.command_line import RECIPE, Main, done
-
-from replicax import cli
+from support.command_line import Main, done
 
 
 def test_recipes_lists_each_with_what_it_is(main: Main) -> None:
@@ -46,13 +43,6 @@ def test_every_command_has_help(command: str, words: list[str], main: Main) -> N
     assert [word for word in words if word not in out] == []
 
 
-def test_help_of_a_recipe_lists_its_flags_and_the_options(main: Main, folder: Path) -> None:
-    (folder / "my_recipe.py").write_text(RECIPE)
-    out = done(main, "train", "my_recipe.py:Mine", "--help")
-    for word in ("A line of mine.", "--offset", "Added to nothing", "--batch-size", "--devices"):
-        assert word in out
-
-
 FLAGS = """
 accept-changes accumulate audit-every config delay devices dump-hlo early-stopping epochs
 eval-at-start eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help
@@ -72,11 +62,6 @@ def test_train_has_no_flag_that_nobody_asked_for(main: Main) -> None:
     of_recipe = set(re.findall(r"\w+", "batch_size hidden inputs layers learning_rate rows"))
     known = flags("train", "mlp") - {name.replace("_", "-") for name in of_recipe}
     assert {name for name in known if not name.startswith("no-")} == set(FLAGS.split())
-
-
-def test_help_is_a_code_and_no_exit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "linear_regression", "--help"]) == 0
-    assert "--points" in capsys.readouterr().out
 
 
 def test_version(main: Main) -> None:

@@ -3,14 +3,13 @@
 import dataclasses
 import inspect
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 from plan.plans import make_plan
-from support.command_line import RECIPE, Main, done, refusal
+from support.command_line import Main, done, refusal
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE, only
 
@@ -65,30 +64,6 @@ def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
     near = refusal(main, "plan", *LINE, "--target", "gtx1070:4")
     assert "'gtx1070ti'" in near
     assert "a100-80" not in near
-
-
-def test_a_users_recipe(main: Main) -> None:
-    Path("my_recipe.py").write_text(RECIPE)
-    out, written = planned(main, "my_recipe.py:Mine", *H100, "--batch-size", 32)
-    assert written["about"]["batch_size"] == 32
-    assert written["about"]["recipe"] == "my_recipe.py:Mine"
-    assert not written["asked"]["compiled"]
-    assert "by formula" in out
-
-
-def test_the_axes_of_a_mesh(main: Main) -> None:
-    axes = ("--model-parallel", 2, "--stages", 2, "--accumulate", 4)
-    out, written = planned(main, "mlp", "--layers", 5, *H100, *axes)
-    assert written["mesh"] == {"data": 2, "model": 2, "stage": 2}
-    assert written["speeds"][0]["bubble"] == 1 / 5
-    assert "data 2 · model 2 · stage 2" in " ".join(out.split())
-    assert re.search(r"rows\b.*\breplica", out)
-
-
-def test_the_folder_has_a_name_of_its_own(main: Main) -> None:
-    shown(main, *LINE, *H100)
-    (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("plan-linear_regression-")
 
 
 def test_json_alone_on_standard_output(main: Main) -> None:

@@ -34,10 +34,6 @@ def islands_of(*flags: str, job: Any = None) -> rx.Islands | None:
     return options.islands.rounds(None, job or Alone()).get("islands")
 
 
-def test_without_every_there_are_no_rounds() -> None:
-    assert islands_of() is None
-
-
 def test_the_flags_are_those_of_islands() -> None:
     flags = ["--every", "30", "--send", "int4", "--fragments", "2", "--delay", "5"]
     assert islands_of(*flags) == rx.Islands(30, "int4", fragments=2, delay=5)
@@ -66,12 +62,6 @@ def test_the_number_of_islands_of_the_job_decides_the_rate() -> None:
     islands = islands_of("--every", "30", "--outer-momentum", "0.9", job=job)
     assert isinstance(islands.outer, OuterSGD)
     assert islands.outer.rate == 0.6
-
-
-def test_help_has_the_codecs(main: Main) -> None:
-    _, out, _ = main("train", "mlp", "--help")
-    text = " ".join(out.replace("│", " ").split())
-    assert f"--send {{{','.join(CODECS)}}}" in text
 
 
 def test_a_run_is_opened_with_its_outer_parameters(

@@ -1,14 +1,13 @@
 """`replicax runs`: a table of runs, whole ones and broken ones."""
 
 import itertools
-import json
 import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import REGRESSION, Main, done, refusal
+from support.command_line import Main, done, refusal
 from support.figures import assert_mentions
 from support.recipe_runs import Ended, train
 from support.resumable import data_parallel, fit, rows
@@ -131,37 +130,8 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     assert re.fullmatch(r"5 runs in .*, and 1 other folder", out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("columns", [80, 40])
-def test_long_names_are_whole_and_lines_fit(
-    main: Main,
-    there: dict[str, Ended],
-    folder: Path,
-    columns: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    long = "gpt2-with-a-name-that-goes-20261115-1015"
-    shutil.copytree(there["gpt2"].folder, folder / "runs" / long)
-    config = json.loads((folder / "runs" / long / "config.json").read_text())
-    del config["checksum"]
-    config["recipe"] = "my_recipes/of_last_year.py:Works"
-    (folder / "runs" / long / "config.json").write_text(json.dumps(config))
-    shutil.copytree(there["mlp"].folder, folder / "runs/broken")
-    (folder / "runs/broken/config.json").write_text("")
-    os.chdir(folder)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    out = done(main, "runs")
-    assert max(map(len, out.splitlines())) <= columns
-    assert long in out.splitlines()
-    assert config["recipe"] in out.split()
-
-
 def test_where_nothing_is(main: Main, folder: Path) -> None:
     assert re.search(r"no folder\b.*\bruns\b", refusal(main, "runs"))
     code, out, _ = main("runs", folder)
     assert (code, out) == (0, f"0 runs in {folder}, and 0 other folders\n")
     assert re.search(r"nowhere is .*folder", refusal(main, "runs", "nowhere"))
-
-
-def test_a_run_just_made_is_there(main: Main) -> None:
-    assert main(*REGRESSION, "--run", "just-now")[0] == 0
-    assert listed(main("runs")[1])["just-now"]["saved"] == "now"

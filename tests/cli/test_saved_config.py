@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import RECIPE, REGRESSION, Main, done, refusal
+from support.command_line import RECIPE, Main, done, refusal
 
 FIELDS = """
     root: Path | None = None
@@ -76,14 +76,6 @@ def test_a_run_goes_on_with_another_split(main: Main, folder: Path) -> None:
     assert "change options.model_parallel 1 -> 2\n" in out
     assert re.search(r"^split  each layer\b.*\b2 devices · .* over 2 of 2 replicas$", out, re.M)
     assert re.search(r"done: 2 steps since .*\b2\b", out)
-
-
-def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> None:
-    assert main(*REGRESSION, "--learning-rate", "0.05", "--run", "a")[0] == 0
-    given = ["train", "linear_regression", "--config", "runs/a/config.json", "--run", "a"]
-    out = done(main, *given, "--epochs", "3")
-    assert "change fields.epochs 1 -> 3\n" in out
-    assert re.search(r"done: 2 steps since .*\b1\b", out)
 
 
 @pytest.mark.parametrize(

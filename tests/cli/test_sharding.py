@@ -29,30 +29,6 @@ def boxes(lines: list[str]) -> list[list[str]]:
     return [[box.strip() for box in line.split("│")[1:-1]] for line in lines if "│" in line]
 
 
-def test_what_is_split_alike_has_one_drawing(printed: Any) -> None:
-    lines = printed("fsdp", rx.make_mesh(2))
-    assert lines[:4] == [
-        "params['a']  float32[8, 4]  P('data', None)  64 B/device",
-        "params['b']  float32[8]  P('data')  16 B/device",
-        "params['c']  float32[2, 2]  P('data', None)  8 B/device",
-        "batch  8 rows  P('data')",
-    ]
-    assert boxes(lines) == [["CPU 0"], ["CPU 1"], ["CPU 0,1"]]
-    assert lines[9] == "params['d']  float32[]  P()  4 B/device"
-
-
-def test_rules_on_two_axes_are_a_grid(printed: Any) -> None:
-    rules = [("a", P("data", "model")), ("", P())]
-    lines = printed(rules, rx.make_mesh(2, model=2))
-    assert boxes(lines) == [
-        ["CPU 0", "CPU 1"],
-        ["CPU 2", "CPU 3"],
-        ["CPU 0,1,2,3"],
-        ["CPU 0,1"],
-        ["CPU 2,3"],
-    ]
-
-
 def test_pipeline_stages_are_a_row_with_their_layers(printed: Any) -> None:
     rules = [("a", P("stage", "model")), ("b", P("stage")), ("", P())]
     lines = printed(rules, rx.make_mesh(model=2, stage=2))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from replicax.cli.plan import PlanOptions
 from replicax.cli.step_options import DeviceOptions, ModeOptions, StepOptions
 from replicax.cli.train import ComputeOptions
 from replicax.cli.verify import VerifyOptions
-from replicax.core.modes import MODES
 from replicax.core.placement.layout import LAYOUTS
-from replicax.core.step.reduction import REDUCTIONS
 from replicax.recipes.linear_regression import LinearRegression
 from replicax.recipes.mlp import MLP
 
@@ -36,16 +33,6 @@ OPTIONS = {
 }
 
 
-def help_of(main: Main, command: str) -> dict[str, str]:
-    """The text of each flag in the help of a command, on one line."""
-    out = done(main, command, "linear_regression", "--help")
-    text = " ".join(out.replace("│", " ").split())
-    return {
-        flag: " ".join(words.split())
-        for flag, words in re.findall(r" --([a-z][a-z-]+) (.*?\(default: [^)]*\))", text)
-    }
-
-
 def test_the_shared_names() -> None:
     assert {"mode", "layout", "accumulate", "micro_shards", "precision", "reduction"} < SHARED
     assert "devices" in SHARED
@@ -57,31 +44,6 @@ def test_no_command_declares_a_shared_option_again(command: str) -> None:
     assert again <= OWN[command]
     fields = {field.name for field in dataclasses.fields(OPTIONS[command])}
     assert fields >= SHARED - OWN[command]
-
-
-def test_help_describes_an_option_alike_in_every_command(main: Main) -> None:
-    texts = {command: help_of(main, command) for command in OPTIONS}
-    for name in SHARED:
-        commands = [command for command in OPTIONS if name not in OWN[command]]
-        assert len({texts[command][name.replace("_", "-")] for command in commands}) == 1, name
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_what_a_table_gains_is_a_choice_of_every_command(
-    command: str, main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for table in (MODES, LAYOUTS, REDUCTIONS):
-        monkeypatch.setitem(table, "tenth", next(iter(table.values())))
-    out = done(main, command, "linear_regression", "--help")
-    text = " ".join(out.replace("│", " ").split())
-    assert f"--layout {{{','.join(LAYOUTS)}}}" in text
-    assert f"--reduction {{{','.join(REDUCTIONS)}}}" in text
-    if command in ("bench", "verify"):
-        assert f"(any of {', '.join(MODES)}; " in text
-    if command != "bench":
-        assert f"--mode {{{','.join(MODES)}}}" in text
-    assert text.count("tenth") >= 3
-    assert "'tenth'" in refusal(main, command, "linear_regression", "--layout", "ninth")
 
 
 def test_the_options_are_arguments_of_data_parallel_with_its_defaults() -> None:
@@ -120,11 +82,6 @@ def test_every_option_reaches_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_without_axes_the_rules_are_left_out() -> None:
-    options = StepOptions(layout="zero1", fsdp_size=2)
-    assert options.layout_of(MLP()) == options.layout_of(LinearRegression()) == LAYOUTS["zero1"]
-
-
 @pytest.mark.parametrize(
     ("flags", "devices", "shape"),
     [
@@ -144,9 +101,6 @@ def test_the_mesh_has_the_axes_that_were_asked_for(
 ) -> None:
     mesh = StepOptions(**flags).mesh(devices)
     assert shape == (None if mesh is None else dict(mesh.shape))
-
-
-GPT2_HEADS = ("gpt2", "--heads", "4", "--width", "16")
 
 
 def test_bench_takes_no_mesh(main: Main) -> None:
@@ -170,9 +124,3 @@ def test_a_bfloat16_reduction_trains(main: Main) -> None:
     flags = ("--mode", "shard_map", "--reduction", "bfloat16", "--devices", 2)
     out = done(main, *REGRESSION, *flags)
     assert "done: 1 steps" in out
-
-
-def test_a_mode_without_a_reduction_of_its_own_refuses_another(main: Main) -> None:
-    line = refusal(main, *REGRESSION, "--reduction", "bfloat16")
-    for word in ("reduction='bfloat16'", "shard_map"):
-        assert word in line

@@ -16,23 +16,6 @@ FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 
 
-def test_what_cannot_be_encoded_becomes_a_question_mark() -> None:
-    data = io.BytesIO()
-    stream = Unfailing(io.TextIOWrapper(data, encoding="ascii"))
-    print("step 1 · loss", file=stream, flush=True)
-    assert data.getvalue() == b"step 1 ? loss\n"
-
-
-@needs_full
-def test_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with FULL.open("w") as full:
-        stream = Unfailing(full)
-        for _ in range(3):
-            print("a line", file=stream, flush=True)
-        stream.discard()
-    assert capsys.readouterr().err.count("ALARM") == 1
-
-
 class Tee:
     """A minimal object in place of a stream."""
 

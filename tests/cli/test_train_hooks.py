@@ -158,11 +158,3 @@ def test_what_is_recorded_of_each_run(
     tokens = [each.get("figures", {}).get("tokens_per_second") for each in train[1:]]
     counted = [7 * each["rows_per_second"] if "tokens" in more else None for each in train[1:]]
     assert tokens == counted
-
-
-def test_help_is_in_groups_of_80_columns(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = done(main, "train", "linear_regression", "--help")
-    assert max(map(len, out.splitlines())) <= 80
-    titles = re.findall(r"(\w+) options [─-]{9}", " ".join(out.replace("│", " ").split()))
-    assert titles == ["start", "compute", "islands", "eval", "record", "save", "fault"]

@@ -1,7 +1,6 @@
 """`replicax verify` as a command."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +44,6 @@ wrong = jax.jit(doubled, in_shardings=(whole, rows), out_shardings=whole)
 state = {"w": jnp.float32(1)}
 batch = {"x": jnp.arange(1, 17, dtype=jnp.float32)}
 """
-
-
-def test_a_correct_recipe(main: Main) -> None:
-    code, out, err = main(
-        "verify",
-        "linear_regression",
-        "--devices",
-        2,
-        "--modes",
-        "jit,shard_map",
-        "--json",
-        "v.json",
-    )
-    assert code == 0, err
-    assert all(re.search(r" · \d+ s$", line) for line in err.splitlines()), err
-    assert max(map(len, out.splitlines())) <= 80
-    assert "linear_regression · 2 devices · jit" in out
-    assert re.search(r"jit \(full, .*padded, .*unequal weights; .* in 4 micro-batches\)", out)
-    written = json.loads(Path("v.json").read_text())
-    assert written["ok"]
-    assert written["about"]["recipe"] == "linear_regression"
-    assert f"{len(written['checks'])} checks: " in out
 
 
 UNKEYED = """

@@ -41,17 +41,6 @@ def test_addresses_without_a_host_a_port_or_a_bracket_are_named(wrong: str) -> N
         split_address(wrong, "ADDRESS")
 
 
-@given(st.lists(st.tuples(NAMES, NUMBERS, st.integers(0, 5), st.integers(1, 3)), min_size=1))
-def test_any_list_of_hosts_is_expanded_in_order(parts: list[tuple[str, int, int, int]]) -> None:
-    text = ",".join(f"{name}[{n:0{width}d}-{n + more}]x" for name, n, more, width in parts)
-    expected = [
-        f"{name}{n + each:0{max(width, len(str(n)))}d}x"
-        for name, n, more, width in parts
-        for each in range(more + 1)
-    ]
-    assert expand_hosts(text, "LIST") == expected
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [

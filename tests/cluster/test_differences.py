@@ -7,19 +7,6 @@ import pytest
 from replicax.cluster.differences import field_differences, processes_text
 
 
-def test_all_the_same() -> None:
-    assert field_differences([{"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 2]}, "a": 1}]) == []
-
-
-def test_the_odd_one_out_comes_first() -> None:
-    found = field_differences([{"jax": "0.11"}, {"jax": "0.10"}, {"jax": "0.11"}, {"jax": "0.11"}])
-    assert found == ["jax is 0.10 on process 1, 0.11 on processes 0, 2 and 3"]
-
-
-def test_of_two_the_later_one_comes_first() -> None:
-    assert field_differences([{"a": 1}, {"a": 2}]) == ["a is 2 on process 1, 1 on process 0"]
-
-
 def test_only_the_fields_that_differ_by_their_path() -> None:
     found = field_differences([{"m": {"x": 1, "y": 2}, "n": 0}, {"m": {"x": 1, "y": 3}, "n": 0}])
     assert found == ["m.y is 3 on process 1, 2 on process 0"]

@@ -80,16 +80,6 @@ def test_a_verdict_is_said_and_written(
     assert written(path)["blames"] == [1]
 
 
-def test_a_stop_with_everything_saved_is_no_failure(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(Left, match="75"):
-        failure.stop_now(1, LoopProgress(InFlight()), StuckVerdict(WHY, [], code=75))
-    said = f"replicax: process 1 stops: {WHY}\n"
-    assert capsys.readouterr().err == said
-    assert not path.exists()
-
-
 def test_a_victim_of_such_a_stop_ends_like_the_others(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

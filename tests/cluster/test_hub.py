@@ -5,16 +5,13 @@ import socket
 from typing import Any
 
 import pytest
-from support.cluster_jobs import VERSIONS, Job, opened, proven
+from support.cluster_jobs import Job, opened
 from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster.watchdog import Timeouts
 from replicax.cluster.wire import Bye, Hello, encode
 from replicax.errors import AgreementError, ClusterError
-
-HELLO = Hello("ours", 1, 2, "h", 1, VERSIONS)
-PROVEN = proven(HELLO)
 
 
 def works(job: Job, processes: list[Any]) -> bool:
@@ -38,17 +35,6 @@ def ends(stranger: socket.socket) -> bool:
     except ConnectionResetError:
         pass
     return True
-
-
-def test_all_come_and_learn_the_same() -> None:
-    with opened(3) as job:
-        processes = job.start()
-        names = [f"process {p} ({socket.gethostname()}, pid " for p in range(3)]
-        for process in processes:
-            assert all(
-                told.startswith(name) for told, name in zip(process.go.names, names, strict=True)
-            )
-        assert works(job, processes)
 
 
 def test_what_is_prepared_reaches_all() -> None:

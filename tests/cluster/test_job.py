@@ -13,7 +13,7 @@ from support.figures import assert_mentions
 from replicax.cluster import cluster_job
 from replicax.core.data.feed import Feed, Split
 from replicax.core.data.sources import as_source
-from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.job import Job
 from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import AgreementError, CheckpointError
 
@@ -38,19 +38,6 @@ def asked(count: int, ask: Callable[[Job], Any]) -> list[Any]:
 def outcome(fields: list[Any]) -> list[Any]:
     """Return the error of each process, or None."""
     return asked(len(fields), lambda job: job.agree("the run", fields[job.process]))
-
-
-def test_a_lone_process_asks_itself() -> None:
-    job: Job = Alone()
-    job.agree("the run", {"steps": object()})
-    job.barrier("the end")
-    assert job.gather("rows", 3) == [3]
-    assert job.broadcast("the step", lambda: 7) == 7
-
-
-def test_equal_fields() -> None:
-    fields = {"steps": 10, "model": {"layers": (4, 2)}, "path": __file__}
-    assert outcome([fields, dict(reversed(fields.items()))]) == [None, None]
 
 
 def test_a_tuple_equals_a_list_as_json_has_them() -> None:
@@ -105,13 +92,6 @@ def test_batch_sizes_that_differ_are_named_before_any_batch() -> None:
 
     (line,) = set(asked(2, read))
     assert_mentions(line, "the data: batch_size is 3 on process 1, 2 on process 0: start")
-
-
-def test_a_topic_can_be_gathered_again() -> None:
-    def ask(job: Job) -> Any:
-        return [job.gather("rows", (job.process, number)) for number in range(3)]
-
-    assert asked(2, ask) == [[[[0, number], [1, number]] for number in range(3)]] * 2
 
 
 def test_what_process_0_finds_out_is_known_to_all() -> None:

@@ -11,7 +11,6 @@ from support.figures import assert_mentions
 from support.processes import run_job
 
 from replicax.cluster import join
-from replicax.cluster.cluster_job import current_job
 from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError, ConfigError
 from replicax.islands.initialize import initialize
@@ -37,12 +36,6 @@ def test_one_process_says_what_was_found(
     monkeypatch.setenv("REPLICAX_PROCESS_ID", "0")
     initialize()
     assert capsys.readouterr().err.startswith("replicax: process 0 of 1 (REPLICAX_PROCESS_ID")
-
-
-def test_a_wrong_place_is_told_before_anything_is_waited_for() -> None:
-    with pytest.raises(ConfigError, match="lower it"):
-        initialize(coordinator="127.0.0.1:1", processes=2, process=2)
-    assert current_job() is None
 
 
 def test_a_wrong_patience_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:

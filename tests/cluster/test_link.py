@@ -11,7 +11,7 @@ from support.waiting import HANG_SECONDS, until
 from replicax.cluster import hub as hub_module
 from replicax.cluster import link as link_module
 from replicax.cluster import watchdog
-from replicax.cluster.watchdog import Heartbeat, StuckVerdict, Timeouts
+from replicax.cluster.watchdog import Heartbeat, Timeouts
 from replicax.cluster.wire import Gather
 from replicax.errors import ConfigError
 
@@ -19,13 +19,6 @@ from replicax.errors import ConfigError
 def gathered(job: Job, processes: list[Process], topic: str, values: list[Any]) -> list[Any]:
     waiting = [job.call(p.gather, topic, values[p.process]) for p in processes]
     return [each.result(timeout=HANG_SECONDS) for each in waiting]
-
-
-def test_values_come_in_the_order_of_the_processes() -> None:
-    with opened(3) as job:
-        processes = job.start()
-        values: list[Any] = [{"a": [1, None]}, "zwei", 3.5]
-        assert gathered(job, processes[::-1], "t", values) == [values] * 3
 
 
 def test_a_large_value() -> None:
@@ -72,26 +65,6 @@ def test_one_that_ends_says_how_far_it_came() -> None:
         verdict = first.stopped.result(timeout=HANG_SECONDS)
         assert list(verdict.blames) == [1]
         assert re.search(r"at step 5, .* process 1 .* 4\b", verdict.reason)
-
-
-def test_one_process_has_all_stop() -> None:
-    with opened(3) as job:
-        processes = job.start()
-        own = job.call(processes[1].link.stop_all, "SIGTERM before the first step", 75)
-        expected = StuckVerdict("SIGTERM before the first step", [], stacks=False, code=75)
-        for process in processes:  # the one that asks for it too
-            assert process.stopped.result(timeout=HANG_SECONDS) == expected
-        assert own.result(timeout=HANG_SECONDS) == expected
-        # Later messages change nothing.
-        assert processes[2].link.stop_all("later", 3) == expected
-
-
-def test_nobody_answers_who_would_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_ACKNOWLEDGE_SECONDS", 0.3)
-    with opened(2) as job:
-        _, second = job.start()
-        with job.hub_asleep():
-            assert second.link.stop_all("SIGTERM", 75) is None
 
 
 @pytest.mark.promise("faults.exception")

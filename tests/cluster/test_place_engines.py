@@ -58,19 +58,8 @@ def test_slurm_step() -> None:
         "of SLURM_STEP_NODELIST)",
         "; job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)",
     )
-
-
-def test_slurm_step_on_one_host_needs_no_name_service() -> None:
-    place = find_place(
-        {
-            **STEP,
-            "SLURM_STEP_NODELIST": "node017",
-            "SLURM_STEP_TASKS_PER_NODE": "7",
-            "SLURM_NODEID": "0",
-        }
-    )
-    assert place.coordinator == "127.0.0.1:61452"
-    assert place.local_processes == 7
+    ports = {find_place({**STEP, "SLURM_STEP_ID": str(i)}).coordinator for i in range(50)}
+    assert len(ports) == 50
 
 
 def test_slurm_step_of_one_process() -> None:
@@ -87,15 +76,11 @@ def test_slurm_step_that_tells_less() -> None:
     assert find_place(without("SLURM_STEP_TASKS_PER_NODE")).local_processes is None
     assert find_place(without("SLURM_LOCALID")).local_process is None
     one_host = {"SLURM_STEP_NODELIST": "node017", "SLURM_STEP_TASKS_PER_NODE": "7"}
-    assert find_place({**without("SLURM_NODEID"), **one_host}).local_processes == 7
+    place = find_place({**without("SLURM_NODEID"), **one_host})
+    assert (place.local_processes, place.coordinator) == (7, "127.0.0.1:61452")
     older = {**without("SLURM_STEP_ID"), "SLURM_STEPID": "3"}
     assert find_place(older).job == "4108.3"
     assert find_place(without("SLURM_STEP_ID")).job == "4108.0"
-
-
-def test_steps_of_one_slurm_job_have_ports_of_their_own() -> None:
-    ports = {find_place({**STEP, "SLURM_STEP_ID": str(i)}).coordinator for i in range(50)}
-    assert len(ports) == 50
 
 
 @pytest.mark.parametrize(
@@ -141,21 +126,14 @@ def test_heterogeneous_slurm_steps() -> None:
     assert (place.process, place.processes, place.local_processes) == (8, 9, None)
 
 
-def test_mpirun_on_one_host() -> None:
-    place = find_place({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert (place.process, place.processes, place.engine) == (3, 4, "Open MPI")
-    assert (place.local_process, place.local_processes) == (1, 4)
-    assert place.coordinator is not None
-    assert place.coordinator.startswith("127.0.0.1:")
-    assert place.job == "1090060289"
-
-
 def test_mpirun_version_5_on_one_host() -> None:
     version_5 = {name: value for name, value in MPIRUN.items() if "MCA" not in name}
     place = find_place(
         {**version_5, "PMIX_NAMESPACE": "prterun-node017-2143@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     )
     assert place.job == "prterun-node017-2143@1"
+    assert (place.process, place.local_process, place.local_processes) == (3, 1, 4)
+    assert str(place.coordinator).startswith("127.0.0.1:")
     other = find_place(
         {**version_5, "PMIX_NAMESPACE": "prterun-node017-2144@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     )
@@ -193,23 +171,11 @@ def test_mpirun_that_does_not_say_where_process_0_is() -> None:
     assert find_place({**no_uri, "REPLICAX_COORDINATOR": "a:1"}).coordinator == "a:1"
 
 
-def test_mpirun_with_one_process_on_each_host() -> None:
-    one_each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    assert find_place({**MPIRUN, **one_each}).local_processes == 1
-
-
 def test_mpirun_with_half_of_its_variables() -> None:
     with pytest.raises(
         ConfigError, match=r"OMPI_COMM_WORLD_RANK is set\b.*OMPI_COMM_WORLD_SIZE is not"
     ):
         find_place({"OMPI_COMM_WORLD_RANK": "0"})
-
-
-def test_kubernetes_with_own_variables() -> None:
-    own = {"REPLICAX_PROCESSES": "4", "REPLICAX_COORDINATOR": "t-workers-0-0.t:29400"}
-    place = find_place({**POD, **own})
-    assert (place.process, place.processes, place.engine) == (2, 4, "Kubernetes")
-    assert place.line().startswith("process 2 of 4 (JOB_COMPLETION_INDEX, REPLICAX_PROCESSES);")
 
 
 def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +199,8 @@ def test_kubernetes_with_an_address_for_torch() -> None:
 def test_kubernetes_asks_no_name_service_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda host="": pytest.fail("asked"))
     own = {"REPLICAX_PROCESSES": "4", "REPLICAX_COORDINATOR": "a:1"}
-    assert find_place({**POD, **own}).coordinator == "a:1"
+    place = find_place({**POD, **own})
+    assert (place.process, place.processes, place.coordinator) == (2, 4, "a:1")
 
 
 def test_kubernetes_pod_told_to_train_alone() -> None:
@@ -251,21 +218,13 @@ def test_kubernetes_says_what_the_manifest_lacks() -> None:
         find_place({**POD, "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINATOR": "a:1"})
 
 
-def test_a_pod_without_an_index_is_alone() -> None:
-    assert find_place({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).engine == "nothing"
-
-
-def test_rank_and_world_size() -> None:
-    place = find_place({**TORCH, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
-    assert (place.process, place.processes, place.engine) == (0, 2, "RANK/WORLD_SIZE")
-    assert (place.local_process, place.local_processes) == (0, 2)
-    assert place.coordinator == "[::1]:29500"
-
-
 def test_torchrun_keeps_its_port() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "r7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place = find_place({**TORCH, **torchrun})
     assert (place.coordinator, place.job) == ("[::1]:29501", "r7")
+    place = find_place({**TORCH, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    assert (place.coordinator, place.local_process) == ("[::1]:29500", 0)
+    assert place.local_processes == 2
     assert find_place({**TORCH, **torchrun, "MASTER_PORT": "65535"}).coordinator == "[::1]:65534"
     assert find_place({**TORCH, **torchrun, "TORCHELASTIC_RUN_ID": "none"}).job == ""
 
@@ -277,18 +236,9 @@ def test_rank_and_the_rest_go_together(missing: str) -> None:
         find_place(env)
 
 
-def test_a_world_of_one_needs_no_address() -> None:
-    place = find_place({"RANK": "0", "WORLD_SIZE": "1"})
-    assert (place.processes, place.engine) == (1, "RANK/WORLD_SIZE")
-
-
 def test_one_process_of_several_is_not_alone() -> None:
     with pytest.raises(ConfigError, match=r"RANK=3 with WORLD_SIZE=1; .*from 0 to 0"):
         find_place({**TORCH, "RANK": "3", "WORLD_SIZE": "1"})
-
-
-def test_an_address_alone_claims_nothing() -> None:
-    assert find_place({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}).engine == "nothing"
 
 
 def test_bad_addresses_for_torch() -> None:

@@ -9,13 +9,12 @@ import socket
 import time
 
 import pytest
-from support.cluster_jobs import Job, Process, opened, place
+from support.cluster_jobs import Job, Process, opened
 from support.strangers import Strangers
 from support.tiers import only
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
-from replicax.cluster import rendezvous
 from replicax.cluster.door import MORE_STRANGERS, Door
 from replicax.cluster.secret import Secret
 from replicax.cluster.wire import Gather
@@ -80,13 +79,6 @@ def test_a_process_that_finds_no_place_says_so_in_time() -> None:
             job.come(1, timeout_seconds=0.3).result(timeout=HANG_SECONDS)
 
 
-def test_a_job_runs_while_all_places_of_strangers_are_taken() -> None:
-    with opened(2, secret=SECRET) as job:
-        processes = job.start()
-        _ = [job.stranger() for _ in range(100)]
-        assert works(job, processes)
-
-
 @pytest.mark.promise("outside.strangers")
 def test_a_stranger_is_cut_off_before_it_fills_the_memory() -> None:
     with opened(2, secret=SECRET) as job:
@@ -108,12 +100,6 @@ def test_a_process_does_not_fill_the_memory_with_topics(monkeypatch: pytest.Monk
                 second.wire.send(Gather(f"topic {number}", "x" * 10_000))
         assert list(first.stopped.result(timeout=HANG_SECONDS).blames) == [1]
         assert len(job.hub._gathers) <= hub_module._MOST_TOPICS + 1  # type: ignore[union-attr]
-
-
-def test_who_asks_while_all_places_are_taken_waits_for_no_answer() -> None:
-    with opened(2, secret=SECRET) as job:
-        _ = [job.stranger() for _ in range(100)]
-        assert rendezvous._whose(place(0, 2, job.port)) == ""
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -137,9 +137,3 @@ def test_options_reach_the_compiler() -> None:
     dp = rx.DataParallel(apart, optax.sgd(0.1), compiler_options={"no_such_option": 1})
     with pytest.raises(Exception, match="no_such_option"):
         dp.lower(dp.init(model()), BATCH).compile()
-
-
-def test_on_a_cpu_the_compiler_splits_the_step() -> None:
-    by_compiler, sent = trained(apart, "jit")
-    check_equal(by_compiler, trained(apart, "single")[0])
-    assert sent != trained(apart, "shard_map")[1]

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from support import training
-from support.resumable import bits
 from support.tiers import only
 from support.training import normals, slices
 
@@ -36,7 +34,6 @@ places = pytest.mark.parametrize(("mode", "devices", "layout"), only(KEPT, PLACE
 draw = normals(0)
 DATA = {"x": draw(ROWS, 4), "y": draw(ROWS), "number": np.arange(ROWS, dtype=np.int32)}
 MODEL = {"w": jnp.asarray(draw(4, 8)), "b": jnp.ones(8)}
-Dict = dict[str, Any]
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
@@ -105,28 +102,6 @@ def test_a_function_may_gather() -> None:
     wanted = np.concatenate([part - part.mean(0) for part in (x[:BATCH], x[BATCH:])])
     near(predicted(centred, parallel()), wanted)
     near(predicted(centred, parallel("jit")), wanted)
-
-
-def test_a_network_is_in_evaluation_mode() -> None:
-    rngs = nnx.Rngs(0)
-    layers = [nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)]
-    network = nnx.Sequential(*layers, nnx.Linear(8, 3, rngs=rngs))
-
-    def error(model: Any, batch: Any, key: Any) -> Any:
-        return (jnp.sum(model(batch["x"]), -1) - batch["y"]) ** 2
-
-    def logits(model: Any, batch: Any, key: Any) -> Any:
-        assert key is None
-        return model(batch["x"])
-
-    dp = parallel("jit", loss=error)
-    state, _ = dp.step(dp.init(network), next(iter(dp.feed(DATA, BATCH))))
-    before = bits(state)
-    found = dp.predict(state, dp.feed(DATA, BATCH), logits)
-    model = dp.model(state)
-    model.eval()
-    near(found, model(DATA["x"]))
-    assert bits(state) == before
 
 
 def test_the_average_of_the_parameters() -> None:
@@ -302,17 +277,6 @@ def test_sources_that_must_be_cut_or_are_cut_already() -> None:
         dp.evaluate(state, dp.feed(DATA, BATCH), batch_size=8)
     with pytest.raises(rx.DataError, match="str"):
         dp.evaluate(state, "rows.npz")
-
-
-def test_a_dict_of_feeds() -> None:
-    dp = parallel()
-    state = dp.init(MODEL)
-    some = {name: leaf[:20] for name, leaf in DATA.items()}
-    feeds = lambda: {"all": dp.feed(DATA, BATCH), "some": dp.feed(some, 16)}  # noqa: E731
-    for options in ({}, {"loss": lambda m, b, k: b["y"]}):
-        wanted = {name: dp.evaluate(state, feed, **options) for name, feed in feeds().items()}
-        assert dp.evaluate(state, feeds(), **options) == wanted
-        assert [each["rows"] for each in wanted.values()] == [ROWS, 20]
 
 
 @places

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import replicax as rx
 
@@ -29,26 +28,6 @@ def mesh(devices: int) -> jax.sharding.Mesh:
 
 def custom_step(state: Any, batch: Any, key: Any) -> Any:
     return state, {"loss": rx.mean(batch["x"][:, 0])}
-
-
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ({}, "DataParallel(mode='jit', layout='replicated', 2 x cpu)"),
-        ({"mesh": mesh(1)}, "DataParallel(mode='jit', layout='replicated', 1 x cpu)"),
-        (
-            {"mode": "shard_map", "accumulate": 4, "precision": "bfloat16", "ema": 0.9},
-            "DataParallel(mode='shard_map', layout='replicated', accumulate=4, "
-            "precision='bfloat16', ema=0.9, 2 x cpu)",
-        ),
-        (
-            {"mode": "exact", "micro_shards": 8},
-            "DataParallel(mode='exact', layout='replicated', micro_shards=8, 2 x cpu)",
-        ),
-    ],
-)
-def test_a_data_parallel_says_what_was_chosen(settings: dict[str, Any], shown: str) -> None:
-    assert repr(rx.DataParallel(loss, optax.sgd(0.1), **{"mesh": mesh(2), **settings})) == shown
 
 
 def test_a_custom_step_is_named() -> None:

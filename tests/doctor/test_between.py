@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP
-from replicax.core.ground.job import Alone
+from replicax.checks import FAIL, NOTE, PASS
 from replicax.doctor.between import (
     check_clocks,
     check_surroundings,
@@ -22,11 +21,6 @@ def one(**changed: Any) -> dict[str, Any]:
     found = {"versions": {"jax": "0.10.2"}, "variables": {}, "code": {"the code's git commit": "a"}}
     code = {"the uncommitted changes": None, **found["code"]}
     return {**found, "code": code, **changed}
-
-
-def test_one_process_has_nothing_to_compare() -> None:
-    (row,) = check_surroundings(Alone(), {})
-    assert row.verdict == SKIP
 
 
 def test_the_same_all_around(together: Any) -> None:
@@ -99,11 +93,6 @@ def test_the_code_of_the_working_directory(folder: Path) -> None:
     changed = surroundings({})["code"]
     assert changed[commit] == clean[commit]
     assert changed[changes]
-
-
-def test_one_process_has_one_clock() -> None:
-    (row,) = check_clocks(Alone())
-    assert row.verdict == SKIP
 
 
 def test_threads_share_a_clock(together: Any) -> None:

@@ -10,16 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.cluster.place import Place
 from replicax.doctor.joined import check_coordinator, check_place
-
-
-def test_a_lone_process() -> None:
-    (row,), place = check_place({})
-    assert row.verdict == PASS
-    assert re.fullmatch(r"process 0 of 1 \(no launcher\b.*\)", row.found)
-    assert place.processes == 1
 
 
 def test_what_was_detected_and_from_where() -> None:
@@ -69,20 +62,6 @@ def place(process: int, address: str | None, **changed: object) -> Place:
 
 def check(place: Place | None, timeout_seconds: float = 0.1) -> list[Check]:
     return check_coordinator(place, timeout_seconds, lambda line: None)
-
-
-def test_there_is_nothing_to_reach() -> None:
-    for nowhere in (None, place(0, None, processes=1)):
-        (row,) = check(nowhere)
-        assert row.verdict == SKIP
-
-
-def test_a_free_port_of_process_0_stays_free(free: int) -> None:
-    for _ in range(2):
-        (row,) = check(place(0, f"localhost:{free}"))
-        assert row.verdict == PASS
-        assert f"port {free} is free" in row.found
-    assert "127.0.0.1" in row.figures["addresses"]
 
 
 def test_a_port_that_is_taken(listening: int) -> None:

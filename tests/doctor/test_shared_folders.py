@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from replicax.checks import FAIL, NOTE, PASS
-from replicax.core.ground.job import Alone
 from replicax.doctor import shared_folders
 from replicax.doctor.shared_folders import check_folders, judge_folder
 
@@ -17,30 +16,6 @@ SEEN = shared_folders._Seen("/shared", "node0", True, None, 50 * 10**9, sees_tok
 
 def other(**changed: Any) -> shared_folders._Seen:
     return dataclasses.replace(SEEN, **changed)
-
-
-def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
-    here, runs = check_folders(Alone(), ())
-    assert (here.verdict, runs.verdict) == (PASS, PASS)
-    assert here.found.startswith(f". ({folder}): writable")
-    assert "first run" in runs.found
-    assert list(folder.iterdir()) == []
-
-
-def test_a_folder_is_named_once(folder: Path) -> None:
-    (folder / "runs").mkdir()
-    rows = check_folders(Alone(), ["runs", "."])
-    assert len(rows) == 2
-    assert rows[1].found.startswith("runs (")
-    assert "writable" in rows[1].found
-
-
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_what_cannot_be_written(place: str, folder: Path) -> None:
-    (folder / "file").write_text("")
-    *_, row = check_folders(Alone(), [place])
-    assert row.verdict == FAIL
-    assert row.cause
 
 
 def test_processes_of_one_host_share(together: Any, folder: Path) -> None:

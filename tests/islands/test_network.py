@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 from support.island_networks import Island, RawIsland, islands, places
@@ -15,8 +14,6 @@ from support.waiting import until, within
 
 from replicax.errors import ClusterError
 from replicax.islands import entrance
-from replicax.islands.frames import message_bytes
-from replicax.islands.island_network import REPLACED
 from replicax.islands.messages import Beat, Frame, Have, Out
 
 FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
@@ -49,44 +46,6 @@ def test_three_islands_join_whatever_the_order(order: tuple[int, ...]) -> None:
     assert not started[-1].only("lost")  # it was closed first
 
 
-def test_messages_and_arrays_arrive_in_order_and_intact() -> None:
-    chance = np.random.default_rng(0)
-    sent = [chance.integers(0, 255, size, np.uint8) for size in (0, 1, 5_000, 600_000, 7)]
-    with islands(places(3)) as started:
-        for one, other in itertools.permutations(started, 2):
-            peer = one.peer(other.place.index)
-            for number, array in enumerate(sent):
-                peer.send(Have(1, number))
-                header = msgspec.structs.replace(FRAME, exchange=number)
-                peer.send_arrays(header, [array, array[::2]])
-        for each in started:
-            until(lambda each=each: len(each.arrived) == 2 * len(sent))
-            until(lambda each=each: len(each.only("heard")) == 2 * len(sent))
-            for index in each.network.peers:
-                messages = [m for i, m in each.only("heard") if i == index]
-                assert messages == [Have(1, number) for number in range(len(sent))]
-                frames = [(h.exchange, a) for i, h, a in each.arrived if i == index]
-                assert [number for number, _ in frames] == list(range(len(sent)))
-                for (_, arrays), array in zip(frames, sent, strict=True):
-                    assert np.array_equal(arrays[0], array)
-                    assert np.array_equal(arrays[1], array[::2])
-            assert all(name.startswith("replicax-island") for name in each.threads)
-
-
-def test_the_bytes_of_frames_are_counted() -> None:
-    array = np.arange(1000)
-    with islands(places(2)) as (one, other):
-        here, there = one.peer(1), other.peer(0)
-        assert (here.sent_bytes, here.received_bytes) == (0, 0)
-        here.send(Have(1, 2))  # on the other connection
-        here.send_arrays(FRAME, [array, array])
-        until(lambda: other.arrived)
-        header = other.arrived[0][1]
-        assert there.received_bytes == len(message_bytes(header)) + 2 * array.nbytes
-        until(lambda: here.sent_bytes == there.received_bytes)
-        assert there.sent_bytes == here.received_bytes == 0
-
-
 def test_the_limit_of_a_frame_can_change() -> None:
     with islands(places(2)) as (one, other):
         assert one.network.most_bytes == 1 << 20
@@ -97,20 +56,6 @@ def test_the_limit_of_a_frame_can_change() -> None:
         peer.send_arrays(FRAME, [np.zeros(10), np.zeros(1, bool)])
         assert "81" in until(lambda: other.only("lost"))[0][1]
         until(lambda: one.only("lost"))
-
-
-def test_an_end_is_noticed_at_once() -> None:
-    def attempt() -> float:
-        with islands(places(2)) as (one, other):
-            one.peer(1)
-            other.peer(0)
-            started = time.monotonic()
-            other.network.close()
-            until(lambda: one.only("lost"))
-            assert not other.only("lost")
-            return time.monotonic() - started
-
-    within(0.05, attempt)
 
 
 @pytest.mark.parametrize("purpose", [0, 1])
@@ -155,33 +100,6 @@ def test_a_peer_that_is_closed_is_lost_and_joins_again() -> None:
             before.send(Out("over"))
             before.send_arrays(FRAME, [np.zeros(10)])
         assert one.peer(1) is not before
-
-
-def test_a_new_start_joins_after_the_old_one() -> None:
-    there = places(2)
-    with islands(there[:1]) as (one,):
-        for number in range(3):
-            with islands(there[1:]) as (other,):
-                until(lambda number=number: len(one.only("joined")) == number + 1)
-                assert one.peer(1).start == other.network.start
-    assert [kind for kind, *_ in one.told][:5] == ["joined", "lost"] * 2 + ["joined"]
-
-
-def test_a_new_start_replaces_one_that_is_still_joined(raw: tuple[Island, RawIsland]) -> None:
-    island, old = raw
-    old.join()
-    new = RawIsland(old.place, start="new")
-    new.join()
-    until(lambda: len(island.told) == 3)
-    assert island.told == [
-        ("joined", 1, "raw"),
-        ("lost", 1, REPLACED),
-        ("joined", 1, "new"),
-    ]
-    with pytest.raises(ValueError, match=REPLACED):
-        old.dial("control")  # two that run at once do not replace each other for ever
-    assert island.peer(1).start == "new"
-    new.close()
 
 
 def test_silence_is_a_loss() -> None:
@@ -269,20 +187,6 @@ def test_a_port_that_becomes_free_is_taken() -> None:
         closing.start()
         with islands([place]):
             closing.join()
-
-
-def test_close_is_quick_and_may_come_twice() -> None:
-    def attempt() -> float:
-        with islands(places(3)) as started:
-            for each in started:
-                until(lambda each=each: len(each.network.peers) == 2)
-            before = time.monotonic()
-            for _ in range(2):
-                for each in started:
-                    each.network.close()
-            return time.monotonic() - before
-
-    within(0.5, attempt)
 
 
 @pytest.mark.exhaustive

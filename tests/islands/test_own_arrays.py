@@ -88,15 +88,6 @@ def job_of(group: Group) -> IslandJob:
     return IslandJob(Lone(find_place({})), group.place, group)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_each_island_gets_the_arrays_of_all(threads: Threads, count: int) -> None:
-    islands = Islands(threads, count)
-    for _ in range(3):
-        for found in islands.all_do(lambda job: job.share(arrays(job.island))()):
-            assert_from(range(count), found)
-    assert [job.span for job in islands.jobs] == [(n, count) for n in range(count)]
-
-
 def test_who_dies_before_it_sends_is_left_out(threads: Threads) -> None:
     islands = Islands(threads, 3)
     waiting = islands.share(0, 2)

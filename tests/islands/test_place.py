@@ -17,11 +17,6 @@ ENV = {
 }
 
 
-def test_no_islands() -> None:
-    assert find_island({}) is None
-    assert find_island({"REPLICAX_JOB_ID": "ours", "REPLICAX_SECRET": KEY}) is None
-
-
 def test_all_parts_are_read(tmp_path: Path) -> None:
     found = find_island(ENV)
     assert found == IslandPlace(1, ("a:1", "b:2", "[::1]:3"), "ours", Secret(KEY.encode()))

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,7 +12,6 @@ from support.island_strangers import IslandStrangers
 from support.waiting import until
 
 from replicax.cluster.secret import Secret
-from replicax.errors import ConfigError
 from replicax.islands.entrance import MORE_VISITORS, connect
 from replicax.islands.frames import frame_parts, message_bytes, prefixed
 from replicax.islands.island_place import IslandPlace
@@ -89,19 +87,6 @@ def test_an_island_with_another_secret_says_why_it_does_not_join() -> None:
         other.network.close()
         with islands([second]):
             one.peer(1)
-
-
-def test_an_island_with_another_count_learns_the_numbers() -> None:
-    first, second = places(2)
-    wrong = replace(second, addresses=(*second.addresses, "127.0.0.1:9"))
-    with islands([first, wrong]) as (one, other):
-        assert "2" in until(lambda: other.network.troubles.get(0))
-        assert not one.told
-
-
-def test_a_place_needs_a_secret() -> None:
-    with pytest.raises(ConfigError, match="REPLICAX_SECRET"):
-        places(2, secret=Secret())
 
 
 def test_few_strangers_are_open_at_once() -> None:

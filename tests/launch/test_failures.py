@@ -209,20 +209,6 @@ def test_within_2_seconds_all_are_gone(tmp_path: Path) -> None:
     within(2, seconds_until_all_are_gone)
 
 
-@pytest.mark.usefixtures("patient")
-def test_the_others_may_end_by_themselves(tmp_path: Path) -> None:
-    script = """
-        here()
-        if me == 0:
-            sys.exit(7)
-        gone(0)
-        time.sleep(0.1)
-        print("in peace")
-    """
-    run(python(script), 2, tmp_path)
-    assert (tmp_path / "process-1.log").read_text() == "in peace\n"
-
-
 def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     script = """
         if os.fork() == 0:

@@ -1,12 +1,11 @@
 """Islands on this host: who is started again, who is given up, and how it ends."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
 import pytest
-from launch.launching import environment, launcher, pids, python, run
+from launch.launching import launcher, pids, python, run
 from support.figures import assert_mentions
 from support.waiting import until
 
@@ -25,42 +24,6 @@ COUNT = """
 
 def starts(folder: Path, island: int) -> list[float]:
     return [float(line) for line in (folder / f"starts-{island}").read_text().split()]
-
-
-def test_each_process_gets_the_place_of_its_island(tmp_path: Path) -> None:
-    script = """
-        for name in sorted(os.environ):
-            if name.startswith("REPLICAX_"):
-                print(f"{name}={os.environ[name]}")
-    """
-    outcome = run(python(script), 2, tmp_path, islands=3, env=environment(REPLICAX_ISLAND="9"))
-    assert (outcome.exit_code, outcome.attempts, outcome.message) == (0, 1, None)
-    places = {}
-    for island in range(3):
-        for process in range(2):
-            text = (tmp_path / f"island-{island}.{process}.log").read_text()
-            places[island, process] = dict(line.split("=", 1) for line in text.splitlines())
-    for (island, process), place in places.items():
-        assert (place["REPLICAX_ISLAND"], place["REPLICAX_PROCESS_ID"]) == (
-            str(island),
-            str(process),
-        )
-        assert place["REPLICAX_PROCESSES"] == "2"
-    of_all = {name: {place[name] for place in places.values()} for name in places[0, 0]}
-    assert {name: len(values) for name, values in of_all.items()} == {
-        "REPLICAX_COORDINATOR": 3,  # one for each island
-        "REPLICAX_FAILURE_FILE": 6,
-        "REPLICAX_ISLAND": 3,
-        "REPLICAX_ISLANDS": 1,
-        "REPLICAX_JOB_ID": 1,
-        "REPLICAX_PROCESSES": 1,
-        "REPLICAX_PROCESS_ID": 2,
-        "REPLICAX_SECRET": 1,
-    }
-    addresses = of_all["REPLICAX_ISLANDS"].pop().split(",")
-    assert len(set(addresses)) == 3
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
-    assert not set(addresses) & of_all["REPLICAX_COORDINATOR"]
 
 
 @pytest.mark.parametrize(
@@ -93,21 +56,6 @@ def test_one_that_dies_is_started_again_and_the_others_never_stop(
     assert line.endswith("; started again (restart 1)")
     logs = {path.name for path in tmp_path.glob("*.log")}
     assert logs == {"island-0.log", "island-1.log", "island-1-attempt-2.log"}
-
-
-def test_all_processes_of_an_island_are_one_failure_unit(tmp_path: Path) -> None:
-    script = """
-        logs = os.path.dirname(os.environ["REPLICAX_FAILURE_FILE"])
-        if os.environ["REPLICAX_ISLAND"] == "0":
-            wait(lambda: os.path.exists(f"{logs}/island-1.1-attempt-2.log"))
-        elif "attempt-2" not in os.environ["REPLICAX_FAILURE_FILE"]:
-            sys.exit(5) if me == 0 else time.sleep(60)
-    """
-    outcome = run(python(script), 2, tmp_path, islands=2, restarts=3)
-    assert (outcome.exit_code, outcome.attempts) == (0, 2)
-    assert outcome.seconds < 20
-    again = {path.name for path in tmp_path.glob("*attempt*.log")}
-    assert again == {"island-1.0-attempt-2.log", "island-1.1-attempt-2.log"}
 
 
 def test_one_with_a_wrong_configuration_is_given_up(

@@ -117,15 +117,6 @@ def test_fits_the_schema_of_jobset(
     assert metadata.get("namespace") == options.namespace
 
 
-def test_a_misspelt_field_would_be_found(schema: Mapping[str, Any]) -> None:
-    manifest = yaml.safe_load(
-        jobset_manifest(_job(), KubernetesOptions(image="x")).replace("maxRestarts", "maxRestart")
-    )
-    manifest["metadata"] = {}
-    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
-        jsonschema.Draft202012Validator(schema).validate(manifest)
-
-
 def test_odd_words_of_the_command_arrive_as_they_were() -> None:
     command = ODD + ODDER
     container = _container(jobset_manifest(_job(command=command), KubernetesOptions(image="x")))
@@ -134,7 +125,10 @@ def test_odd_words_of_the_command_arrive_as_they_were() -> None:
 
 def test_a_pod_finds_its_place() -> None:
     container = _container(jobset_manifest(_job(), KubernetesOptions(image="x")))
-    place = find_place(_environment(container, 3, {"optional": True}))
+    env = _environment(container, 3, {"optional": True})
+    place = find_place(env)
+    assert "resources" not in container  # nothing is asked for that was not given
+    assert "JAX_NUM_CPU_DEVICES" not in env
     assert (place.process, place.processes, place.engine) == (3, 4, "Kubernetes")
     assert place.coordinator == "run-7-workers-0-0.run-7:29400"
     assert place.job == "u-1.2"
@@ -164,12 +158,6 @@ def test_a_pod_finds_its_island(processes: int) -> None:
     assert place.job == "u-1"  # the same in each start of each island
     if processes > 1:
         assert place.coordinator == "run-7-islands-1-0.run-7:29400"
-
-
-def test_nothing_is_asked_for_that_was_not_given() -> None:
-    container = _container(jobset_manifest(_job(), KubernetesOptions(image="x")))
-    assert "resources" not in container
-    assert "JAX_NUM_CPU_DEVICES" not in {variable["name"] for variable in container["env"]}
 
 
 def test_what_the_job_asks_for() -> None:

@@ -206,14 +206,6 @@ def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
     assert not any(map(alive, running))
 
 
-def test_after_the_grace_they_are_ended(tmp_path: Path) -> None:
-    with launcher(tmp_path, 2, family(tmp_path, DEAF), grace_seconds=0.3) as started:
-        running = pids(tmp_path, 2)
-        started.terminate()
-        assert started.wait(HANG_SECONDS) == 143
-    assert not any(map(alive, running))
-
-
 def test_a_failure_while_stopping_is_named(tmp_path: Path) -> None:
     script = """
 def heard(*_):

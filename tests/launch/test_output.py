@@ -31,21 +31,6 @@ def raw(folder: Path, process: int = 0) -> bytes:
     return (folder / f"process-{process}.log").read_bytes()
 
 
-def test_lines_have_the_number_of_their_process(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    script = "print('out', me); print('err', me, file=sys.stderr)"
-    out, err = shown(script, tmp_path, capfdbinary, processes=11)
-    numbers = [*(b"[ %d]" % number for number in range(10)), b"[10]"]
-    assert sorted(out) == sorted(
-        b"%b out %d\n" % (number, place) for place, number in enumerate(numbers)
-    )
-    assert sorted(err) == sorted(
-        b"%b err %d\n" % (number, place) for place, number in enumerate(numbers)
-    )
-    assert sorted(raw(tmp_path, 10).splitlines()) == [b"err 10", b"out 10"]
-
-
 @pytest.mark.parametrize(
     ("written", "lines"),
     [

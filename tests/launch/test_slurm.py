@@ -164,8 +164,6 @@ def test_restarts(
 @pytest.mark.parametrize(
     ("options", "spread"),
     [
-        (SlurmOptions(), ("1", "8")),
-        (SlurmOptions(nodes=4), ("4", "2")),
         (SlurmOptions(processes_per_node=4), ("2", "4")),
         (SlurmOptions(nodes=8, processes_per_node=1), ("8", "1")),
     ],

@@ -12,12 +12,6 @@ from support.figures import assert_mentions
 from replicax.errors import ConfigError
 from replicax.launch.supervisor import CACHE, Outcome
 
-FAILS_AT_STEP = """
-attempt = len([name for name in os.listdir({folder!r}) if name.startswith(f"process-{{me}}")])
-fail("ValueError: bad value", step={step})
-sys.exit(1)
-"""
-
 
 def test_the_secret_of_a_job_is_in_the_environment_and_nowhere_else(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -100,30 +94,6 @@ def test_pipes_break_as_in_a_shell(tmp_path: Path) -> None:
     assert outcome.exit_code == 128 + 13
 
 
-@pytest.mark.parametrize(
-    ("ends", "code", "words"),
-    [
-        ([0, 0], 0, None),
-        ([75, 75], 75, "everything saved"),
-        ([0, 75], 75, "everything saved"),
-        ([0, 7], 7, "process 1 failed first: exit code 7"),
-        ([75, 7], 7, "process 1 failed first: exit code 7"),
-    ],
-)
-def test_the_exit_code(ends: list[int], code: int, words: str | None, tmp_path: Path) -> None:
-    outcome = run(python(f"sys.exit({ends}[me])"), 2, tmp_path, restarts=0)
-    assert outcome.exit_code == code
-    assert words is None or words in (outcome.message or "")
-    assert (outcome.message is None) == (words is None)
-
-
-def test_a_signal_that_ends_a_process_is_in_the_exit_code(tmp_path: Path) -> None:
-    script = "os.kill(os.getpid(), signal.SIGSEGV) if me == 1 else time.sleep(0.3)"
-    outcome = run(python(script), 2, tmp_path)
-    assert outcome.exit_code == 128 + 11
-    assert re.match(r"process 1 failed first: killed\b.*SIGSEGV", str(outcome.message))
-
-
 def again_and_again(tmp_path: Path, script: str, restarts: int, processes: int = 2) -> Outcome:
     return run(python(script), processes, tmp_path / "logs", restarts=restarts)
 
@@ -173,16 +143,6 @@ def test_a_job_that_may_restart_keeps_its_compiled_programs(
     else:
         assert os.path.isabs(folder)
         assert not os.path.exists(folder)
-
-
-def test_restarts_are_used_up(tmp_path: Path) -> None:
-    script = COUNTED.format(path=str(tmp_path / "starts"))
-    script += "    fail(f\"ValueError: {'abc'[starts - 1]}\"); sys.exit(4)"
-    outcome = again_and_again(tmp_path, script, restarts=2, processes=1)
-    assert (outcome.exit_code, outcome.attempts) == (4, 3)
-    assert "ValueError: c" in str(outcome.message)
-    assert "process-0-attempt-3.log" in str(outcome.message)
-    assert_mentions(str(outcome.message), "all 2 restarts", "used up")
 
 
 def test_a_crash_loop_ends(tmp_path: Path) -> None:

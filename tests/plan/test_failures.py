@@ -63,11 +63,8 @@ def test_islands_by_hand() -> None:
 @pytest.mark.parametrize(
     ("job", "strategy"),
     [
-        (Failures(devices=2), RESTART),
-        (Failures(devices=8), RESTART),
         (Failures(devices=64), RESTART),
         (Failures(devices=1000), EVERY_STEP),
-        (Failures(devices=100_000), EVERY_STEP),
         (
             Failures(1_200_000, 8760.0, islands=16, recovery_seconds=60.0, step_seconds=2.0),
             EVERY_H,

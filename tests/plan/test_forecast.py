@@ -1,10 +1,6 @@
 """Curves over device counts, and the count where more devices stop paying."""
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from replicax.core.placement.mesh import abstract_mesh
 from replicax.plan.forecast import (
@@ -23,26 +19,16 @@ H100 = parse_target("h100:8")
 AT_THE_END = Transfer("all-reduce", 1e9, 1.0, 1.0)
 
 
-def test_without_communication_every_device_counts() -> None:
-    points = scaling_curve(H100, 1.0, [], 4)
-    assert [point.devices for point in points] == [2**power for power in range(18)]
-    assert points[-1].devices == MOST_DEVICES > 10**5
-    assert all(point.efficiency == 1 for point in points)
-    assert points[-1].rows_per_second == 4 * MOST_DEVICES
-
-
-def test_the_devices_of_the_target_are_on_the_curve() -> None:
-    points = scaling_curve(parse_target("h100:24"), 1.0, [], 4)
-    assert [point.devices for point in points[:8]] == [1, 2, 4, 8, 16, 24, 32, 64]
-
-
 def test_weak_scaling_exposes_the_network_of_each_count() -> None:
-    points = {point.devices: point for point in scaling_curve(H100, 1.0, [AT_THE_END], 4)}
-    for devices in (1, 2, 8, 64):
-        reduced = network(H100.with_devices(devices)).time("all-reduce", 1e9)
-        assert points[devices].step.exposed_seconds == pytest.approx(reduced)
-        assert points[devices].efficiency == pytest.approx(1 / (1 + reduced))
-    assert points[1].efficiency == 1
+    points = scaling_curve(parse_target("h100:24"), 1.0, [AT_THE_END], 4)
+    counts = [point.devices for point in points]
+    assert counts[:8] == [1, 2, 4, 8, 16, 24, 32, 64]  # among them the target's
+    assert counts[-1] == MOST_DEVICES > 10**5
+    for point in points[:8]:
+        reduced = network(H100.with_devices(point.devices)).time("all-reduce", 1e9)
+        assert point.step.exposed_seconds == pytest.approx(reduced)
+        assert point.efficiency == pytest.approx(1 / (1 + reduced))
+        assert point.rows_per_second == pytest.approx(4 * point.devices / (1 + reduced))
 
 
 def test_a_scattered_result_is_a_device_s_part() -> None:
@@ -59,12 +45,6 @@ def test_a_fixed_batch_leaves_less_to_compute() -> None:
     assert [point.rows_per_device for point in points] == [32, 16, 8, 4, 2, 1]
     assert [point.step.compute_seconds for point in points] == [8, 4, 2, 1, 0.5, 0.25]
     assert {point.batch_size for point in points} == {32}
-
-
-def test_a_tpu_grows_by_slices() -> None:
-    points = scaling_curve(parse_target("v5e:16x16"), 1.0, [AT_THE_END], 4)
-    assert points[-1].devices == MOST_DEVICES
-    assert all(a.efficiency >= b.efficiency for a, b in pairwise(points[8:]))
 
 
 def _points(seconds: list[float], rows: float = 1) -> list[ScalingPoint]:
@@ -97,17 +77,6 @@ def test_with_a_noise_scale_larger_batches_stop_paying() -> None:
 def test_a_fixed_batch_makes_the_noise_scale_irrelevant() -> None:
     points = scaling_curve(H100, 1.0, [AT_THE_END], 4, fixed_batch=True)
     assert devices_that_pay(points) == devices_that_pay(points, noise_scale=8)
-
-
-@given(exposed=st.floats(1e-6, 1.0))
-def test_slower_links_never_pay_longer(exposed: float) -> None:
-    def paying(times: float) -> int:
-        moved = Transfer("all-reduce", 1e9, 1.0, 1.0)
-        curve = scaling_curve(H100, times, [moved], 64, fixed_batch=True)
-        return devices_that_pay(curve)
-
-    # More computation for the same communication.
-    assert paying(1.0 + exposed) <= paying(2.0 + 2 * exposed)
 
 
 def test_counts_that_are_no_doublings_pay_by_the_same_measure() -> None:

@@ -18,7 +18,7 @@ import replicax as rx
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
-from replicax.islands.exchange_bytes import blocks_sent, exchange_bytes
+from replicax.islands.exchange_bytes import exchange_bytes
 from replicax.islands.group import Group
 from replicax.islands.peer import IslandPeer
 from replicax.plan.island_exchange import island_exchange
@@ -26,15 +26,6 @@ from replicax.plan.site_network import parse_network
 
 HEADER_BYTES = 2000
 """The most that the header of a frame of these models takes."""
-
-
-def test_bytes_of_spans_computed_by_hand() -> None:
-    # Parts 0-1, 2-4 and 5-7 of 8: subtrees (0, 2); (2, 2) (4, 1); (5, 1) (6, 2).
-    assert blocks_sent(8, 3) == [1, 2, 2]
-    assert exchange_bytes(8, 3, 10) == [(20, 40), (40, 30), (40, 30)]
-    assert exchange_bytes(8, 2, 10) == [(10, 10)] * 2
-    assert exchange_bytes(8, 1, 10) == [(0, 0)]
-    assert exchange_bytes(4, 5, 10) == [(0, 40), *[(40, 30)] * 4]  # one has nothing to compute
 
 
 def test_seconds_computed_by_hand() -> None:
@@ -47,6 +38,7 @@ def test_seconds_computed_by_hand() -> None:
     assert found.share == pytest.approx(4.04 / (4.04 + 3.0))
     alone = island_exchange(1, 8, 1000, link, 8.0)
     assert (alone.seconds, alone.share) == (0.0, 0.0)
+    assert exchange_bytes(4, 5, 10) == [(0, 40), *[(40, 30)] * 4]  # one has nothing to compute
     unknown = island_exchange(2, 8, 1000)
     assert (unknown.seconds, unknown.share) == (None, None)
 

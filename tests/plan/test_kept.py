@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from replicax.analysis.compiled import Memory
-from replicax.errors import CompilerError
 from replicax.plan import kept
 from replicax.plan.compilation import Compilation, Description, TooLarge
 from replicax.plan.exported import ExportedStep
@@ -78,19 +77,6 @@ def test_a_damaged_entry_is_compiled_again_and_repaired(damage: bytes | str) -> 
     assert KeepingCompiler(under, HOST).compile(STEP) == DONE
     assert under.asked == 1
     assert path.read_bytes() == whole
-
-
-def test_an_error_is_not_kept() -> None:
-    class Failing(Counting):
-        def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-            self.asked += 1
-            raise CompilerError("no")
-
-    under = Failing()
-    for _ in range(2):
-        with pytest.raises(CompilerError):
-            KeepingCompiler(under, HOST).compile(STEP)
-    assert under.asked == 2
 
 
 def test_those_not_used_for_longest_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:

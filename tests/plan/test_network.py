@@ -19,26 +19,6 @@ from replicax.plan.target import parse_target
 
 
 @pytest.mark.parametrize(
-    ("text", "inside", "between", "each", "hosts"),
-    [
-        ("h100:8", True, False, 8, 1),
-        ("h100:64", True, True, 8, 8),
-        ("a100-80:4x1", False, True, 1, 4),
-    ],
-    ids=["in a host", "in hosts", "one in each host"],
-)
-def test_gpus(text: str, inside: bool, between: bool, each: int, hosts: int) -> None:
-    chip = CHIPS[text.partition(":")[0]]
-    links = chip.inside if inside else None, chip.between if between else None
-    assert network(parse_target(text)) == HostNetwork(*links, each, hosts)
-
-
-@pytest.mark.parametrize("text", ["h100:1", "v5e:1x1", "cpu:1"])
-def test_one_device_of_any_kind(text: str) -> None:
-    assert network(parse_target(text)).time("all-reduce", 1e9) == 0
-
-
-@pytest.mark.parametrize(
     ("text", "rings"),
     [("v5e:4x4", (False, False)), ("v5e:8x16", (False, True)), ("v5e:16x16", (True, True))],
 )
@@ -51,13 +31,8 @@ def test_a_tpu_slice_closes_where_it_spans_the_pod(text: str, rings: tuple[bool,
     assert joined.link_bytes_per_second == inside.bytes_per_second / 4
 
 
-def test_tpus_beyond_a_slice() -> None:
-    joined = network(parse_target("v5e:16x16").with_devices(1024))
-    assert isinstance(joined, SliceNetwork)
-    assert (joined.devices, joined.between.devices) == (1024, 4)
-
-
 def test_devices_of_unknown_speed() -> None:
+    assert network(parse_target("cpu:1")).time("all-reduce", 1e9) == 0
     with pytest.raises(ConfigError, match=r"cpu:8.*not known.*bench"):
         network(parse_target("cpu:8"))
 

@@ -129,18 +129,6 @@ def test_not_even_one_row_fits() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_split_state_is_a_part_of_it() -> None:
-    found = rx.plan(step(), MODEL, rows(16), target=host(4, None), changes={})
-    freed = {each.change: each.freed_bytes for each in found.alternatives}
-    split = PARAMETERS * 3 // 4 * 4  # bytes of a copy, of which each of four keeps a quarter
-    assert freed["layout=zero1"] >= 2 * split - 4096  # Adam's two moments
-    assert freed["layout=fsdp"] >= freed["layout=zero1"]
-    assert set(freed) == {"precision=bfloat16", "layout=zero1", "layout=fsdp"}
-    for each in found.alternatives:
-        assert each.freed_bytes == found.asked.bytes - each.need.bytes
-
-
-@pytest.mark.usefixtures("in_process")
 def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
     changes = {"twice": step(layout="fsdp", accumulate=2)}
     dp = step(layout="fsdp", precision="bfloat16")
@@ -153,16 +141,11 @@ def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("settings", "sums"),
-    [({}, 4 * PARAMETERS + 8), ({"reduction": "bfloat16"}, 2 * PARAMETERS + 8)],
-    ids=["float32", "bfloat16"],
-)
-def test_what_is_sent_and_the_least_of_a_reduction(settings: dict[str, Any], sums: int) -> None:
-    dp = step(mode="shard_map", **settings)
+def test_a_reduction_in_bfloat16_sends_half() -> None:
+    dp = step(mode="shard_map", reduction="bfloat16")
     found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes={})
-    assert found.traffic.wire_bytes == found.traffic.least_bytes == sums  # half of it, twice
-    assert found.about["reduction"] == settings.get("reduction", "float32")
+    assert found.traffic.wire_bytes == found.traffic.least_bytes == 2 * PARAMETERS + 8
+    assert found.about["reduction"] == "bfloat16"
 
 
 @pytest.mark.usefixtures("alone")
@@ -207,18 +190,9 @@ def test_the_state_and_the_model_of_the_caller_stay() -> None:
     model = {name: jnp.ones(leaf.shape) / 100 for name, leaf in MODEL.items()}
     batch = {"x": np.ones((16, 32), np.float32)}
     mesh = rx.make_mesh(2, devices=jax.devices()[:2])
-
-    def losses(planned: bool) -> list[float]:
-        dp = step(mesh=mesh)
-        state = dp.init(model)
-        found = []
-        for _ in range(2):
-            if planned:
-                rx.plan(dp, model, batch, target=host(4, None), changes={})
-            state, metrics = dp.step(state, batch)
-            found.append(float(metrics["loss"]))
-        assert dp.mesh == mesh
-        return found
-
-    assert losses(True) == losses(False)
-    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    dp = step(mesh=mesh)
+    state = dp.init(model)
+    rx.plan(dp, model, batch, target=host(4, None), changes={})
+    assert dp.mesh == mesh
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model, state)))
+    assert int(dp.step(state, batch)[0].step) == 1

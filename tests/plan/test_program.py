@@ -1,7 +1,6 @@
 """A step as a program: its export, its device count, and steps that cannot be exported."""
 
 import itertools
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +46,6 @@ def test_the_state_comes_first_and_gives_its_memory(donate: bool) -> None:
     assert [(each.shape, each.dtype) for each in shapes[:MLP_LEAVES]] == [
         (each.shape, each.dtype) for each in state
     ]
-
-
-def test_pmap_is_exported_as_its_equal() -> None:
-    made = program(mlp(8, mode="pmap"))
-    (note,) = made.notes
-    assert re.match("mode pmap .*planned as .*shard_map, ", note)
-    equal = program(mlp(8, mode="shard_map"))
-    assert equal.notes == ()
-    assert (made.metrics, made.donated) == (equal.metrics, equal.donated)
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])

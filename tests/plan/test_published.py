@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,6 @@ def test_the_mean_error_of_what_is_public() -> None:
     complete = [row for row in ROWS if row.complete]
     assert mean_error([row for row in complete if row.chosen]) <= MOST_POINTS
     assert mean_error(complete) <= MOST_POINTS
-
-
-@NAMED
-def test_the_smallest_scale_is_the_measure(row: Row) -> None:
-    assert replace(row, devices=row.smallest).forecast == 1
 
 
 @NAMED

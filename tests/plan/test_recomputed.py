@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.plan.exported import computes_again, keeping_everything
 from replicax.plan.steps import StepCache
 from replicax.plan.target import parse_target
 
@@ -52,15 +51,6 @@ def test_the_share_is_that_of_products_computed_twice(policy: Any, again: int) -
     # Forward, and two products backward: of the last layer's input and weight, too.
     flops = 3 * LAYERS * one + 3 * last + again * one
     assert steps.recomputed_share(dp, 8) == pytest.approx(again * one / flops, rel=0.02)
-
-
-def test_the_kept_loss_is_the_same_loss() -> None:
-    policy = jax.checkpoint_policies.nothing_saveable
-    kept = keeping_everything(loss(policy))
-    assert (kept(MODEL, BATCH, None) == loss(policy)(MODEL, BATCH, None)).all()
-    jaxpr = jax.make_jaxpr(lambda model: loss(policy)(model, BATCH, None))(MODEL).jaxpr
-    assert computes_again(jaxpr)
-    assert not computes_again(jax.make_jaxpr(jnp.sin)(1.0).jaxpr)
 
 
 def test_a_custom_step_with_recomputation_does_not_tell() -> None:

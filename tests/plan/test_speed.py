@@ -16,7 +16,7 @@ from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
 from replicax.plan.memory_formula import MemoryFormula
 from replicax.plan.speed import Work, known_dtype, scaling, speed, work_by_formula, work_of_schedule
-from replicax.plan.target import Target, parse_target
+from replicax.plan.target import Target
 
 # 100 TFLOP/s in bfloat16 and 50 in float32, 1 TB/s of memory; 100 GB/s to the neighbour, at once.
 CHIP = Chip(
@@ -45,15 +45,9 @@ def step(precision: str = "bfloat16", **settings: Any) -> rx.DataParallel:
     return dp.replace(**{"mesh": abstract_mesh(4), **settings})
 
 
-def by_formula(flops: float, target: Target, dtype: str = "bfloat16") -> Work:
-    dp = step(dtype, mesh=abstract_mesh(target.devices))
+def by_formula(flops: float, target: Target) -> Work:
+    dp = step(mesh=abstract_mesh(target.devices))
     return work_by_formula(flops, STATE, GRADIENT, target, dp)
-
-
-@pytest.mark.parametrize(("dtype", "seconds"), [("bfloat16", 0.05), ("float32", 0.1)])
-def test_by_formula_products_take_their_time_at_the_peak(dtype: str, seconds: float) -> None:
-    work = by_formula(5e12, ONE, dtype)
-    assert work == Work(8, pytest.approx(seconds), (), 5e12)
 
 
 def test_by_formula_no_step_is_faster_than_its_state_is_read_and_written() -> None:
@@ -116,16 +110,11 @@ def weak(found: Any, devices: int) -> Any:
 
 def test_the_curves_go_through_the_target() -> None:
     found = scaling(by_formula(5e12, FOUR), FOUR, abstract_mesh(4), None)
-    # One device sends nothing; two send as much as they reduce, and four half as much again.
-    assert weak(found, 1).step.seconds == pytest.approx(0.05)
-    assert weak(found, 2).step.seconds == pytest.approx(0.05 + 0.01)
     assert weak(found, 4).step.seconds == pytest.approx(0.05 + 0.015)
     assert weak(found, 4).efficiency == pytest.approx(0.05 / 0.065)
     here = next(point for point in found.strong if point.devices == 4)
     assert here.step == weak(found, 4).step
-    # The same batch of 32 rows ends where each of 32 devices has one.
-    assert found.strong[0].step.compute_seconds == pytest.approx(4 * 0.05)
-    assert found.strong[-1].devices == 32
+    assert found.strong[-1].devices == 32  # of the same batch, each has one row
 
 
 def test_more_devices_pay_to_the_critical_batch_alone() -> None:
@@ -153,7 +142,3 @@ def test_more_devices_pay_to_the_critical_batch_alone() -> None:
 def test_the_dtype_whose_peak_counts(precision: str, rates: dict[str, float], dtype: str) -> None:
     chip = dataclasses.replace(CHIP, flops_per_second=rates)
     assert known_dtype(step(precision), chip) == dtype
-
-
-def test_a_v100_multiplies_in_float32_at_the_peak_of_its_own() -> None:
-    assert known_dtype(step(), parse_target("v100:8").chip) == "float32"

@@ -115,17 +115,6 @@ def test_a_wrong_target_is_refused_in_one_line(text: str, said: tuple[str, ...])
         parse_target(text)
 
 
-@pytest.mark.parametrize("text", ["h100:12", "v5e:3x3", "v5e:32x32", "v4:5x5x5", "v4:8x8", "v4"])
-def test_every_target_that_an_error_names_is_one(text: str) -> None:
-    name = text.partition(":")[0]
-    with pytest.raises(ConfigError) as caught:
-        parse_target(text)
-    named = [word.strip(",:;") for word in str(caught.value).split() if word.startswith(f"{name}:")]
-    assert named
-    for each in named:
-        assert parse_target(each).chip is CHIPS[name]
-
-
 def test_cpu_devices_share_the_memory_of_their_host() -> None:
     one, eight = parse_target("cpu:1"), parse_target("cpu:8")
     assert (eight.devices, eight.hosts, eight.chip.platform) == (8, 1, "cpu")

@@ -27,16 +27,8 @@ def test_a_ring_sends_both_ways() -> None:
 
 def test_a_corner_of_a_grid_has_one_link_in_each_dimension() -> None:
     assert SQUARE.time("all-gather", 160) == pytest.approx(150 / 20 + 6 * 0.5)
-
-
-def test_a_closed_grid_is_twice_as_fast() -> None:
-    closed = TorusNetwork((4, 4), (True, True), 10.0, 0)
-    open_grid = TorusNetwork((4, 4), (False, False), 10.0, 0)
-    ratio = open_grid.time("all-reduce", 1e6) / closed.time("all-reduce", 1e6)
-    assert ratio == pytest.approx(2)
-
-
-def test_a_dimension_of_one_has_no_links() -> None:
+    closed = TorusNetwork((4, 4), (True, True), 10.0, 0.5)
+    assert closed.time("all-gather", 160) == pytest.approx(150 / 40 + 6 * 0.5)
     flat = TorusNetwork((4, 1), (True, False), 10.0, 0.5)
     assert flat.time("all-gather", 80) == RING.time("all-gather", 80)
 
@@ -104,12 +96,8 @@ def test_slices_reduce_inside_then_between() -> None:
     # 80 bytes: scattered to 20 each, which 2 slices reduce at 4 bytes a second, then gathered.
     near = 2 * (60 / 20 + 3 * 0.5)
     assert joined.time("all-reduce", 80) == pytest.approx(near + 2 * (10 / 4 + 3.0))
-
-
-def test_slices_gather_between_then_inside() -> None:
     # 160 bytes: a device's part is 20, the slices' two parts of it 40, half of which must come.
     gathered = (20 / 4 + 3.0) + (120 / 20 + 3 * 0.5)
-    joined = SliceNetwork(RING, BETWEEN)
     assert joined.time("all-gather", 160) == pytest.approx(gathered)
     assert joined.time("reduce-scatter", 20) == pytest.approx(gathered)
 

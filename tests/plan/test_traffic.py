@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import cache
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.schedule import Collective, Kernel, Schedule, read_schedule
 from replicax.core.modes import MODES
 from replicax.core.placement.layout import LAYOUTS
-from replicax.plan.step_traffic import Traffic, advice, least_wire_bytes, read_traffic
+from replicax.plan.step_traffic import advice, least_wire_bytes, read_traffic
 
 
 @pytest.mark.parametrize(
@@ -64,11 +63,6 @@ def test_collectives_are_summed_by_kind_and_by_whether_they_are_asynchronous() -
     assert (third.kind, third.wire_bytes, third.between_seconds) == ("all-gather", 6, 0)
     assert traffic.wire_bytes == 525 + 10 + 6
     assert not traffic.warning
-
-
-def test_how_long_kernels_run_is_not_always_known() -> None:
-    (movement,) = read_traffic(Schedule((collective("all-reduce", 8),)), 4, 12).movements
-    assert movement.between_seconds is None
 
 
 @pytest.mark.parametrize(("size", "warns"), [(100, False), (102, False), (104, True)])
@@ -119,7 +113,7 @@ def test_the_advice_of_a_split_layout_is_not_another_mode() -> None:
     assert "shard_map" not in advice(MODES["jit"], LAYOUTS["fsdp"])
 
 
-# Programs compiled by XLA for 8 CPU devices: a language model with tied embeddings.
+# A program compiled by XLA for 8 CPU devices: a language model with tied embeddings.
 ROWS, TOKENS, WORDS, WIDTH = 16, 4, 300, 32
 MODEL = {"table": jnp.ones((WORDS, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
 BATCH = {"tokens": np.ones((ROWS, TOKENS), np.int32)}
@@ -131,29 +125,13 @@ def loss(model: Any, batch: Any, key: Any) -> jax.Array:
     return -jnp.mean(scores[..., 0], axis=-1)
 
 
-@cache
-def traffic(mode: str, devices: int = 8) -> Traffic:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mode=mode, mesh=mesh)
+def test_jit_reduces_a_tied_embedding_twice_and_is_warned() -> None:
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="jit")
     text = dp.lower(MODEL, BATCH).compile().as_text() or ""
     params = jax.tree.leaves(MODEL)
-    least = least_wire_bytes(dp.layout, devices, sums_bytes(params, 1))
-    return read_traffic(read_schedule(text), devices, least, params, mode=dp.mode)
-
-
-@pytest.mark.parametrize("devices", [2, 8])
-def test_a_step_that_reduces_once_sends_the_least(devices: int) -> None:
-    sent = traffic("shard_map", devices=devices)
-    (movement,) = sent.movements
-    gradient = 4 * (WORDS * WIDTH + WIDTH * WIDTH)
-    assert movement.wire_bytes == 2 * (gradient + 8) * (devices - 1) / devices
-    assert sent.wire_bytes == sent.least_bytes
-    assert sent.warning == ""
-
-
-def test_jit_reduces_a_tied_embedding_twice_and_is_warned() -> None:
-    sent = traffic("jit")
+    least = least_wire_bytes(dp.layout, 8, sums_bytes(params, 1))
+    sent = read_traffic(read_schedule(text), 8, least, params, mode=dp.mode)
     table = 4 * WORDS * WIDTH
     assert sent.wire_bytes - sent.least_bytes == pytest.approx(2 * table * 7 / 8, rel=0.01)
     assert f"f32[{WORDS},{WIDTH}] is reduced 2 times" in sent.warning
-    assert "mode='shard_map' reduces once" in sent.warning
+    assert advice(MODES["jit"]) in sent.warning

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 from support.tiers import only
 
 from replicax.recipes import cpu, transformer
@@ -77,14 +75,6 @@ def test_bfloat16_is_rounded_once() -> None:
     agree(found, in_float64(*arrays), 2**-8)
 
 
-def test_float64_stays_float64() -> None:
-    with jax.enable_x64(True):
-        arrays = inputs(64, jnp.float64)
-        found = jax.jit(with_gradients)(*arrays)
-        assert {each.dtype for each in found} == {jnp.dtype(jnp.float64)}
-        agree(found, in_float64(*arrays), 1e-13)
-
-
 @pytest.mark.parametrize("tokens", only([64], [64, 37]))
 def test_a_token_does_not_see_those_after_it(tokens: int) -> None:
     q, k, v, _ = inputs(tokens)
@@ -103,38 +93,6 @@ def test_large_scores_do_not_overflow() -> None:
     # The largest score takes all the weight, up to the precision of float32 near 1e8.
     chosen = np.abs(np.asarray(found[0])[:, :, None] - np.asarray(v)[:, None]).max(-1).min(2)
     assert (chosen < 1e-6).mean() > 0.99
-
-
-def test_under_vmap_scan_remat_and_shard_map() -> None:
-    first = inputs(64)
-    second = first[::-1]
-    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
-    one_by_one = zip(in_float64(*first), in_float64(*second), strict=True)
-    expected = [np.stack(pair) for pair in one_by_one]
-
-    def again(*arrays: jax.Array) -> list[jax.Array]:
-        *qkv, weight = arrays
-        attended, pullback = jax.vjp(jax.checkpoint(causal_attention), *qkv)
-        return [attended, *pullback(weight)]
-
-    def of_one(*arrays: jax.Array) -> list[jax.Array]:
-        return [x[None] for x in with_gradients(*(x[0] for x in arrays))]
-
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    spec = PartitionSpec("data")
-    forms = {
-        "vmap": jax.vmap(with_gradients),
-        "remat in scan": lambda *arrays: lax.map(lambda each: again(*each), arrays),
-        "shard_map": jax.shard_map(
-            of_one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        ),
-        "checked shard_map": jax.shard_map(of_one, mesh=mesh, in_specs=spec, out_specs=spec),
-    }
-    for name, form in forms.items():
-        try:
-            agree(jax.jit(form)(*stacked), expected, 1e-5)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 def test_what_remat_is_told_to_keep_is_not_computed_again() -> None:

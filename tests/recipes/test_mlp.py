@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from support.tiers import EXHAUSTIVE, only
 
@@ -47,17 +46,6 @@ def test_many_layers_leave_a_signal(layers: int) -> None:
     assert 0.01 < float(jnp.std(deep.model(jax.random.key(0))(x))) < 100
 
 
-def test_the_rows_are_one_function_of_different_draws() -> None:
-    train, evaluation = SMALL.train_source(), SMALL.eval_source()
-    for source, rows in ((train, 2000), (evaluation, 200)):
-        assert (source["x"].shape, source["y"].shape) == ((rows, 16), (rows, 10))
-        assert source["x"].dtype == source["y"].dtype == np.float32
-    assert not set(map(bytes, evaluation["x"])) & set(map(bytes, train["x"]))
-    weight, *_ = np.linalg.lstsq(train["x"], np.arctanh(train["y"]))
-    np.testing.assert_allclose(np.tanh(evaluation["x"] @ weight), evaluation["y"], atol=1e-4)
-    np.testing.assert_array_equal(SMALL.train_source()["x"], train["x"])
-
-
 def test_few_rows_leave_one_to_evaluate_on() -> None:
     assert MLP(rows=3).eval_source()["x"].shape == (1, 16)
 
@@ -70,13 +58,3 @@ def test_the_preset_is_the_deep_and_wide_one() -> None:
     assert len(sizes) == 2 * 3  # 89 of the layers are one stack
     assert sum(sizes) == 1024 * 2056 + 89 * 2056**2 + 90 * 2056 + 2056 * 10 + 10
     assert recipe.rows >= 2 * recipe.batch_size
-
-
-def test_it_computes_in_bfloat16() -> None:
-    batch = SMALL.eval_source()
-    losses = []
-    for precision in ("float32", "bfloat16"):
-        dp = rx.DataParallel(SMALL.loss, optax.sgd(0.1), precision=precision)
-        _, metrics = dp.step(dp.init(SMALL.model(jax.random.key(0))), batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)

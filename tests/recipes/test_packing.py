@@ -37,16 +37,6 @@ def test_every_token_but_the_first_is_a_target_once_and_in_order(
     assert 1 <= length[-1] <= context
 
 
-def test_an_example() -> None:
-    rows = pack(arrays([[0, 1, 2], [3], [4, 5]]), END, context=4, vocab_size=10)
-
-    assert rows["tokens"].tolist() == [[0, 1, 2, END, 3], [3, END, 4, 5, END]]
-    assert rows["length"].tolist() == [4, 4]
-    rows = pack(arrays([[0, 1, 2], [3], [4, 5]]), END, context=5, vocab_size=10)
-    assert rows["tokens"].tolist() == [[0, 1, 2, END, 3, END], [END, 4, 5, END, END, END]]
-    assert rows["length"].tolist() == [5, 3]
-
-
 def test_dtypes_are_as_narrow_as_the_vocabulary_allows() -> None:
     for vocab_size, dtype in {2**16: np.uint16, 2**16 + 1: np.int32}.items():
         largest = vocab_size - 1
@@ -54,11 +44,6 @@ def test_dtypes_are_as_narrow_as_the_vocabulary_allows() -> None:
         assert rows["tokens"].dtype == dtype
         assert rows["tokens"].tolist() == [[0, largest, largest]]
         assert rows["length"].dtype == np.int32
-
-
-def test_rows_are_read_only() -> None:
-    for array in pack(arrays([[0, 1, 2]]), END, 2, vocab_size=10).values():
-        assert not array.flags.writeable
 
 
 def test_ids_beyond_the_vocabulary_do_not_wrap_around() -> None:

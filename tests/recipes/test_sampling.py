@@ -69,9 +69,6 @@ def test_no_more_than_the_context_is_seen() -> None:
     windows.clear()
     sample(watched, 9, [5], count=99, context=100, end=-1)
     assert windows == {(1, 32), (1, 64), (1, 100)}
-    windows.clear()
-    assert sample(watched, 9, [5] * 20, count=2, context=8, end=-1) == [6, 7]
-    assert windows == {(1, 8)}
 
 
 def test_it_stops_at_the_end_of_the_text_and_leaves_it_out() -> None:

@@ -10,7 +10,6 @@ import pytest
 from support.tiers import EXHAUSTIVE, only
 
 from replicax.core.ground.traced_for import traced_for
-from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.transformer import Shape, hidden, init, logits
@@ -53,19 +52,12 @@ def test_remat_changes_nothing_but_what_is_computed_again(remat: str) -> None:
         assert np.abs(value - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
-def test_a_logit_depends_on_the_tokens_up_to_it_and_their_places() -> None:
+def test_a_logit_depends_on_its_place_and_no_later_token() -> None:
     params = init(SMALL, jax.random.key(0))
     compute = jax.jit(lambda tokens: logits(params, tokens, 2))
-    before = compute(TOKENS)
-    changed = TOKENS.copy()
-    changed[:, 20] = (changed[:, 20] + 1) % 31
-    after = compute(changed)
-    assert before.shape == (4, 32, 31)
-    np.testing.assert_array_equal(after[:, :20], before[:, :20])
-    assert (after[:, 20:] != before[:, 20:]).any(-1).all()
     same = compute(np.zeros_like(TOKENS))
     assert np.abs(np.diff(same, axis=1)).max(-1).min() > 1e-4
-    np.testing.assert_allclose(compute(TOKENS[:, :9]), before[:, :9], atol=1e-5)
+    np.testing.assert_allclose(compute(TOKENS[:, :9]), compute(TOKENS)[:, :9], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
@@ -74,28 +66,6 @@ def test_it_computes_in_the_dtype_of_its_parameters(remat: Any) -> None:
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     shapes = jax.eval_shape(lambda params: logits(params, TOKENS, 2, remat), half)
     assert shapes.dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"layers": 0}, "layers=0; it must be at least 1: raise it"),
-        ({"heads": 0}, "heads=0; it must be at least 1: raise it"),
-        ({"width": -16}, "width=-16; it must be at least 1: raise it"),
-        ({"context": 0}, "context=0; it must be at least 1: raise it"),
-        ({"vocab_size": 0}, "vocab_size=0; it must be at least 1: raise it"),
-        (
-            {"heads": 3},
-            "width=16 and heads=3; each head has width / heads dims: make the width a multiple of "
-            "the heads",
-        ),
-    ],
-)
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:
-    good = {"layers": 3, "heads": 2, "width": 16, "context": 32, "vocab_size": 31}
-    with pytest.raises(ConfigError) as caught:
-        Shape(**good | sizes)
-    assert str(caught.value) == message
 
 
 def test_it_starts_as_gpt2_does() -> None:
@@ -126,12 +96,6 @@ def test_it_starts_as_gpt2_does() -> None:
     assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.05
     layers = np.asarray(params["h"]["mlp"]["c_fc"]["weight"]).reshape(8, -1)
     assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.05
-
-
-def test_at_first_every_token_is_as_likely() -> None:
-    params = init(SMALL, jax.random.key(0))
-    found = jax.nn.log_softmax(jax.jit(lambda tokens: logits(params, tokens, 2))(TOKENS))
-    assert float(-found.mean()) == pytest.approx(math.log(31), rel=0.02)
 
 
 def test_the_layer_norm_is_exact_in_bfloat16() -> None:

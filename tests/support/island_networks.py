@@ -1,7 +1,6 @@
 """Networks of several islands in one process, which note what they are told; and raw islands."""
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,13 +20,13 @@ from replicax.launch.process import free_port
 SECRET = Secret(b"the secret of these islands")
 
 
-def places(count: int, job: str = "ours", secret: Secret = SECRET) -> list[IslandPlace]:
+def places(count: int) -> list[IslandPlace]:
     """Return the places of islands on free ports."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())
     addresses = tuple(f"127.0.0.1:{port}" for port in ports)
-    return [IslandPlace(index, addresses, job, secret) for index in range(count)]
+    return [IslandPlace(index, addresses, "ours", SECRET) for index in range(count)]
 
 
 class Island:
@@ -38,7 +37,6 @@ class Island:
         self.told: list[tuple[Any, ...]] = []
         """`("joined", index, start)`, `("heard", index, message)`, `("lost", index, reason)`."""
         self.arrived: list[tuple[int, Frame | State, list[np.ndarray]]] = []
-        self.threads: set[str] = set()
         self.network = Network(
             place,
             patience_seconds=patience_seconds,
@@ -61,11 +59,9 @@ class Island:
         self._note("heard", peer, message)
 
     def _arrived(self, peer: IslandPeer, header: Frame | State, arrays: list[np.ndarray]) -> None:
-        self.threads.add(threading.current_thread().name)
         self.arrived.append((peer.index, header, arrays))
 
     def _note(self, kind: str, peer: IslandPeer, what: Any) -> None:
-        self.threads.add(threading.current_thread().name)
         self.told.append((kind, peer.index, what))
 
 
@@ -88,9 +84,9 @@ def connected(place_count: int, networks: Sequence[Network]) -> None:
 class RawIsland:
     """An island that dials and does nothing more: its connections are for a test to misuse."""
 
-    def __init__(self, place: IslandPlace, other: int = 0, start: str = "raw") -> None:
+    def __init__(self, place: IslandPlace, other: int = 0) -> None:
         self.place, self.other = place, other
-        self._handshakes = Handshakes(place, start)
+        self._handshakes = Handshakes(place, "raw")
         self._channels: list[Channel] = []
 
     def dial(self, purpose: str) -> Channel:

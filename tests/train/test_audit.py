@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.audit_trials import SUBJECTS, Subject, differing
+from support.audit_trials import SUBJECTS, Subject
 from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES
 from support.command_line import Main
@@ -22,7 +22,6 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.train.audit import Snapshot
 from replicax.train.fingerprint import sha256
 
 CASE = CASES["linen"]
@@ -246,30 +245,6 @@ def test_a_bit_is_found_beside_bad_batches(two: rx.DataParallel, step: int, devi
     assert f"{1 - device} of process 0: restart" in said
 
 
-def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParallel) -> None:
-    """The gradient is finite in the one step that applies it."""
-
-    def to_nan(state: Any) -> Any:
-        moments = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), state.opt_state[0].mu)
-        first = state.opt_state[0]._replace(mu=moments)
-        rest = state.opt_state[1:]
-        return dataclasses.replace(state, opt_state=(first, *rest))
-
-    with (
-        before_step(13, to_nan),
-        pytest.raises(DivergedError, match=r"not finite\b.*step 20: params.* and \d+ more, and .*"),
-    ):
-        fit(eight)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"), [((0,), r"every=0; .*\b1\b"), ((10, "restor"), "did you mean 'restore'")]
-)
-def test_arguments_that_cannot_work_are_refused(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        rx.Audit(*settings)
-
-
 def test_an_iterator_cannot_go_back(eight: rx.DataParallel) -> None:
     with pytest.raises(ConfigError, match=r"restore.*an iterator\b.*batches"):
         fit(eight, **restoring(), source=iter([]))
@@ -280,19 +255,6 @@ def test_one_device_has_nothing_to_compare_with() -> None:
         fit(rx.DataParallel(CASE.loss, optax.sgd(0.1), mode="single"))
 
 
-def test_a_split_optimizer_is_not_compared_and_that_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fit(make(2, layout="zero1"), progress=True)
-    lines = capsys.readouterr().out.splitlines()
-    (said,) = [number for number, line in enumerate(lines) if line.startswith("audit  every")]
-    assert lines[said].endswith("each of 2 devices")
-    assert_mentions(lines[said + 1], " B more", "one device")
-    assert_mentions(lines[said + 2], " kB of", "host memory")
-    assert all(len(line) <= 80 for line in lines)
-    assert lines[-1] == "audit  3 clean"
-
-
 def test_split_parameters_are_compared_where_several_devices_hold_a_part() -> None:
     """Four groups of two devices share a copy each."""
     mesh = rx.make_mesh(fsdp=2)
@@ -300,18 +262,6 @@ def test_split_parameters_are_compared_where_several_devices_hold_a_part() -> No
     said = message(dp, 15, flipping(5))
     assert said.startswith("device 5 of process 0 ")
     assert_mentions(said, "wrong bits", "in params")
-
-
-def test_a_snapshot_has_the_bits_and_memory_of_its_own(eight: rx.DataParallel) -> None:
-    state = eight.init(CASES["linen"].model())
-    snapshot = Snapshot(state)
-    again = snapshot.restore()
-    assert same(state, again)
-    assert differing(again) == []
-    jax.block_until_ready(
-        jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(again)
-    )
-    assert same(state, snapshot.restore())
 
 
 def test_the_flags_of_the_command_line(main: Main) -> None:
@@ -346,13 +296,6 @@ def alone() -> list[Ended]:
         for process in (0, 1)
         for ended in run_job(SUPPORT / "job_audit.py", process, 6, "stop", devices=1)
     ]
-
-
-def test_both_processes_name_the_device_of_one() -> None:
-    first, second = job(1, 6, "stop")
-    assert first.code == second.code == 1
-    assert first.err == second.err
-    assert re.search(r"of process 1 .*wrong bits .*params\['in'\] after step 8; all", first.err)
 
 
 @EXHAUSTIVE

@@ -16,8 +16,8 @@ import replicax as rx
 from replicax.core.data.batch import Batch, pad
 from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
-from replicax.train.dispatched import Dispatched, RunPosition, dispatched, finished
-from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
+from replicax.train.dispatched import Dispatched, RunPosition, dispatched
+from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 from replicax.train.step_records import BadSteps
 
@@ -46,28 +46,11 @@ def run_of(kind: str, first: int, count: int) -> dict[int, str]:
     return dict.fromkeys(range(first, first + count), kind)
 
 
-def test_a_skipped_step_is_recorded_with_its_real_examples() -> None:
-    bad = BadSteps(9, Alone())
-    (record,) = follow(bad, {118: "good", 119: "good", 120: "nan", 121: "good"})
-    assert (record.kind, record.step, record.epoch, record.rows) == ("skip", 120, 1, 3)
-    assert set(record.metrics) == {"loss"}
-    assert np.isnan(record.metrics["loss"])
-    assert record.examples == (1202, 1201, 1200)
-
-
 def test_a_spike_is_told_from_a_loss_that_is_not_finite() -> None:
     bad = BadSteps(9, Alone())
     spike, nan = follow(bad, {1: "spike", 2: "nan", 3: "good"}, spikes=True)
     assert spike.metrics == {"loss": 9.0, "spike": 1.0}
     assert set(nan.metrics) == {"loss"}
-
-
-def test_verdicts_are_no_metrics() -> None:
-    step = done(1, "nan", spikes=True)
-    assert set(step.metrics) == {"loss"}
-    assert bool(step.not_finite)
-    assert step.spike is not None
-    assert not bool(step.spike)
 
 
 @pytest.mark.promise("checkpoints.bad-steps")
@@ -87,14 +70,6 @@ def test_too_many_in_a_row_end_the_run(most: int) -> None:
     assert_mentions(said, "learning rate", "clip", "these examples")
     assert "examples 3202, 3201, 3200 of epoch 3" in said
     assert "\n" not in said
-
-
-def test_a_good_step_ends_the_row() -> None:
-    bad = BadSteps(2, Alone())
-    kinds = {step: "nan" if step % 2 else "good" for step in range(20)}
-    assert len(follow(bad, kinds)) == 10
-    bad.check()
-    assert bad.in_a_row == 1
 
 
 @pytest.mark.promise("outside.not-finite")
@@ -153,32 +128,6 @@ def test_many_examples_are_named_in_part() -> None:
     assert record.examples == tuple(range(73, 9, -1))
     with pytest.raises(DivergedError, match=r"on examples 73, (\d\d, ){6}66, \.\.\. of epoch 0\)"):
         bad.check()
-
-
-def test_the_steps_of_a_twin_are_followed() -> None:
-    """Two of 64 examples are NaN: the steps that met them are those recorded."""
-
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return (batch["x"] - model["w"]) ** 2
-
-    x = np.linspace(-1, 1, 64).astype(np.float32)
-    x[[17, 40]] = np.nan
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
-    state = dp.init({"w": jnp.float32(0.5)})
-    dp, bad, records = guarded(dp, state), BadSteps(3, Alone()), []
-    step, steps = 0, dp.job.in_flight
-    for epoch in range(3):
-        for number, each in enumerate(dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch), 1):
-            state, found = dp.step(state, each)
-            step += 1
-            steps.note(dispatched(RunPosition(step, epoch, number), each, found))
-            records += [record for each, _ in finished(steps, 4) for record in bad.finished(each)]
-    records += [record for each, _ in finished(steps, 0) for record in bad.finished(each)]
-    met = [each for record in records for each in record.examples or () if each in (17, 40)]
-    assert sorted(met) == [17] * 3 + [40] * 3
-    assert all({17, 40} & set(record.examples or ()) for record in records)
-    assert np.isfinite(state.params["w"])
-    assert int(state.step) == 24
 
 
 def test_processes_skip_and_end_alike() -> None:

@@ -2,10 +2,7 @@
 
 import copy
 import dataclasses
-import errno
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from replicax.cli.step_options import RoundOptions
 from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.errors import ConfigError
 from replicax.train.changes import (
-    ABSENT,
     HARMLESS,
     Change,
     check_changes,
@@ -80,21 +76,6 @@ def matter(**fields: Any) -> list[str]:
     return [each.field for each in config_changes(CONFIG, edited(**fields)) if each.matters]
 
 
-def test_what_is_the_same_is_no_change() -> None:
-    assert config_changes(CONFIG, copy.deepcopy(CONFIG)) == []
-    assert check_changes(CONFIG, copy.deepcopy(CONFIG), accept=False) == []
-
-
-def test_a_change_has_a_dotted_path_and_both_values() -> None:
-    assert config_changes(CONFIG, edited(fields__learning_rate=0.01)) == [
-        Change("fields.learning_rate", 0.001, 0.01, matters=True)
-    ]
-    assert config_changes(CONFIG, edited(parallel__mesh={"data": 4, "model": 2})) == [
-        Change("parallel.mesh.data", 2, 4, matters=False),
-        Change("parallel.mesh.model", ABSENT, 2, matters=False),
-    ]
-
-
 def test_a_configuration_equals_itself_as_it_was_written(tmp_path: Path) -> None:
     class Thing:
         pass
@@ -119,29 +100,6 @@ def test_values_that_only_resemble_each_other_differ(old: Any, new: Any) -> None
         check_changes({"a": old}, {"a": new}, accept=False)
     first, _, second = str(caught.value).partition(";")[0].partition(" -> ")
     assert first.rpartition("a ")[2] != second
-
-
-def test_a_missing_field_is_absent_and_null_is_not() -> None:
-    found = config_changes({"a": None, "b": {"c": 1}, "d": {}}, {"e": {}})
-    assert [(each.field, each.old, each.new) for each in found] == [
-        ("a", None, ABSENT),
-        ("b.c", 1, ABSENT),
-        ("d", {}, ABSENT),
-        ("e", ABSENT, {}),
-    ]
-    with pytest.raises(ConfigError, match=r"a null -> absent, b\.c 1 -> absent"):
-        check_changes({"a": None, "b": {"c": 1}}, {}, accept=False)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("recipe", "fields__epochs", "fields__new", "options__seed", "options__precision"),
-        *("data__rows", "data__batch_size", "parallel__precision", "options__skip_spikes", "own"),
-    ],
-)
-def test_what_alters_the_results_matters(path: str) -> None:
-    assert matter(**{path: 12}) == [path.replace("__", ".")]
 
 
 @pytest.mark.parametrize("path", HARMLESS)
@@ -229,18 +187,6 @@ def test_how_far_it_goes_matters_where_the_program_follows_from_it(config: dict[
     assert refused(with_program(CONFIG), more) == set()  # it is compared at the first batch
 
 
-def test_who_started_it_when_and_where_is_no_change() -> None:
-    started = {"command": ["a"], "host": "h", "time": "t", "commit": "1f"}
-    old, new = (
-        {"start": started},
-        {"start": {**started, "command": ["b"], "host": "i", "time": "u"}},
-    )
-    assert config_changes(old, new) == []
-    assert check_changes(old, {"start": {**started, "commit": "2e"}}, accept=False) == [
-        "change start.commit 1f -> 2e"
-    ]
-
-
 def test_harmless_paths_are_whole_paths() -> None:
     assert config_changes({"options.devices": 1}, {})[0].matters
     assert config_changes({"fields": {"options": {"devices": 1}}}, {})[0].matters
@@ -309,18 +255,6 @@ def test_long_values_show_where_they_differ() -> None:
     assert "two" in line
 
 
-def test_accepted_changes_are_lines_that_say_so() -> None:
-    new = edited(options__devices=4, options__seed=1, versions__jax="0.11.0")
-    assert check_changes(CONFIG, new, accept=True) == [
-        "change options.seed 0 -> 1 (accepted)",
-        "change options.devices 2 -> 4",
-        "change versions.jax 0.10.2 -> 0.11.0",
-    ]
-    assert check_changes(CONFIG, edited(options__devices=4), accept=False) == [
-        "change options.devices 2 -> 4"
-    ]
-
-
 @given(json_values, json_values)
 def test_any_changes_fit_80_columns_of_a_terminal(old: Any, new: Any) -> None:
     for line in check_changes({"a": old, "b" * 90: new}, {"a": new}, accept=True):
@@ -341,34 +275,6 @@ def test_a_configuration_that_is_no_json_is_refused() -> None:
     for value in (endless, {(1, 2): 3}):
         with pytest.raises(ConfigError, match=r"written\b.*JSON"):
             config_changes(CONFIG, {"value": value})
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (b"", "Expecting value"),
-        (b'{"a": 1', "Expecting"),
-        (b"[1]", "array"),
-        (b"null", "null"),
-        (b'{"a": "\xff"}', "position 7"),
-    ],
-    ids=lambda value: value[:12] if isinstance(value, str) else "",
-)
-def test_a_damaged_file_is_no_configuration(tmp_path: Path, text: bytes, why: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(text)
-    with pytest.raises(ConfigError) as caught:
-        read_config(path)
-    assert str(caught.value).startswith(f"{path} is not")
-    assert "configuration (" in str(caught.value)
-    assert why in str(caught.value)
-    assert "choose another" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"json is .*\({re.escape(os.strerror(errno.ENOENT))}"):
-        read_config(tmp_path / "config.json")
 
 
 def test_every_option_of_the_command_is_judged() -> None:

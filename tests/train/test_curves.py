@@ -63,13 +63,6 @@ def test_any_history_is_drawn_below_a_title_that_is_text(name: str, tmp_path: Pa
     assert np.count_nonzero(pixels != 1) > 1000
 
 
-def test_a_single_record_can_be_seen(tmp_path: Path) -> None:
-    pixels = pixels_of([train(1, loss=1.0)], tmp_path / "one.png")
-    panel = pixels[80:320, 110:400]  # inside the loss panel's axes, clear of its legend
-    blue = np.array([0x00, 0x72, 0xB2]) / 255
-    assert np.any(np.all(np.abs(panel - blue) < 0.1, axis=-1))
-
-
 def test_a_panel_has_each_series_of_its_metric() -> None:
     records = [
         Record("train", 1, 0, {"accuracy": 0.1, "loss": 9.0, "head/loss": 4.0}, 64, 0.0),
@@ -164,15 +157,6 @@ def test_one_process_at_a_time_draws_every_so_often_until_it_fails_and_at_the_en
     during = [(count, run.folder, False) for count in (6, 12, 18, *more)]
     assert run.started == [*during, (22, run.folder, True)]
     assert run.said == []
-
-
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_without_a_folder_or_a_record_nothing_is_drawn(run: Any, has_folder: bool) -> None:
-    if not has_folder:
-        run.folder = None
-        run.add(seconds=61)
-    run.hook.end(run)
-    assert run.started == []
 
 
 def test_without_matplotlib_the_extra_is_named_and_once_at_the_end_of_a_run(

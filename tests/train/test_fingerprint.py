@@ -37,14 +37,6 @@ def trained() -> Any:
     return train(dp, CASES["nnx"].model(), dp.feed(CASES["nnx"].source, 64))[0]
 
 
-def test_equal_copies_differ_in_nothing(trained: Any) -> None:
-    assert differences(trained) == []
-    found = Fingerprint(trained)
-    assert list(found.leaves) == leaf_names(trained) == found.compared
-    assert found.compared_bytes == sum(part_bytes(leaf) for leaf in jax.tree.leaves(trained))
-    assert found.alone_bytes == 0
-
-
 def test_a_bit_in_any_leaf_names_leaf_and_device(trained: Any) -> None:
     for number, name in enumerate(leaf_names(trained)):
         last = part_bytes(jax.tree.leaves(trained)[number]) - 1
@@ -120,20 +112,6 @@ def test_parts_over_model_are_compared_along_data() -> None:
     (found,) = differences(state)
     assert found.wrong == (3,)
     assert found.groups == ((1, 5, 7), (3,))
-
-
-def test_gather_shows_every_copy() -> None:
-    state = {"w": flip(place(np.ones(3, np.float32)), jax.devices()[4], 3, 7)}
-    copies = Fingerprint(state).gather(state, "['w']")
-    assert copies.shape == (8, 3)
-    assert [place for place in range(8) if copies[place, 0] < 0] == [4]
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_told(value: float) -> None:
-    state = {"a": place(np.ones(3, np.float32)), "b": place(np.float32([1, value]))}
-    found = Fingerprint(state)
-    assert found.not_finite(found.take(state)) == ("['b']",)
 
 
 def test_nothing_is_moved_between_devices_but_the_fingerprints() -> None:

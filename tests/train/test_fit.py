@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -32,14 +31,6 @@ def dp() -> rx.DataParallel:
 
 def of_kind(result: rx.Fit, kind: str) -> list[Any]:
     return [record for record in result.records if record.kind == kind]
-
-
-def test_epochs_are_whole_passes(dp: rx.DataParallel) -> None:
-    result = fit(dp, epochs=3, log_every=50)
-    assert (result.steps, result.rows, result.interrupted) == (9, 120, False)
-    assert int(result.state.step) == 9
-    assert result.seconds > 0
-    assert [record.epoch for record in of_kind(result, "train")] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +65,6 @@ def test_records_have_rising_steps_and_every_row(dp: rx.DataParallel, log_every:
     assert all(set(record.metrics) == {"loss", "error"} for record in result.records)
 
 
-def test_it_learns(dp: rx.DataParallel) -> None:
-    result = fit(dp, epochs=30, eval_source=line(40, 1))
-    assert result.metrics == of_kind(result, "eval")[-1].metrics
-    assert result.metrics["loss"] < 1e-3
-    assert float(result.state.params["w"]) == pytest.approx(2, abs=0.05)
-
-
 @pytest.mark.parametrize("rows", only([37], [16, 37, 5]))
 def test_evaluation_counts_every_row_once(dp: rx.DataParallel, rows: int) -> None:
     scored = line(rows, 1)
@@ -97,52 +81,6 @@ def test_evaluation_may_have_a_batch_size_of_its_own(dp: rx.DataParallel) -> Non
     small = fit(dp, epochs=1, eval_source=line(40, 1), eval_batch_size=8)
     large = fit(dp, epochs=1, eval_source=line(40, 1), eval_batch_size=40)
     assert small.metrics["loss"] == pytest.approx(large.metrics["loss"], rel=1e-5)
-
-
-def test_a_run_in_steps_evaluates_at_its_end(dp: rx.DataParallel) -> None:
-    result = fit(dp, steps=4, eval_source=line(16, 1))
-    assert [record.step for record in of_kind(result, "eval")] == [3, 4]
-
-
-def test_without_evaluation_the_metrics_are_the_last_steps(dp: rx.DataParallel) -> None:
-    result = fit(dp, steps=4)
-    assert result.metrics == of_kind(result, "train")[-1].metrics
-
-
-def test_arrays_are_shuffled_anew_each_epoch_from_the_seed() -> None:
-    seen: list[list[int]] = []
-
-    def watched(model: Any, batch: Any, key: Any) -> Any:
-        jax.debug.callback(lambda rows: seen.append(np.asarray(rows).tolist()), batch["row"])
-        return model["w"] * batch["row"]
-
-    def orders(**settings: Any) -> list[list[int]]:
-        seen.clear()
-        one = rx.DataParallel(watched, optax.sgd(0.0), mode="single")
-        result = rx.fit(
-            one,
-            one.init({"w": jnp.float32(0)}),
-            {"row": np.arange(16)},
-            batch_size=16,
-            epochs=2,
-            progress=False,
-            **settings,
-        )
-        jax.block_until_ready(result.state)
-        jax.effects_barrier()
-        return list(seen)
-
-    first = orders(seed=1)
-    assert [sorted(order) for order in first] == [list(range(16))] * 2
-    assert first[0] != first[1]
-    assert first == orders(seed=1)
-    assert first != orders(seed=2)
-    assert orders(shuffle=False) == [list(range(16))] * 2
-
-
-def test_batches_of_a_loader_are_trained_on_as_they_come(dp: rx.DataParallel) -> None:
-    result = fit(dp, slices(line(40), 16), batch_size=None, epochs=2)
-    assert (result.steps, result.rows) == (6, 80)
 
 
 def test_a_generator_lasts_one_epoch(dp: rx.DataParallel) -> None:
@@ -190,11 +128,6 @@ def test_a_generator_is_evaluated_once_or_refused_at_the_start(
         return
     (record,) = of_kind(fit(dp, eval_source=plan, **length), "eval")
     assert record.rows == 16
-
-
-def test_an_empty_source_ends_the_run(dp: rx.DataParallel) -> None:
-    with pytest.raises(DataError, match="no batch"):
-        fit(dp, [], steps=2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Files and lines that `fit` writes: to the end, to a divergence, to Ctrl-C."""
 
 import json
-import re
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,26 +41,6 @@ def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 class TestRunFolder:
-    def test_it_has_its_files_and_checkpoints(self, run: tuple[rx.Fit, Path]) -> None:
-        names = sorted(path.name for path in run[1].iterdir())
-        files = ["config.json", "curves.png", "goodput.jsonl", "records.jsonl"]
-        assert names == sorted([*files, "checkpoints", "lease"])
-        assert [path.name for path in (run[1] / "checkpoints").iterdir()] == ["9"]
-
-    def test_without_checkpoints_it_has_three_files(
-        self, dp: rx.DataParallel, tmp_path: Path
-    ) -> None:
-        fit(dp, steps=1, run_dir=tmp_path / "run", save_seconds=None)
-        names = sorted(path.name for path in (tmp_path / "run").iterdir())
-        assert names == ["config.json", "curves.png", "records.jsonl"]
-
-    def test_every_record_is_a_line(self, run: tuple[rx.Fit, Path]) -> None:
-        result, folder = run
-        written = [json.loads(text) for text in (folder / "records.jsonl").read_text().splitlines()]
-        assert len(written) == len(result.records)
-        for each, record in zip(written, result.records, strict=True):
-            assert each == json.loads(record.to_json())
-
     def test_the_config_has_what_was_given_and_what_was_derived(
         self, run: tuple[rx.Fit, Path]
     ) -> None:
@@ -101,19 +79,6 @@ class TestRunFolder:
             fit(dp, epochs=1, run_dir=tmp_path)
         assert (tmp_path / "records.jsonl").read_text() == "mine\n"
 
-    def test_without_matplotlib_the_run_says_that_there_are_no_curves(
-        self,
-        dp: rx.DataParallel,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        result = fit(dp, steps=1, run_dir=tmp_path / "run", progress=True)
-        assert result.steps == 1
-        assert re.search(r"no curves\.png: matplotlib\b.*not installed", capsys.readouterr().out)
-        assert not (tmp_path / "run" / "curves.png").exists()
-
 
 class TestDivergence:
     @pytest.fixture
@@ -133,23 +98,8 @@ class TestDivergence:
         assert all(len(record["examples"]) for record in written if record["kind"] == "skip")
         losses = {r["step"]: r["metrics"]["loss"] for r in written if r["kind"] == "train"}
         assert None not in [losses[step] for step in range(1, skipped[0])]
-        assert not prefetching()
-
-    def test_a_run_that_diverged_has_its_curves(
-        self, wild: rx.DataParallel, tmp_path: Path
-    ) -> None:
-        with pytest.raises(DivergedError):
-            fit(wild, steps=100, log_every=1, run_dir=tmp_path / "run")
         assert (tmp_path / "run" / "curves.png").exists()
-
-    def test_a_loss_that_never_was_finite_ends_the_run_as_well(self) -> None:
-        with pytest.raises(DivergedError, match=r"in 3 steps in\b.*1 to 3"):
-            fit(
-                rx.DataParallel(loss, optax.sgd(0.1)),
-                {"x": np.full(16, np.nan), "y": np.zeros(16)},
-                epochs=9,
-                guard=rx.Guard(max_bad_steps=3),
-            )
+        assert not prefetching()
 
 
 class TestInterrupt:
@@ -243,16 +193,6 @@ class TestOutput:
         assert lines[8].startswith("eval   loss ")
         assert len(lines) == 9
         assert all(len(line) <= 80 for line in lines)
-
-    def test_micro_batches_and_one_device_are_described(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        one = rx.DataParallel(loss, optax.sgd(0.1), mode="single", accumulate=4)
-        fit(one, line(32), epochs=1, progress=True)
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[1] == "mesh   1 cpu device · 1 replica · mode single · layout replicated"
-        assert lines[2] == "batch  16 rows, 1 replica x 4 micro-batches x 4 rows"
-        assert lines[3] == "epoch  32 rows in 2 batches"
 
     @pytest.mark.parametrize(
         ("sizes", "said"),

@@ -52,45 +52,6 @@ def test_what_is_moved_is_there_and_no_more() -> None:
     assert spent(ledger.summary()) == {"productive": 1, "waiting": 8}
 
 
-def test_a_kill_loses_what_was_done_after_the_mark_that_is_restored(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, starting=1, compiling=8, productive=16)
-    first.mark(10)
-    clock.spend(first, saving=0.5, productive=6, waiting=1)
-    first.beat()
-    clock.time += 2  # until the kill, which is unknown
-    second = clock.ledger(tmp_path, 2, 10)
-    assert spent(second.summary()) == {
-        "starting": 1,
-        "compiling": 8,
-        "productive": 16,
-        "saving": 0.5,
-        "lost": 7,
-    }
-    assert second.summary().down_seconds == 2
-    assert second.summary().starts == 2
-
-
-def test_an_older_checkpoint_loses_several_starts(tmp_path: Path) -> None:
-    clock, first = worked(tmp_path)
-    clock.spend(first, productive=20)
-    first.mark(20)
-    second = clock.ledger(tmp_path, 2, 20)
-    clock.spend(second, restoring=1, compiling=5, productive=40)
-    second.mark(30)
-    third = clock.ledger(tmp_path, 3, 30)
-    assert spent(third.summary()) == {"productive": 70, "restoring": 1, "compiling": 5}
-    fourth = clock.ledger(tmp_path, 4, 10)  # 20 and 30 were refused
-    assert spent(fourth.summary()) == {"productive": 10, "restoring": 1, "lost": 65}
-    clock.spend(fourth, productive=80)
-    fourth.mark(20)
-    fifth = clock.ledger(tmp_path, 5, 20)  # the new 20: seconds of the old one stay lost
-    assert spent(fifth.summary()) == {"productive": 90, "restoring": 1, "lost": 65}
-    sixth = clock.ledger(tmp_path, 6, None)
-    assert spent(sixth.summary()) == {"restoring": 1, "lost": 155}
-
-
 def test_nothing_is_lost_until_the_start_knows_what_it_goes_on_from(tmp_path: Path) -> None:
     clock, first = worked(tmp_path)
     clock.spend(first, productive=5)
@@ -103,29 +64,6 @@ def test_nothing_is_lost_until_the_start_knows_what_it_goes_on_from(tmp_path: Pa
     assert spent(third.summary()) == {"productive": 15, "restoring": 3}
     third.restored(10)
     assert spent(third.summary()) == {"productive": 10, "lost": 5, "restoring": 3}
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_follows_a_last_checkpoint_is_kept_where_the_start_says_so(
-    tmp_path: Path, kept: bool
-) -> None:
-    clock, first = worked(tmp_path)
-    clock.spend(first, productive=4)
-    first.close(kept=kept)
-    first.close()
-    first.mark(11)  # is over
-    second = clock.ledger(tmp_path, 2, 10)
-    assert spent(second.summary()) == (
-        {"productive": 14} if kept else {"productive": 10, "lost": 4}
-    )
-
-
-def test_what_was_never_saved_is_lost_however_the_start_ended(tmp_path: Path) -> None:
-    clock = Clock()
-    first = clock.ledger(tmp_path, 1, None)
-    clock.spend(first, productive=10)
-    first.close(kept=True)
-    assert spent(clock.ledger(tmp_path, 2, None).summary()) == {"lost": 10}
 
 
 def test_seconds_moved_after_a_mark_are_not_lost_twice(tmp_path: Path) -> None:

@@ -40,36 +40,6 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_the_first_ctrl_c_is_a_wish() -> None:
-    with Interrupt() as interrupt:
-        assert not interrupt.wanted
-        ctrl_c()
-        assert interrupt.wanted
-    assert interrupt.wanted
-
-
-def test_the_second_ctrl_c_interrupts() -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def twice() -> None:
-        with Interrupt():
-            ctrl_c()
-            ctrl_c()
-
-    with pytest.raises(KeyboardInterrupt):
-        twice()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_the_handler_before_is_the_handler_after() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with Interrupt():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt):
-        ctrl_c()
-
-
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_handler_that_is_no_function_comes_back_too(before: signal.Handlers) -> None:
     own = signal.signal(signal.SIGINT, before)
@@ -80,20 +50,6 @@ def test_a_handler_that_is_no_function_comes_back_too(before: signal.Handlers) -
         assert signal.getsignal(signal.SIGINT) is before
     finally:
         signal.signal(signal.SIGINT, own)
-
-
-def test_in_another_thread_it_does_nothing() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    seen: list[object] = []
-
-    def work() -> None:
-        with Interrupt() as interrupt:
-            seen.extend([interrupt.wanted, signal.getsignal(signal.SIGINT)])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False, before]
 
 
 def test_sigterm_is_a_wish_and_a_second_one_changes_nothing() -> None:

@@ -65,19 +65,6 @@ def delays(ended: list[Island]) -> list[float]:
     return [goodput.seconds["islands"] for goodput in found if goodput is not None]
 
 
-def test_three_islands_are_one_run(alone: rx.Fit, tmp_path: Path) -> None:
-    settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
-    ended = [island.join() for island in started(3, **settings)]
-    assert {island.bits() for island in ended} == {sha256(alone.state.params)}
-    assert written(tmp_path / "run") == metrics(alone.records)
-    assert changes(tmp_path / "run") == [(3, 3, 0)]
-    assert delays(ended) == [0.0]
-    dp = ended[0].dp(None)
-    like = dp.abstract_state({"w": jnp.asarray(WEIGHTS)})
-    loaded = rx.load(tmp_path / "run", dp=dp, state=like)
-    assert sha256(loaded.state.params) == sha256(alone.state.params)
-
-
 @pytest.mark.promise("islands.death-costs-no-step")
 @pytest.mark.parametrize("dying", [0, 1, 2])
 def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dying: int) -> None:
@@ -111,8 +98,9 @@ def test_an_island_that_comes_back_after_the_end_ends_too(
     monkeypatch.setattr(founding, "FOUND_SECONDS", 1.0)
     settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     islands = [island.join() for island in started(3, **settings)]
+    assert delays(islands) == [0.0]
     late = Island(islands[1].place, **settings).join()
-    assert late.bits() == sha256(alone.state.params)
+    assert {island.bits() for island in (*islands, late)} == {sha256(alone.state.params)}
     assert (late.result.step, late.result.steps) == (STEPS, 0)
     assert written(tmp_path / "run") == metrics(alone.records)
     told = [(tmp_path / "run", STEPS + 1), (tmp_path / "run", None), (tmp_path, STEPS)]

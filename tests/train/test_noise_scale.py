@@ -7,14 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES, DROPOUT_CASES
-from support.command_line import REGRESSION, Main, one_line
+from support.command_line import REGRESSION, Main
 from support.processes import run_job
 from support.settings import grouped
 from support.tiers import EXHAUSTIVE, only
@@ -105,11 +103,6 @@ def test_the_range_holds_the_truth_as_often_as_it_says(square: float) -> None:
     assert held / trials < 0.97
 
 
-def test_means_are_divided_and_not_ratios_averaged() -> None:
-    found = later([(1.0, 8.0), (3.0, 8.0), (1.0, 8.0), (3.0, 8.0), (2.0, 8.0)])
-    assert found.rows == pytest.approx(4.0)  # the mean of the ratios is 5.1
-
-
 def test_few_samples_bound_nothing() -> None:
     found = later([(2.0, 8.0)] * 4)
     assert (found.rows, found.low, found.high) == (4.0, 0.0, math.inf)
@@ -178,24 +171,6 @@ def test_a_sample_is_no_metric_of_the_run() -> None:
     assert set(result.metrics) == {"loss"}
 
 
-def test_going_back_takes_samples_back_too(tmp_path: Path) -> None:
-    def flip(state: Any) -> Any:
-        number = next(n for n, name in enumerate(leaf_names(state)) if "params" in name)
-        return flip_leaf(state, number, jax.devices()[1], 3, 5)
-
-    settings: dict[str, Any] = {"batch_size": 16, "steps": 20, "noise": rx.NoiseMeter(2)}
-    audit = rx.Audit(5, "restore")
-    settings |= {"audit": audit, "run_dir": tmp_path / "run"}
-    source = batches(64, 1)[0]
-    with before_step(12, flip, 1):
-        result = fit(still(4), source, **settings)
-    assert audit.restores == 1
-    lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
-    steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "noise"]
-    assert steps == list(range(2, 21, 2))
-    assert steps == [r.step for r in result.records if r.kind == "noise"]
-
-
 def test_what_was_measured_is_kept_and_read(tmp_path: Path) -> None:
     found = measured(still(), batches(16, 30), 1, epochs=1, run_dir=tmp_path / "a")
     assert load_noise_scale(tmp_path / "a") == found
@@ -211,13 +186,6 @@ def test_what_is_not_finite_is_kept_as_null(tmp_path: Path) -> None:
     assert math.isnan(found.trace)
 
 
-def test_without_the_option_nothing_is_measured(tmp_path: Path) -> None:
-    fit(still(), batches(16, 2), epochs=1, run_dir=tmp_path / "a")
-    assert not (tmp_path / "a" / "noise_scale.json").exists()
-    with pytest.raises(ConfigError, match=rf"{os.strerror(errno.ENOENT)}.*--measure-noise-scale"):
-        load_noise_scale(tmp_path / "a")
-
-
 @pytest.mark.parametrize(
     "text", [b"\xff", b"{", b"[]", b"7", b'{"rows": 3.0}', b'{"parallel": null}']
 )
@@ -228,6 +196,9 @@ def test_another_file_is_refused(tmp_path: Path, text: bytes) -> None:
         ConfigError, match=r"config\.json\b.*\bnoise scale\b.*--measure-noise-scale"
     ):
         load_noise_scale(file)
+    file.unlink()
+    with pytest.raises(ConfigError, match=rf"{os.strerror(errno.ENOENT)}.*--measure-noise-scale"):
+        load_noise_scale(tmp_path)
 
 
 @pytest.mark.parametrize(("every", "rows", "why"), [(0, 4, "at least 1"), (1, 1, "1 row has")])
@@ -235,24 +206,6 @@ def test_what_cannot_be_measured_is_refused(every: int, rows: int, why: str) -> 
     source = batches(8, 1)[0]
     with pytest.raises(ConfigError, match=why):
         fit(still(1), source, batch_size=rows, steps=1, noise=rx.NoiseMeter(every))
-
-
-def test_the_command_measures_and_says_so(main: Main, folder: Path) -> None:
-    code, out, err = main(*REGRESSION, "--epochs", 40, "--run", "a", "--measure-noise-scale")
-    assert code == 0, err
-    (line,) = [line for line in out.splitlines() if line.startswith("noise")]
-    found = load_noise_scale(folder / "runs" / "a")
-    assert line == f"noise  {found}"
-    assert found.samples >= 2
-    assert json.loads((folder / "runs" / "a" / "config.json").read_text())["options"][
-        "measure_noise_scale"
-    ]
-
-
-def test_the_command_refuses_one_row(main: Main) -> None:
-    code, _, err = main(*REGRESSION, "--batch-size", 1, "--devices", 1, "--measure-noise-scale")
-    assert code == 2
-    assert "batch_size=1" in one_line(err)
 
 
 @EXHAUSTIVE

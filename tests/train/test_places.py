@@ -11,8 +11,6 @@ from replicax.errors import ConfigError, RunInUseError
 from replicax.train import lease
 from replicax.train.lease import take_lease
 from replicax.train.places import (
-    Lines,
-    copy_files,
     is_remote,
     names,
     place,
@@ -59,16 +57,6 @@ def test_a_folder_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPa
         assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_run_stays_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = place("runs/x")
-    run.mkdir(parents=True)
-    with take_lease(run) as taken:
-        monkeypatch.chdir("/")
-        taken.check()
-    assert not Path("/runs").exists()
-
-
 def test_files_are_written_whole_listed_and_removed(where: Path) -> None:
     assert names(where) == []
     for name, data in (("a", b"one"), ("b", b"two"), ("a", b"three")):
@@ -102,32 +90,6 @@ def test_what_others_write_is_listed(objects: Objects) -> None:
     (objects.root / "bucket%2Fx%2Fb").write_bytes(b"")  # by another process
     assert [each.name for each in folder.iterdir()] == ["a"]
     assert names(folder) == ["a", "b"]
-
-
-def test_folders_are_copied_to_and_fro(objects: Objects, tmp_path: Path) -> None:
-    contents = {f"{number}/in/{number}": bytes([number]) * number for number in range(20)}
-    for path, data in contents.items():
-        (tmp_path / "one" / path).parent.mkdir(parents=True)
-        (tmp_path / "one" / path).write_bytes(data)
-    copy_files(tmp_path / "one", place("s3://bucket/x"), contents)
-    copy_files(place("s3://bucket/x"), tmp_path / "two", contents)
-    assert {path: (tmp_path / "two" / path).read_bytes() for path in contents} == contents
-    remove_below(place("s3://bucket/x"))
-    assert objects.listed() == []
-
-
-def test_lines_are_all_there_once_synced(where: Path) -> None:
-    for first in ("one", "four"):
-        lines = Lines(where / "records.jsonl")
-        assert first == "four" or names(where) == []
-        lines.append(first)
-        lines.append("two")
-        lines.sync()
-        assert read_touched(where / "records.jsonl")[0].endswith(f"{first}\ntwo\n".encode())
-        lines.append("thrée")
-        lines.sync()
-    text = read_touched(where / "records.jsonl")[0].decode()
-    assert text.split() == ["one", "two", "thrée", "four", "two", "thrée"]
 
 
 def test_what_fails_in_a_client_is_an_os_error(

@@ -125,23 +125,6 @@ def test_a_lone_process_ends_while_it_compiles(number: int, name: str, jobs: Job
     within(1.0, seconds_to_end)
 
 
-def test_what_is_held_is_not_ended(jobs: Jobs) -> None:
-    process = jobs.start("""
-        with Interrupt(at_once=at_once) as interrupt:
-            interrupt.hold()
-            say("ready")
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
-            say(f"then {interrupt.wanted}")
-            sys.exit(3)
-    """)
-    ready(process)
-    for _ in range(2):
-        process.terminate()
-        time.sleep(0.1)
-    out, err = process.communicate(timeout=HANG_SECONDS)
-    assert (process.returncode, out, err) == (3, "then True\n", "")
-
-
 COMPILES = """
 with Interrupt(at_once=at_once):
     join()

@@ -13,13 +13,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from support.clock import Clock, clock_of
 from support.figures import figures as numbers
 
 from replicax.train import progress as module
-from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.progress import PlainProgress, Progress, figures, open_progress
 from replicax.train.records import Record
 from replicax.train.streams import Unfailing
@@ -42,42 +40,14 @@ def test_figures_are_the_loss_the_rate_and_the_wait(given: Record, shown: str) -
     assert figures(given) == shown
 
 
-def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    display = open_progress(False, 10)
-    assert type(display) is Progress
-    display.line("a line")
-    display.status("a status")
-    display.count(1)
-    display.show(record())
-    display.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_without_a_terminal_there_are_plain_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    display = open_progress(True, 10)
-    assert isinstance(display, PlainProgress)
-    display.line("batch  64 rows")
-    display.count(1)
-    display.show(record())
-    assert capsys.readouterr().out == "batch  64 rows\n"  # figures only once in a while
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
-    display.count(6)
-    display.show(record(step=6))
-    out = capsys.readouterr().out
-    assert out.startswith("step 6/10 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25% · ")
-    assert out.endswith(" left\n")
-    assert "\x1b" not in out
-    display.close()
-
-
 def test_an_unknown_length_has_no_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     display = PlainProgress(None, Unfailing(sys.stdout))
     display.count(1)
+    display.show(record())
+    assert capsys.readouterr().out == ""  # figures only once in a while
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     display.count(2)
     display.show(record(step=2))
     assert capsys.readouterr().out == "step 2 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%\n"
@@ -166,6 +136,7 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
             display.count(step)
             display.show(record(step))
         display.line(long)
+        display.line("params ['w'] and [bold]")
         display.close()
 
     end, ever = screen(terminal(show))
@@ -173,6 +144,7 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
     assert kept[0].startswith("epoch  60,000 rows")
     assert len(kept[1]) > 40
     assert kept[1] == long[: len(kept[1])].rstrip()
+    assert kept[-1] == "params ['w'] and [bold]"
     assert not [line for line in kept if "━" in line or "/12345" in line]
     live = [line for line in ever if "12345" in line]
     assert live
@@ -190,15 +162,6 @@ def test_an_unknown_total_shows_no_fraction(terminal: Terminal) -> None:
     _, ever = screen(terminal(show))
     (live,) = {line for line in ever if "loss 0.1235" in line}
     assert "7" in live
-
-
-def test_markup_in_a_line_is_text(terminal: Terminal) -> None:
-    def show() -> None:
-        display = open_progress(True, 3)
-        display.line("params ['w'] and [bold]")
-        display.close()
-
-    assert "params ['w'] and [bold]" in screen(terminal(show))[0]
 
 
 def test_without_rich_a_terminal_gets_plain_lines(
@@ -327,54 +290,20 @@ def test_an_update_that_is_slow_delays_the_next(page: Page, clock: Clock) -> Non
 
 def test_a_run_in_a_notebook_that_shows_nothing_has_no_output(page: Page) -> None:
     open_progress(True, 10).close()
-    open_progress(False, 10).count(1)
+    assert type(open_progress(False, 10)) is Progress
+    page.kernel = None  # IPython on a terminal
+    assert type(open_progress(True, 10)) is PlainProgress
     assert page.outputs == []
 
 
-def test_ipython_on_a_terminal_is_no_notebook(page: Page) -> None:
-    page.kernel = None
-    display = open_progress(True, 10)
-    assert type(display) is PlainProgress
-
-
-class Told(Progress):
-    """A display that keeps its calls."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-
-    def line(self, text: str) -> None:
-        self.told.append(text)
-
-    def count(self, step: int) -> None:
-        self.told.append(step)
-
-    def show(self, record: Record) -> None:
-        self.told.append(record)
-
-
-def test_a_run_is_shown_by_a_hook() -> None:
-    told, nothing = Told(), jnp.zeros(0)
-    shown: Any = told
-    earlier, first, second = record(1), record(2), record(3)
-    earlier = dataclasses.replace(earlier, epoch=0, metrics={"loss": 9.0})
-    first, second = (dataclasses.replace(each, epoch=1) for each in (first, second))
-    score = Record("eval", 3, 1, {"loss": 0.25, "accuracy": 0.5}, 64, 0.1)
-    skip = Record("skip", 3, 1, {"loss": math.nan}, 4, 0.0, examples=(7, 8))
-    run = types.SimpleNamespace(
-        place=RunPosition(3, 1, 1), epochs=4, records=[earlier, first, second, skip, score]
-    )
-    shown.evaluation(run, dataclasses.replace(score, step=2))
+def test_a_skipped_step_and_an_evaluation_within_an_epoch_are_lines() -> None:
+    told: list[str] = []
+    shown: Any = Progress()
+    shown.line, run = told.append, types.SimpleNamespace()
+    shown.evaluation(run, Record("eval", 2, 1, {"loss": 0.25, "accuracy": 0.5}, 64, 0.1))
     shown.before_step(run, None)
-    shown.dispatched(run, Dispatched(run.place, 4, nothing, nothing, {}, nothing, None))
-    for each in run.records:
-        shown.record(run, each)
-    shown.evaluation(run, score)
-    shown.epoch(run, score)
-    evaluated, *drawn, skipped, epoch = told.told
+    shown.record(run, Record("skip", 3, 1, {"loss": math.nan}, 4, 0.0, examples=(7, 8)))
+    evaluated, skipped = told
     assert evaluated == "eval   step 2: loss 0.25 accuracy 0.5"
-    assert drawn == [3, earlier, first, second]
     assert numbers(skipped) == ["3", "7", "8"]
     assert skipped.startswith("skip   step 3: ")
-    assert skipped.endswith("finite, examples 7, 8")
-    assert epoch == "epoch 2/4 · loss 0.1235 · eval loss 0.25 accuracy 0.5 · 64,000 rows/s"

@@ -96,21 +96,6 @@ def test_the_same_order_goes_on_to_the_same_bits(
     assert "\nchange" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", [0, 9])
-def test_a_shuffle_is_no_change_at_the_end_of_an_epoch(
-    dp: rx.DataParallel, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    again(dp, tmp_path, 2 * END, Loader("kept"), Loader("kept", seed=seed))
-    assert "\nchange" not in capsys.readouterr().out
-
-
-def test_other_data_at_the_end_of_an_epoch_is_told(
-    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    again(dp, tmp_path, 2 * END, Loader("fixed"), Loader("fixed", data=5))
-    assert re.search(r"^change .*\b[0-9a-f]{8} -> [0-9a-f]{8}\b", capsys.readouterr().out, re.M)
-
-
 class Back(rx.Hook):
     """Goes back from step 4 to step 2, once."""
 
@@ -161,14 +146,10 @@ def test_other_evaluation_data_is_told_once_and_not_refused(
     assert "\nchange" not in capsys.readouterr().out
 
 
-def test_a_checkpoint_from_before_checksums_goes_on(dp: rx.DataParallel, tmp_path: Path) -> None:
-    assert difference(None, ["a"]) is None
-    assert difference([None], ["a"]) is None
-    assert difference([], ["a"]) is None
-
-
 def test_the_process_whose_rows_differ_is_named() -> None:
     assert difference(["a", None, "c"], ["a", "b", "d"]) == "c -> d in process 2"
+    for before in (None, [None], []):  # from before there were checksums
+        assert difference(before, ["a"]) is None
 
 
 def test_only_an_order_that_was_fixed_can_change() -> None:

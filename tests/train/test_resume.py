@@ -23,7 +23,6 @@ from support.resumable import (
     rows,
     steps_saved,
     whole,
-    written,
 )
 from support.tiers import exhaustive, only
 
@@ -76,11 +75,6 @@ def test_in_an_evaluation_and_before_the_last_save(
     resumed(dp, tmp_path / "run", at, of, log_every=2, **EVALUATED)
 
 
-@pytest.mark.parametrize("at", [4, 7])
-def test_of_a_number_of_steps(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
-    resumed(dp, tmp_path / "run", at, steps=8, log_every=7, **EVALUATED)
-
-
 @pytest.mark.promise("run.kill-leaves-no-trace")
 def test_at_every_second_step(dp: rx.DataParallel, tmp_path: Path) -> None:
     folder, settings = tmp_path / "run", {"log_every": 2, "save_every": 1, **EVALUATED}
@@ -125,18 +119,6 @@ def test_a_run_may_go_further_than_was_asked_for(dp: rx.DataParallel, tmp_path: 
     found = fit(dp, tmp_path / "run")
     assert found.steps == STEPS - BATCHES
     check_same(found, whole(dp), tmp_path / "run")
-
-
-def test_a_run_of_steps_that_goes_further_has_the_same_state(
-    dp: rx.DataParallel, tmp_path: Path
-) -> None:
-    fit(dp, tmp_path / "run", steps=7, log_every=2)
-    found = fit(dp, tmp_path / "run", steps=12, log_every=2)
-    wanted = whole(dp, steps=12, log_every=2)
-    assert bits(found.state) == bits(wanted.state)
-    steps = [record["step"] for record in written(tmp_path / "run")]
-    assert steps == [1, 2, 4, 5, 6, 7, 8, 10, 12]  # 7 ended a run, and was recorded
-    assert sum(record.rows for record in found.records) == sum(r.rows for r in wanted.records)
 
 
 def test_the_state_that_is_given_does_not_matter(dp: rx.DataParallel, tmp_path: Path) -> None:

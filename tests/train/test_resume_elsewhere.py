@@ -22,7 +22,6 @@ from support.resumable import (
     data_parallel,
     fit,
     loss,
-    model,
     rows,
     steps_saved,
     watching,
@@ -310,11 +309,3 @@ def test_what_is_not_a_run_is_refused(dp: rx.DataParallel, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"the records\b.*another run"):
         fit(dp, tmp_path)
     assert (tmp_path / "records.jsonl").read_text() == "{}\n"
-
-
-def test_without_saves_the_folder_of_a_run_stays_its_own(
-    dp: rx.DataParallel, tmp_path: Path
-) -> None:
-    fit(dp, tmp_path / "run", save_every=None, save_seconds=None, model=model)
-    with pytest.raises(ConfigError, match=r"the records\b.*another run"):
-        fit(dp, tmp_path / "run", save_every=None, save_seconds=None)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.resumable import (
     BATCHES,
-    EPOCHS,
     STEPS,
     check_same,
     fit,
@@ -19,8 +18,6 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.train.stopping import Stopping
-from replicax.train.summary import derived
 
 EVALUATED = {"eval_source": rows(20, 2)}
 
@@ -37,12 +34,14 @@ def test_a_signal_stops_it_with_everything_saved(
             signal.raise_signal(number)
         return step(self, state, batch)
 
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "step", signalled)
         first = fit(dp, tmp_path / "run", log_every=2, interrupt=rx.Interrupt(), **EVALUATED)
     assert (first.interrupted, first.saved, first.exit_code) == (True, True, 75)
     assert first.steps == int(first.state.step) == at + 1
     assert steps_saved(tmp_path / "run")[-1] == str(at + 1)
+    assert signal.getsignal(number) is before
     found = fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
     assert (found.interrupted, found.exit_code) == (False, 0)
     assert found.steps == STEPS - at - 1
@@ -88,30 +87,3 @@ def test_the_exit_code_says_whether_the_same_call_goes_on(
     found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
     assert (found.steps, found.exit_code) == (1, code)
     assert steps_saved(tmp_path / "run") == (["1"] if code == 75 else [])
-
-
-def test_a_signal_while_the_run_is_described_stops_it_after_a_step(
-    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def signalled(*arguments: Any) -> dict[str, Any]:
-        signal.raise_signal(signal.SIGINT)
-        return derived(*arguments)
-
-    monkeypatch.setattr("replicax.train.fit.derived", signalled)
-    found = fit(dp, tmp_path / "run", interrupt=rx.Interrupt())
-    assert (found.steps, found.exit_code) == (1, 75)
-
-
-def test_each_time_of_the_clock_is_one_save(
-    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = iter(range(1, 99))
-    monkeypatch.setattr(Stopping, "_is_time", lambda self: next(asked) in (4, 11))
-    fit(dp, tmp_path / "run", save_every=None, save_seconds=1.0)
-    assert steps_saved(tmp_path / "run") == ["4", "11", str(STEPS)]
-
-
-def test_a_clock_that_is_slow_saves_only_at_the_end(dp: rx.DataParallel, tmp_path: Path) -> None:
-    fit(dp, tmp_path / "run", save_every=None, save_seconds=1000.0)
-    assert steps_saved(tmp_path / "run") == [str(STEPS)]
-    assert EPOCHS * BATCHES == STEPS

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.resumable import bits, check_same, settle, steps_saved
+from support.resumable import check_same, settle, steps_saved
 
 import replicax as rx
 from replicax.errors import ConfigError, StateError
@@ -135,21 +135,6 @@ def test_a_loop_that_is_left_early_goes_on_later(
     assert counts.save_state() == wanted.save_state()
 
 
-def test_without_a_folder_what_was_done_is_in_the_result(dp: rx.DataParallel) -> None:
-    result = whole(run(dp), 3)
-    assert (result.step, result.saved) == (3, False)
-    assert [record.step for record in result.records] == [1, 2, 3]
-
-
-def test_a_run_that_is_complete_trains_nothing(dp: rx.DataParallel, tmp_path: Path) -> None:
-    first = whole(run(dp, run_dir=tmp_path))
-    again = run(dp, run_dir=tmp_path)
-    with again:
-        assert list(again) == []
-    assert (again.result.steps, again.result.step) == (0, STEPS)
-    assert bits(again.result.state) == bits(first.state)
-
-
 @pytest.mark.promise("run.one-step-a-batch")
 def test_a_batch_is_stepped_on_once(dp: rx.DataParallel) -> None:
     with run(dp) as running:
@@ -214,21 +199,6 @@ def test_what_is_raised_in_the_loop_ends_the_run_as_a_kill_would(
     assert ended.errors[1:] == [None]
     assert found.steps == STEPS - 5
     check_same(found, whole(run(dp)), tmp_path)
-
-
-def test_checkpoints_are_those_of_fit(dp: rx.DataParallel, tmp_path: Path) -> None:
-    wanted = whole(run(dp))
-    settings: dict[str, Any] = {"batch_size": BATCH, "progress": False, "log_every": 2}
-    settings |= {"saving": EVERY, "run_dir": tmp_path}
-
-    def fit(steps: int) -> rx.Fit:
-        state = dp.init({"w": jnp.float32(0), "b": jnp.float32(0)})
-        return rx.fit(dp, state, SOURCE, steps=steps, **settings)
-
-    whole(run(dp, run_dir=tmp_path), 3)
-    fit(EPOCH)
-    whole(run(dp, run_dir=tmp_path), 9)
-    check_same(fit(STEPS), wanted, tmp_path)
 
 
 # Requests of hooks.

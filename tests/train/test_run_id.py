@@ -48,17 +48,6 @@ def forget(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(without))
 
 
-def test_every_file_of_a_run_has_its_id_and_starts_keep_it(
-    dp: rx.DataParallel, two: tuple[Path, Path]
-) -> None:
-    ids = [run_id(config(folder)) for folder in two]
-    assert len({*ids, None}) == 3
-    for folder, own in zip(two, ids, strict=True):
-        fit(dp, folder)
-        assert run_id(config(folder)) == own
-        assert {run_id(read_manifest(each).config) for each in checkpoints(folder)} == {own}
-
-
 @pytest.mark.promise("outside.another-run")
 def test_checkpoints_of_another_run_are_refused_by_name(
     dp: rx.DataParallel, two: tuple[Path, Path]
@@ -88,12 +77,6 @@ def test_another_runs_checkpoint_that_is_accepted_is_told(
     assert len(lines) == 1
     assert lines[0].startswith("change ")
     assert run_id(config(a)) == run_id(read_manifest(checkpoints(a)[-1]).config) == own
-
-
-def test_a_copy_of_the_whole_folder_goes_on(dp: rx.DataParallel, two: tuple[Path, Path]) -> None:
-    copy = two[0].with_name("copy")
-    shutil.copytree(two[0], copy)
-    assert bits(fit(dp, copy).state) == bits(whole(dp).state)
 
 
 def test_a_run_from_before_ids_goes_on_and_gets_one(

@@ -156,21 +156,6 @@ def test_small_steps_are_put_together(capsys: pytest.CaptureFixture[str]) -> Non
     assert set(calls_of(lambda: fit(data_parallel(2, mode="exact"), **long, steps=None))) == {1}
 
 
-def test_a_loop_of_ones_own_gets_batches() -> None:
-    dp = data_parallel(2)
-    state = dp.init(fit.__globals__["model"]())
-    losses = []
-    with rx.Run(
-        dp, state, rows(), batch_size=16, steps=11, steps_per_call=5, progress=False
-    ) as run:
-        for batch in run:
-            losses += np.atleast_1d(run.step(batch)["loss"]).tolist()
-    assert len(losses) == 11
-    assert losses == pytest.approx(
-        [r.metrics["loss"] for r in fit(dp, steps=11, log_every=1).records], rel=1e-5
-    )
-
-
 def test_loaders_of_batches(tmp_path: Path) -> None:
     """Their batches are stacked, and the run resumes from them."""
     settings = {"source": slices(rows(), 15), "batch_size": 15, "log_every": 1, "save_every": 4}

@@ -98,17 +98,6 @@ def test_the_same_call_resumes_with_a_state_that_is_used_up(
     assert (after.steps, after.step) == (1, more)
 
 
-def test_who_hands_in_an_interrupt_gets_the_result(
-    dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
-) -> None:
-    before, interrupt = signal.getsignal(signal.SIGTERM), rx.Interrupt()
-    settings = {"source": stuck, "batch_size": None, "hooks": [stuck]}
-    result = fit(dp, tmp_path / "run", interrupt=interrupt, **settings)
-    assert (result.interrupted, result.step, result.exit_code) == (True, STEPS, 75)
-    assert interrupt.signal == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_a_run_within_a_run_leaves_the_outer_one_to_save_and_raise(
     dp: rx.DataParallel, tmp_path: Path, stuck: Stuck
 ) -> None:

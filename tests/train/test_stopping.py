@@ -38,16 +38,6 @@ def job() -> Voting:
     return Voting(QUIET)
 
 
-def test_alone_there_is_nothing_to_wait_for() -> None:
-    interrupt = Interrupt()
-    stopping = Stopping(interrupt, Alone())
-    assert not stopping.vote()
-    interrupt.signal = signal.SIGTERM
-    assert stopping.wanted
-    assert stopping.vote()
-    assert stopping.signal == signal.SIGTERM
-
-
 def test_the_first_save_of_a_start_comes_after_a_minute(clock: Clock) -> None:
     stopping = Stopping(Interrupt(), Alone(), save_every_seconds=600.0)
     for seconds in (60.0, 600.0):
@@ -81,27 +71,12 @@ def test_a_save_is_due_until_it_is_done(clock: Clock) -> None:
     assert stopping.save_due
 
 
-def test_without_an_interval_no_save_is_due(clock: Clock) -> None:
-    stopping = Stopping(Interrupt(), Alone())
-    clock.now += 1e9
-    stopping.vote()
-    assert not stopping.save_due
-
-
 def test_votes_are_taken_about_twice_a_second(clock: Clock, job: Voting) -> None:
     stopping = Stopping(Interrupt(), job)
     for _ in range(10_000):
         clock.now += 0.002
         stopping.vote()
     assert 20 / 0.5 - 2 <= job.votes <= 20 / 0.5 + 10
-
-
-def test_slow_steps_vote_each_time(clock: Clock, job: Voting) -> None:
-    stopping = Stopping(Interrupt(), job)
-    for _ in range(20):
-        clock.now += 2.0
-        stopping.vote()
-    assert job.votes == 20
 
 
 def between_votes(clock: Clock, job: Voting, stopping: Stopping, pace: float, unit: str) -> float:
@@ -154,21 +129,6 @@ def test_process_0_says_when_to_save_and_anybody_when_to_stop(clock: Clock, job:
     assert job.votes == votes  # decided
 
 
-def test_process_0_says_when_the_next_vote_is(clock: Clock) -> None:
-    votes = []
-
-    class Second(Voting):
-        def gather(self, topic: str, value: Any, **options: Any) -> list[Any]:
-            votes.append(stopping._calls)
-            return [{**QUIET, "next": 7}, *super().gather(topic, value)]
-
-    stopping = Stopping(Interrupt(), Second())
-    for _ in range(16):
-        clock.now += 2.0
-        stopping.vote()
-    assert votes == [1, 8, 15]
-
-
 def test_anybody_may_ask_to_save_to_evaluate_and_to_stop(clock: Clock, job: Voting) -> None:
     stopping = Stopping(Interrupt(), job)
     job.others = ({**QUIET, "save": True, "evaluate": True},)
@@ -179,14 +139,6 @@ def test_anybody_may_ask_to_save_to_evaluate_and_to_stop(clock: Clock, job: Voti
     assert stopping.why is None  # not before all know
     assert stopping.vote(now=True)
     assert (stopping.why, stopping.wanted, stopping.over) == ("good enough", False, True)
-
-
-def test_a_signal_is_a_wish_until_all_know(clock: Clock, job: Voting) -> None:
-    interrupt = Interrupt()
-    stopping = Stopping(interrupt, job)
-    interrupt.signal = signal.SIGINT
-    assert not stopping.wanted
-    assert stopping.vote()
 
 
 def test_processes_stop_and_save_at_the_same_call() -> None:

@@ -141,12 +141,6 @@ def test_a_sum_that_is_divided_by_padding_too() -> None:
     assert_mentions(cause, f"all {ROWS} rows", "weight 0")
 
 
-def test_no_factor_is_named_that_nobody_makes() -> None:
-    cause = likely_cause(evidence(times(1.7)))
-    assert cause.startswith(NO_CAUSE)
-    assert "70.0%" in cause
-
-
 @pytest.mark.promise("verify.mistakes-are-named")
 def test_a_mean_of_means() -> None:
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
@@ -213,17 +207,6 @@ def test_replicas_that_differ_for_no_known_reason() -> None:
     assert_mentions(likely_cause(given), "not the", "all replicas", "axis_index")
 
 
-def test_rows_of_one_replica_everywhere() -> None:
-    cause = likely_cause(evidence(lambda on_rows: on_rows(block(1))))
-    assert "of replica 1 alone" in cause
-
-
-def test_a_metric_of_one_replica() -> None:
-    found = lambda on_rows: {**everything(on_rows), "loss": on_rows(block(0))["loss"]}  # noqa: E731
-    cause = likely_cause(evidence(found))
-    assert re.match("loss: .*rows of .* 0 alone", cause)
-
-
 @pytest.mark.parametrize(("side", "part"), [("last", slice(0, 30)), ("first", slice(2, 32))])
 def test_rows_that_were_dropped(side: str, part: slice) -> None:
     """32 rows over 6 replicas."""
@@ -251,14 +234,6 @@ def test_means_of_micro_batches() -> None:
     found = lambda on_rows: mean([on_rows(part) for part in parts])  # noqa: E731
     cause = likely_cause(evidence(found, weights=weights, micro_batches=2))
     assert "4 replicas and 2 micro-batches" in cause
-
-
-def test_what_does_not_change() -> None:
-    def found(on_rows: Any) -> Leaves:
-        results = everything(on_rows)
-        return {**results, "gradient": np.zeros_like(results["gradient"])}
-
-    assert_mentions(likely_cause(evidence(found)), "not change", "at all")
 
 
 def test_nan_of_a_replica_without_weight() -> None:

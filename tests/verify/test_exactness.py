@@ -16,12 +16,6 @@ def row(bits: dict[int, Bits], is_own: bool = True) -> Check:
     return check_exactness(exact, list(bits), bits.__getitem__, is_own)
 
 
-def test_the_same_bits_pass() -> None:
-    found = row({1: SAME, 2: SAME})
-    assert found.verdict == "pass"
-    assert found.figures["programs"]["2"] == SAME.programs
-
-
 @pytest.mark.promise("exact.digests-are-compared")
 @pytest.mark.parametrize(
     ("changes", "named"),

@@ -16,7 +16,6 @@ from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.program_cases import FULL, ProgramCases
 from replicax.verify.stages import run_stages
-from replicax.verify.step_checks import counted_compilations
 from replicax.verify.subject import Case, Subject
 
 
@@ -92,12 +91,6 @@ def test_an_optimizer_that_is_skipped_is_seen() -> None:
     assert check.found.startswith("params")
 
 
-def test_the_padded_batch_does_not_divide() -> None:
-    of = subject(zoo.Entry())
-    assert of.real_rows % 4
-    assert int(np.sum(of.padded.mask)) == of.real_rows == of.padded.rows
-
-
 def test_one_device_and_several_are_told_apart() -> None:
     of = subject(zoo.Entry(zoo.dropout))
     batch = of.full
@@ -120,14 +113,3 @@ def test_refusals_of_the_own_mode_fail() -> None:
     found: dict[str, Any] = verdicts(of, of.own, of.case(MODES["pmap"]))
     assert found["shard_map, full"] == "fail"
     assert found["pmap, full"] == "skip"
-
-
-def test_steps_that_were_compiled_ahead_are_not_compiled_again() -> None:
-    of = subject(zoo.Entry())
-    cases = [of.own, of.case(MODES["jit"], 4)]
-    for case in cases:
-        of.compile_ahead(case, of.full)
-    for case in cases:
-        with counted_compilations() as compiled:
-            of.run(case, of.full)
-        assert compiled == []

@@ -44,14 +44,6 @@ def correct() -> Verification:
     )
 
 
-def test_says_what_was_verified(correct: Verification) -> None:
-    assert correct.ok
-    assert correct.about["devices"] == 8
-    assert correct.about["rows"] == 64
-    assert correct.about["weights"] == "['mask']"
-    assert correct.about["mode"] == "global arrays"
-
-
 def test_every_subject_has_a_row(correct: Verification) -> None:
     rows = [(check.subject, check.case) for check in correct.checks]
     assert rows == [
@@ -129,12 +121,6 @@ def test_fewer_replicas_than_devices() -> None:
     verification = verified(step, replicas=4)
     assert verification.ok
     assert verification.about["devices"] == 4
-
-
-def test_says_what_it_does() -> None:
-    told: list[str] = []
-    verified(zoo.sharded(zoo.good)(), show=told.append)
-    assert any(text.endswith("every device") for text in told)
 
 
 def test_a_frozen_leaf_is_noted() -> None:
@@ -273,14 +259,6 @@ def test_files_that_are_not_there(folder: Path, spec: str, words: str) -> None:
     (folder / "my_steps.py").write_text(FILE.replace("REDUCE", "pmean"))
     with refused(ConfigError, words):
         verify_files(spec, "my_steps.py:single")
-
-
-def test_a_file_without_a_batch(folder: Path) -> None:
-    (folder / "my_bare.py").write_text(
-        FILE.replace("REDUCE", "pmean").replace("def batch", "def b")
-    )
-    with pytest.raises(ConfigError, match="'batch'"):
-        verify_files("my_bare.py:many", "my_bare.py:single")
 
 
 def test_what_is_no_function_is_no_step(folder: Path) -> None:

@@ -83,10 +83,6 @@ def test_summed_in_float32_there_is_nothing_to_say() -> None:
     assert only.verdict == "pass"
 
 
-def test_a_step_in_float32_has_no_row() -> None:
-    assert not list(check_sums(parallel(loss, "jit", "float32"), model(), BATCH, None))
-
-
 def test_without_its_compiler_a_target_is_skipped_with_the_reason() -> None:
     reason = "libtpu is not installed"
 

@@ -22,7 +22,6 @@ from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (
     CompiledCase,
     SentOverAxes,
-    bytes_needed,
     check_traffic,
     check_work,
     read_programs,
@@ -47,18 +46,6 @@ def program(case: Case, count: int, size: int, flops: int = 100) -> CompiledCase
         else ()
     )
     return CompiledCase(case, step, sent)
-
-
-def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) -> None:
-    assert bytes_needed(subject, subject.own) == 4 * (6 * 8 + 8 + 8 * 4) + 8
-
-
-def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
-    cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
-    programs = read_programs(subject, cases)
-    checks = list(check_traffic(subject, examine_subject(subject), programs))
-    assert [check.verdict for check in checks] == ["pass", "pass"]
-    assert checks[0].figures["bytes"] == checks[0].figures["least_bytes"]
 
 
 @pytest.mark.parametrize(

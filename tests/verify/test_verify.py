@@ -7,7 +7,6 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.verify.verification import Verification
-from replicax.verify.verify_program import rows_needed
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +51,6 @@ def test_exact_gives_one_digest(plain: Verification) -> None:
 def test_about(plain: Verification) -> None:
     assert plain.about["devices"] == 4
     assert plain.about["rows"] == zoo.ROWS
-
-
-def test_rows_needed() -> None:
-    dp = parallel(zoo.good, zoo.Entry().optimizer())
-    assert rows_needed(dp) == 4 * 4 * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A custom step in every mode, compared with the built-in step of a loss and an optimizer."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,24 +143,6 @@ def test_evaluate_takes_any_loss() -> None:
     assert third["loss"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
 
 
-def test_a_bad_step_leaves_the_state() -> None:
-    dp = parallel(donate=False)
-    before = dp.init(state())
-    safe = guarded(dp, before)
-    bad = rows()
-    bad["x"][3, 1] = np.nan
-    after, metrics = safe.step(before, {name: leaf[:BATCH] for name, leaf in bad.items()})
-    assert bool(metrics[NOT_FINITE])
-    kept = bits(after)
-    assert int(after.step) == 1
-    assert {n: v for n, v in kept.items() if n != ".step"} == {
-        n: v for n, v in bits(before).items() if n != ".step"
-    }
-    after, metrics = safe.step(after, {name: leaf[:BATCH] for name, leaf in rows().items()})
-    assert not bool(metrics[NOT_FINITE])
-    assert int(after.params["done"]) == 1
-
-
 def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
     """Its loss is finite; values that were infinite before may stay so."""
     begin = {**state(), "best": jnp.float32(jnp.inf)}
@@ -178,18 +159,3 @@ def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
     third, bad = safe.step(second, batch)
     assert [bool(each[NOT_FINITE]) for each in (good, bad)] == [False, True]
     assert bits(third.params) == bits(second.params)
-
-
-def test_a_run_goes_on(tmp_path: Path) -> None:
-    def fit(folder: Path | None, steps: int) -> rx.Fit:
-        dp = parallel(loss=of_state)
-        where = {} if folder is None else {"run_dir": folder}
-        return rx.fit(
-            dp, dp.init(state()), rows(), batch_size=BATCH, steps=steps, log_every=1,
-            eval_source=rows(), progress=False, accept_changes=True, **where,
-        )  # fmt: skip
-
-    fit(tmp_path / "run", 3)
-    found, wanted = fit(tmp_path / "run", 7), fit(None, 7)
-    assert bits(found.state) == bits(wanted.state)
-    assert found.records[-1].metrics == wanted.records[-1].metrics

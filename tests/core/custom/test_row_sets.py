@@ -77,13 +77,6 @@ def test_it_equals_one_device(mode: str, devices: int, accumulate: int) -> None:
     np.testing.assert_allclose(metrics["rows"].whole(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("edge", [30, 3])
-def test_a_set_may_be_larger_than_the_batch_or_smaller_than_the_mesh(edge: int) -> None:
-    dp = parallel(mode="shard_map")
-    _, metrics = dp.step(dp.init(MODEL), points(edge))
-    np.testing.assert_allclose(metrics["loss"], on_one_device(1, points(edge))[1][0], rtol=1e-6)
-
-
 def test_a_batch_may_have_sets_alone() -> None:
     def custom(state: Any, batch: Any, key: Any) -> Any:
         inside, _ = rx.value_and_grad(residual)(state, batch["inside"], key)
@@ -96,23 +89,6 @@ def test_a_batch_may_have_sets_alone() -> None:
         _, metrics = dp.step(dp.init(MODEL), batch)
         expected = on_one_device(1, points(edge))[1][0]
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-
-
-def test_a_validation_batch_in_a_bilevel_step() -> None:
-    """The other set is seen after an inner update that the first one makes."""
-
-    def bilevel(state: Any, batch: Any, key: Any) -> Any:
-        _, inner = rx.value_and_grad(residual)(state, {"x": batch["x"]}, key)
-        ahead = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state, inner)
-        means, _ = rx.value_and_grad(boundary)(ahead, batch["edge"], key)
-        return ahead, {"loss": means["loss"]}
-
-    dp = parallel(bilevel, "shard_map")
-    _, metrics = dp.step(dp.init(MODEL), points())
-    inner = jax.grad(lambda model: jnp.mean(residual(model, points(), None)))(MODEL)
-    ahead = {"w": MODEL["w"] - 0.1 * inner["w"]}
-    expected = jnp.mean(boundary(ahead, points()["edge"].value, None))
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
 def test_a_run_of_batches_with_sets_resumes(tmp_path: Path) -> None:

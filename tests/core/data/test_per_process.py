@@ -48,8 +48,3 @@ def test_the_length_is_not_known_where_one_process_does_not_know_it() -> None:
 def test_processes_divide_the_batch_size() -> None:
     with pytest.raises(ConfigError, match=r"batch_size=15 .* 2 processes .* multiple of 2"):
         as_source(rx.PerProcess(np.arange(9)), 15, Pair(9), shuffle=False, seed=0)
-
-
-def test_alone_it_is_the_data_itself() -> None:
-    source = as_source(rx.PerProcess(np.arange(19)), 8, Alone(), shuffle=False, seed=0)
-    assert (source.rows, source.batches, source.last_rows) == (19, 3, 3)

@@ -30,13 +30,6 @@ class Counter:
             yield self.made
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_items_come_in_order_and_end(depth: int) -> None:
-    made = prefetched(Counter(20), depth)
-    assert list(made) == list(range(1, 21))
-    assert list(made) == []
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
     counter = Counter(100)
@@ -91,10 +84,3 @@ def test_forgetting_it_ends_the_thread(prefetching: Threads) -> None:
     del made
     gc.collect()
     assert until(lambda: not prefetching())
-
-
-def test_closing_twice_is_closing() -> None:
-    made = prefetched(Counter(3), 2)
-    assert next(made) == 1
-    made.close()
-    made.close()

@@ -110,14 +110,6 @@ def test_beside_arrays_they_stay_for_an_epoch() -> None:
     assert result.step == 2
 
 
-def test_a_lowered_step_is_the_one_that_runs() -> None:
-    dp = parallel("jit")
-    lowered = dp.lower(MODEL, batches()[0])
-    state = dp.init(MODEL)
-    placed = next(iter(dp.feed(batches(), BATCH)))
-    assert dp.lower(state, placed).as_text() == lowered.as_text()
-
-
 def test_verify_takes_them() -> None:
     dp = parallel("jit")
     assert rx.verify(dp, MODEL, batches()[0], modes=["shard_map"], micro_batches=2).ok

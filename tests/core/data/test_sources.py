@@ -7,7 +7,6 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.sparse
 
 from replicax.core.data.sources import Source, as_source, can_shuffle
 from replicax.core.ground.job import Alone
@@ -45,11 +44,8 @@ def grain_rows(rows: int) -> grain.MapDataset:
 def test_arrays_are_cut_in_order(data: Any) -> None:
     source = opened(data)
     assert (source.rows, source.batch_size) == (10, 4)
-    assert [index.tolist() for _, index, _ in source.epoch(0)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9],
-    ]
+    assert [len(index) for _, index, _ in source.epoch(0)] == [4, 4, 2]
+    assert order(source) == order(source, 5) == list(range(10))
 
 
 def test_rows_stay_together_with_their_index_when_shuffled() -> None:
@@ -65,12 +61,6 @@ def shuffled(request: pytest.FixtureRequest) -> Any:
     return lambda seed: opened(data, 8, shuffle=True, seed=seed)
 
 
-def test_shuffling_gives_each_row_once_an_epoch(shuffled: Any) -> None:
-    for epoch in range(3):
-        assert sorted(order(shuffled(0), epoch)) == list(range(50))
-        assert sorted(values(shuffled(0), epoch)) == list(range(0, 500, 10))
-
-
 def test_the_order_is_a_function_of_seed_and_epoch(shuffled: Any) -> None:
     assert order(shuffled(3), 2) == order(shuffled(3), 2)
     assert values(shuffled(3), 2) == [10 * row for row in order(shuffled(3), 2)]
@@ -79,41 +69,12 @@ def test_the_order_is_a_function_of_seed_and_epoch(shuffled: Any) -> None:
     assert tuple(range(50)) not in orders
 
 
-def test_without_shuffle_every_epoch_has_the_order_of_the_data() -> None:
-    for data in (np.arange(9), grain_rows(9)):
-        assert order(opened(data), 0) == order(opened(data), 5) == list(range(9))
-
-
-def test_a_grain_map_dataset_is_batched_with_its_length_known() -> None:
-    source = opened(grain_rows(10))
-    assert source.rows == 10
-    assert values(source) == list(range(0, 100, 10))
-
-
 def test_a_grain_iter_dataset_is_batched_in_its_own_order() -> None:
     source = opened(grain_rows(10).shuffle(seed=1).to_iter_dataset())
     assert source.rows is None
     assert order(source) == list(range(10))
     assert sorted(values(source)) == list(range(0, 100, 10))
     assert values(source, 0) == values(source, 1)
-
-
-def test_a_grain_row_may_be_a_pytree() -> None:
-    dataset = grain.MapDataset.range(6).map(lambda n: {"x": np.full(2, n, np.float64), "n": n})
-    ((data, index, _),) = opened(dataset, 8).epoch(0)
-    assert data["x"].dtype == np.float32
-    assert data["x"].shape == (6, 2)
-    assert data["n"].tolist() == index.tolist() == list(range(6))
-
-
-@pytest.mark.parametrize(
-    "batches", [[np.arange(4), np.arange(2)], [[np.arange(4)], [np.arange(2)]]]
-)
-def test_an_iterable_counts_its_rows(batches: list[Any]) -> None:
-    source = opened(batches, None)
-    assert (source.rows, source.batch_size) == (None, 0)
-    assert order(source) == list(range(6))
-    assert order(source, 1) == list(range(6))
 
 
 def test_a_generator_cannot_be_read_twice() -> None:
@@ -156,35 +117,6 @@ def test_what_cannot_work_is_refused_at_once(
     assert "\n" not in str(caught.value)
 
 
-def test_a_source_is_given_back_as_it_is() -> None:
-    source = opened(np.arange(4))
-    assert as_source(source, None, Alone(), shuffle=False, seed=0) is source
-
-
-@pytest.mark.parametrize(
-    ("data", "can"),
-    [
-        ({"x": np.arange(4)}, True),
-        (grain_rows(4), True),
-        (grain_rows(4).to_iter_dataset(), False),
-        ([np.arange(4)], False),
-    ],
-)
-def test_arrays_and_map_datasets_can_be_shuffled(data: Any, can: bool) -> None:
-    assert can_shuffle(data) is can
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        np.ma.masked_equal(np.arange(10), 2),
-        np.arange(10, dtype=np.longdouble),
-        np.arange(10).astype(object),
-        scipy.sparse.csr_array(np.ones((10, 2))),
-    ],
-    ids=["mask", "longdouble", "objects", "sparse"],
-)
-def test_arrays_that_no_device_holds_are_refused_when_opened(leaf: Any) -> None:
-    for data in ({"x": {"a": leaf}}, UserDict(x=UserDict(a=leaf))):
-        with pytest.raises(DataError, match=r"\['x'\]\['a'\]"):
-            opened(data)
+def test_arrays_and_map_datasets_can_be_shuffled() -> None:
+    given = {"x": np.arange(4)}, grain_rows(4), grain_rows(4).to_iter_dataset(), [np.arange(4)]
+    assert [can_shuffle(data) for data in given] == [True, True, False, False]

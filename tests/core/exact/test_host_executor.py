@@ -61,15 +61,6 @@ def called(
     return names, list(map(np.asarray, executor(collectives.cut([None, 0])(arrays))))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_sums_are_computed_once_per_micro_shard_and_the_update_once(
-    devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names, [found] = called(step, devices, 0.5, monkeypatch)
-    assert names == ["step.0"] * (COUNT // devices) + ["step.1"]
-    assert found == pytest.approx(0.45 - np.tanh(0.5) * ROWS.sum(), rel=1e-6)
-
-
 def test_each_turn_of_a_scan_calls_the_same_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     names, [_, stacked] = called(scanned, 2, 0.5, monkeypatch)
     assert names == ["step.0.0", "step.0.0", "step.0.1"] * 3 + ["step.2.0"]

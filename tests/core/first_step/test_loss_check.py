@@ -14,11 +14,6 @@ from support.tiers import only
 from support.training import parallel
 
 import replicax as rx
-from replicax.core.data.batch import Batch
-from replicax.core.first_step.examiner import of_loss
-from replicax.core.first_step.loss_check import LossExamination
-from replicax.core.first_step.row_trials import Division
-from replicax.core.step.update import step_key
 
 
 def errors(model: Any, batch: Any, key: Any) -> Any:
@@ -277,24 +272,3 @@ def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, An
         return jnp.mean((model(batch["x"], key is not None) - batch["y"]) ** 2, axis=1)
 
     step(loss, model(), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [(errors, ""), (dropped, ""), (mean, ""), (there_and_back, ""), (contrastive, "loss")],
-)
-def test_the_check_costs_two_traces(loss: Loss, said: str) -> None:
-    """The check costs two traces: of all rows, and of the rows of one part."""
-    calls = []
-
-    def counted(model: Any, batch: Any, key: Any) -> Any:
-        calls.append(key)
-        return loss(model, batch, key)
-
-    dp = rx.DataParallel(counted, optax.sgd(0.01))
-    state = dp.init(MODEL)
-    batch = Batch(DATA, np.ones(ROWS, np.float32), np.arange(ROWS))
-    look = LossExamination(of_loss(dp.program(MODEL).objective, step_key), state, batch)
-    broken = look.broken(Division(np.arange(ROWS).reshape(4, 4)), state, batch)
-    assert "".join(each.name for each in broken) == said
-    assert len(calls) == 2

@@ -53,11 +53,6 @@ def test_a_step_that_cannot_fit_is_refused_with_the_figures(
     assert "\n" not in text
 
 
-def test_a_step_that_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**30)
-    first_step(mesh=rx.make_mesh(2))
-
-
 def test_a_host_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "free_host_bytes", lambda: None)
     first_step(mesh=rx.make_mesh(2))

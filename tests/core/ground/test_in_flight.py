@@ -34,24 +34,6 @@ def added(steps: InFlight, count: int) -> list[Result]:
     return results
 
 
-def test_the_oldest_is_waited_for_once_too_many_are_unfinished() -> None:
-    steps = InFlight()
-    results = added(steps, STEPS_IN_FLIGHT)
-    assert not any(result.waited for result in results)
-    results += added(steps, 2)
-    assert [result.waited for result in results] == [1, 1, *[0] * STEPS_IN_FLIGHT]
-    assert (steps.begun, steps.finished) == (STEPS_IN_FLIGHT + 2, 2)
-
-
-def test_what_has_finished_is_counted_without_waiting() -> None:
-    steps = InFlight()
-    results = added(steps, 4)
-    for finished in (results[0], results[1], results[3]):  # they finish in order
-        finished.done = True
-    assert steps.finished == 2
-    assert not any(result.waited for result in results)
-
-
 def test_what_a_step_raises_is_raised_although_it_was_counted() -> None:
     steps = InFlight()
     reason = "connection reset by peer"
@@ -73,23 +55,6 @@ def test_notes_come_in_order_once_their_steps_have_finished() -> None:
     assert list(steps.notes(1)) == [4, 5, 6]
     assert list(steps.notes(0)) == [7]
     assert list(steps.notes(0)) == []
-
-
-def test_notes_are_taken_one_at_a_time() -> None:
-    steps = InFlight()
-    results = added(steps, 3)
-    notes = steps.notes(0)
-    assert next(notes) == 1
-    assert [result.waited for result in results] == [1, 0, 0]
-    assert steps.remaining == [2, 3]
-
-
-def test_notes_of_steps_that_others_have_waited_for_are_kept() -> None:
-    steps = InFlight()
-    added(steps, 2)
-    for _ in range(2 * STEPS_IN_FLIGHT):
-        steps.add(Result())
-    assert list(steps.notes()) == [1, 2]
 
 
 def test_notes_can_be_dropped() -> None:

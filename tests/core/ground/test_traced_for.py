@@ -10,16 +10,6 @@ from replicax.core.ground import traced_for as module
 from replicax.core.ground.traced_for import cuda_capability, traced_for
 
 
-def test_the_capability_is_that_of_the_described_devices() -> None:
-    assert cuda_capability() is None  # the attached ones are of the host
-    with traced_for(9.0):
-        assert cuda_capability() == 9.0
-        with traced_for(None):
-            assert cuda_capability() is None
-        assert cuda_capability() == 9.0
-    assert cuda_capability() is None
-
-
 def test_a_function_is_traced_anew_for_other_devices_and_once_for_each() -> None:
     traced: list[float | None] = []
 

@@ -109,10 +109,3 @@ def test_a_pytree_of_parameters_trains_whole(model: Any) -> None:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     assert len(jax.tree.leaves(params)) == len(floating) > 0
-
-
-def test_an_nnx_module_of_modules_keeps_its_statistics() -> None:
-    model = nnx.Dict(a=nnx.Linear(3, 3, rngs=nnx.Rngs(0)), b=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    _, params, extras = split_model(model)
-    assert len(jax.tree.leaves(params)) == 4
-    assert set(extras["b"]) == {"mean", "var"}

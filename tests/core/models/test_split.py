@@ -43,17 +43,6 @@ def test_the_model_comes_back_as_the_user_gave_it_and_the_users_is_left_alone(ki
     assert not np.allclose(call(back), call(model))
 
 
-def test_only_floating_arrays_of_a_pytree_train() -> None:
-    model = {"w": np.ones(3, np.float32), "table": np.arange(3), "name": "a", "rate": 5, "n": None}
-    definition, params, extras = split_model(model)
-    assert jax.tree.leaves(params)[0].shape == (3,)
-    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
-    merged = definition.merge(params, extras)
-    assert merged["name"] == "a"
-    assert merged["rate"] == 5
-    assert merged["n"] is None
-
-
 class Pair(NamedTuple):
     w: Any
     b: Any
@@ -296,19 +285,6 @@ def test_one_object_trains_one_structure() -> None:
         dp.init(other)
 
 
-@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
-def test_an_abstract_model_is_the_real_one_without_values(kind: str) -> None:
-    case = CASES[kind]
-    dp = rx.DataParallel(case.loss, optax.adam(0.1))
-    real = dp.abstract_state(case.model())
-    abstract = abstract_model(case.model)
-    assert not any(
-        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:])
-    )
-    assert dp.abstract_state(abstract) == real  # of the same structure, or it is refused
-    assert dp.program(abstract).shapes == dp.program(case.model()).shapes
-
-
 LARGE = 2**20
 LARGE_MODELS = {
     "pytree": lambda: {"w": jax.random.normal(jax.random.key(0), (LARGE, LARGE))},
@@ -325,14 +301,6 @@ def test_an_abstract_model_takes_no_memory(kind: str) -> None:
     """The model has 4 TiB, more than any host."""
     params = split_model(abstract_model(LARGE_MODELS[kind]))[1]
     assert max(leaf.size for leaf in jax.tree.leaves(params)) == LARGE**2
-
-
-def test_arguments_reach_the_model_that_is_made() -> None:
-    def make(key: jax.Array, width: int) -> Any:
-        return {"w": jax.random.normal(key, (width, 3))}
-
-    (leaf,) = jax.tree.leaves(abstract_model(make, jax.random.key(0), 7))
-    assert (leaf.shape, leaf.dtype) == ((7, 3), jnp.float32)
 
 
 def test_a_model_that_looks_at_values_is_really_made() -> None:

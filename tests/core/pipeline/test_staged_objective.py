@@ -34,7 +34,7 @@ from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 from replicax.core.models.definition import CallContext
-from replicax.core.placement.pipeline_schedules import SCHEDULES, bubble
+from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
 from replicax.recipes import transformer
@@ -329,9 +329,3 @@ def memory(schedule: str, micro_batches: int) -> int:
 def test_what_1f1b_keeps_does_not_grow_with_the_micro_batches() -> None:
     assert memory("1f1b", 16) < 1.01 * memory("1f1b", 8)
     assert memory("gpipe", 16) > 1.5 * memory("gpipe", 8)
-
-
-def test_the_bubble_is_the_share_of_ticks_in_which_a_stage_waits() -> None:
-    assert bubble(1, 8) == 0
-    assert bubble(4, 1) == 0.75
-    assert bubble(4, 12) == 0.2

@@ -5,42 +5,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 from support.figures import refused
 
 from replicax.core.ground.job import Alone
 from replicax.core.placement.mesh import (
     abstract_like,
     abstract_mesh,
-    by_rows,
     check_mesh,
     check_processes,
-    in_order,
     is_data_only,
     make_mesh,
     replica_count,
-    replicated,
 )
 from replicax.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shape"),
-    [
-        ({}, (8, 1, 1)),
-        ({"data": 3}, (3, 1, 1)),
-        ({"model": 2}, (4, 2, 1)),
-        ({"model": 2, "stage": 4}, (1, 2, 4)),
-        ({"data": 2, "stage": 3}, (2, 1, 3)),
-        ({"devices": jax.devices()[2:5]}, (3, 1, 1)),
-    ],
-)
-def test_a_mesh_has_three_axes(arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    mesh = make_mesh(**arguments)
-    assert mesh.axis_names == ("data", "model", "stage")
-    assert mesh.devices.shape == shape
-    assert replica_count(mesh) == shape[0]
-    assert is_data_only(mesh) is (shape[1:] == (1, 1))
 
 
 def test_devices_keep_their_order() -> None:
@@ -83,13 +61,6 @@ def test_explicit_axes_become_automatic() -> None:
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_shardings_of_rows_and_of_copies() -> None:
-    mesh = make_mesh(model=2)
-    assert by_rows(mesh).spec == PartitionSpec("data")
-    assert by_rows(mesh).shard_shape((8, 3)) == (2, 3)
-    assert replicated(mesh).shard_shape((8, 3)) == (8, 3)
-
-
 class Pair(Alone):
     """A job of two processes."""
 
@@ -120,17 +91,6 @@ def test_further_devices_are_further_replicas() -> None:
     assert dict(staged.shape) == {"data": 1, "model": 2, "stage": 4, "fsdp": 2}
     with pytest.raises(ConfigError, match=r"6 devices .*model=4; .*\b4\b.*divide"):
         abstract_like(abstract_mesh(2, model=4), 6)
-
-
-def test_devices_are_in_one_order_whatever_the_order_of_the_axes() -> None:
-    sizes = {"data": 2, "fsdp": 2, "model": 2, "stage": 2}
-    placed = in_order(range(16), sizes)
-    assert placed[0, 0, :, 0].tolist() == [0, 1]  # neighbours share a layer
-    assert placed[0, 0, 0, :].tolist() == [0, 2]
-    assert placed[0, :, 0, 0].tolist() == [0, 4]
-    assert placed[:, 0, 0, 0].tolist() == [0, 8]
-    other = in_order(range(16), dict(reversed(sizes.items())))
-    assert (other.transpose(3, 2, 1, 0) == placed).all()
 
 
 @pytest.mark.parametrize(

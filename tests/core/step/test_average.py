@@ -1,7 +1,6 @@
 """The moving average of the parameters, in every mode and layout."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,23 +92,6 @@ def test_the_optimizer_does_what_it_did(optimizer: Any) -> None:
     plain = rx.DataParallel(loss, optimizer)
     other, _ = train(plain, MODEL, [DATA] * STEPS)
     jax.tree.map(np.testing.assert_array_equal, dp.model(state), plain.model(other))
-
-
-def test_fit_evaluates_with_it_and_resumes_it(tmp_path: Path) -> None:
-    def fitted(folder: Path, steps: int) -> Any:
-        dp = rx.DataParallel(loss, optax.adam(0.1), ema=DECAY)
-        return dp, rx.fit(
-            dp, dp.init(MODEL), DATA, batch_size=8, steps=steps, eval_source=AVERAGED,
-            run_dir=folder, progress=False,
-        )  # fmt: skip
-
-    dp, whole = fitted(tmp_path / "whole", 6)
-    found = whole.records[-1].metrics["loss"]
-    assert found == dp.evaluate(whole.state, dp.feed(DATA, 8), ema=True)["loss"]
-    assert found != dp.evaluate(whole.state, dp.feed(DATA, 8))["loss"]
-    fitted(tmp_path / "parts", 3)
-    dp, parts = fitted(tmp_path / "parts", 6)
-    jax.tree.map(np.testing.assert_array_equal, parts.state.opt_state, whole.state.opt_state)
 
 
 def test_a_skipped_step_leaves_the_average() -> None:

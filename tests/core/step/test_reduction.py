@@ -6,7 +6,6 @@ NumPy's result on one device is the same to the last bit.
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import inspect
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS
-from replicax.train.fingerprint import sha256
 
 REPLICAS = 8
 ROWS = 32
@@ -213,28 +211,7 @@ def test_compression_with_error_feedback(mode: str, compress: Callable[[Any, Any
     assert np.ptp(residuals["w"], axis=0).min() > 1e-3
 
 
-def trained_by_fit(steps: int, run_dir: Path, devices: int = 4) -> rx.TrainState:
-    dp = fed_back(signs, mode="shard_map", devices=devices)
-    options: dict[str, Any] = {"batch_size": ROWS // 2, "run_dir": run_dir, "progress": False}
-    return rx.fit(dp, dp.init(ZEROS), points(), steps=steps, **options).state
-
-
-def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
-    whole = trained_by_fit(4, tmp_path / "whole")
-    trained_by_fit(3, tmp_path / "parts")
-    assert sha256(trained_by_fit(4, tmp_path / "parts")) == sha256(whole)
-    assert np.all(np.any(whole.reduction["w"], axis=1))
-    with pytest.raises(rx.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*of devices"):
-        trained_by_fit(6, tmp_path / "parts", devices=2)
-
-
 @pytest.mark.parametrize("mode", ["jit", "single", "exact"])
 def test_modes_that_cannot_take_it_refuse(mode: str) -> None:
     with pytest.raises(rx.ConfigError, match="shard_map"):
         data_parallel(mode, 1, reduction=ErrorFeedback(signs))
-
-
-@pytest.mark.parametrize("reduction", ["bfloat", lambda sums: sums, 3])
-def test_what_is_no_reduction_is_refused(reduction: Any) -> None:
-    with pytest.raises(rx.ConfigError, match="float32, bfloat16"):
-        data_parallel("shard_map", reduction=reduction)

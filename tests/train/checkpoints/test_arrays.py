@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import type_handlers
 from support.resumable import bits, data_parallel, fit, model, rows
 from support.saved_checkpoint import chunks, write
 from support.tiers import only
@@ -80,27 +79,22 @@ def test_every_layout_onto_every_other(tmp_path: Path, trained: TrainState, firs
             assert leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("bfloat16", "float16", "float32", "int8", "int32", "uint8", "uint32", "bool"),
-        *("complex64", "float8_e4m3fn", "int4"),
-    ],
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"),
+    *("complex64", "bfloat16", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz"),
 )
-def test_dtypes(tmp_path: Path, dtype: str) -> None:
-    values = np.random.default_rng(0).integers(0, 2, (3, 5)).astype(jnp.dtype(dtype))
-    state = write(state_of({"w": values, "s": values[0, 0]}), tmp_path)
-    found = read(abstract(state), tmp_path)
-    assert found.params["w"].dtype == dtype
-    assert bits(found) == bits(state)
 
 
-def test_bits_that_are_no_numbers(tmp_path: Path) -> None:
-    """NaNs with a payload, infinities, subnormals, minus zero."""
+def test_dtypes(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 2, (3, 5))
+    tree = {dtype: values.astype(jnp.dtype(dtype)) for dtype in DTYPES} | {"scalar": np.int8(1)}
+    # NaNs with a payload, infinity, minus zero, a subnormal.
     patterns = np.array([0x7FC00001, 0xFFC12345, 0x7F800000, 0x80000000, 1], np.uint32)
-    state = write(state_of({"w": patterns.view(np.float32)}), tmp_path)
+    state = write(state_of(tree | {"bits": patterns.view(np.float32)}), tmp_path)
     found = read(abstract(state), tmp_path)
-    assert np.asarray(found.params["w"]).view(np.uint32).tolist() == patterns.tolist()
+    assert all(found.params[dtype].dtype == dtype for dtype in DTYPES)
+    assert bits(found) == bits(state)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -160,31 +154,7 @@ def test_names(tmp_path: Path, names: Any) -> None:
     assert bits(read(abstract(state), tmp_path)) == bits(state)
 
 
-def test_names_stay_as_they_are_where_they_can(trained: TrainState) -> None:
-    assert set(array_entries(trained)) == {
-        *("step", "seed", "params.hidden", "params.out", "opt_state.0.count"),
-        *(f"opt_state.0.{kind}.{name}" for kind in ("mu", "nu") for name in ("hidden", "out")),
-    }
-
-
 # Memory.
-
-
-def pointers(state: TrainState) -> list[int]:
-    """Return the address of each part of each array."""
-    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.size]
-    parts = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-    return [part.unsafe_buffer_pointer() for part in parts]
-
-
-@pytest.mark.parametrize("kind", ["replicated", "fsdp", "pmap", "single"])
-def test_what_is_read_lies_in_memory_of_its_own(
-    tmp_path: Path, trained: TrainState, kind: str
-) -> None:
-    dp = data_parallel(**KINDS[kind])
-    write(trained, tmp_path)
-    found = read(abstract(dp.init(model())), tmp_path)
-    assert len(set(pointers(found))) == len(pointers(found))
 
 
 @pytest.mark.parametrize("kind", only(["replicated"], ["replicated", "fsdp"]))
@@ -231,20 +201,6 @@ def test_from_within_an_event_loop(tmp_path: Path, trained: TrainState) -> None:
 
     asyncio.run(cell())
     assert bits(read(abstract(trained), tmp_path)) == bits(trained)
-
-
-def test_what_cannot_be_read_is_told_in_one_line(
-    tmp_path: Path, trained: TrainState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    like = abstract(trained)
-
-    def broken(*arguments: Any, **settings: Any) -> None:
-        raise ValueError("NOT_FOUND: a chunk\nat another line")
-
-    write(trained, tmp_path)
-    monkeypatch.setattr(type_handlers.ArrayHandler, "deserialize", broken)
-    with pytest.raises(CheckpointError, match=r"default .*read: NOT_FOUND: a chunk$"):
-        read(like, tmp_path)
 
 
 def test_only_orbax_is_silenced_and_only_meanwhile(tmp_path: Path, trained: TrainState) -> None:

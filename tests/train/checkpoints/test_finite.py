@@ -6,9 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from support.figures import assert_mentions
 
 import replicax as rx
@@ -28,16 +26,9 @@ def state(dtype: Any = jnp.float32, **changed: Any) -> rx.TrainState:
     return dataclasses.replace(made, params={**made.params, **changed})
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_element_is_found(dtype: Any, value: float) -> None:
-    assert params_not_finite(state(dtype)) == set()
-    bad = state(dtype, a=jnp.ones((9, 8), dtype).at[8, 7].set(value))
-    assert params_not_finite(bad) == {"params.a"}
-
-
 def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) -> None:
     begun = state(b=jnp.float32(-jnp.inf))
+    begun = dataclasses.replace(begun, opt_state=(jax.device_put(jnp.float32(jnp.inf)),))
     saver = Saver(
         Store(tmp_path, 3, None), 1, lambda: None, Alone(), 0, {}, params_not_finite(begun)
     )
@@ -49,8 +40,3 @@ def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) 
     (alarm,) = saver.poll()
     assert_mentions(alarm, "params.a", "longer finite", "step 1", "last good")
     assert [step for step, _ in Store(tmp_path, 3, None).paths()] == [1]
-
-
-def test_the_optimizers_state_may_hold_what_it_likes() -> None:
-    made = dataclasses.replace(state(), opt_state=(jax.device_put(jnp.float32(jnp.inf)),))
-    assert params_not_finite(made) == set()

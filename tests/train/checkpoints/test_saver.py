@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 from support.figures import assert_mentions
-from support.resumable import bits
 from support.saved_checkpoint import position_at, state_at
 
 from replicax.core.ground.job import Alone
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import saver as module
-from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import read_manifest
 from replicax.train.checkpoints.saver import MOST_FAILURES, Saver
 from replicax.train.checkpoints.store import Store
@@ -89,21 +87,6 @@ def in_waiting(error: Exception, times: int) -> Callable[..., Any]:
     return begin
 
 
-def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
-    save(saver, 3)
-    assert saver.wait()
-    assert saver.poll() == []
-    assert saver.saved_step == 3
-    found = store.newest_good(array_entries(state_at(3)), print)
-    assert found is not None
-    path, manifest = found
-    assert manifest.position == position_at(3)
-    assert (manifest.token, manifest.seed) == (7, 11)
-    assert (manifest.config, manifest.extra) == ({"rate": 1}, {"batch": 3})
-    assert bits(read(abstract(state_at(3)), path)) == bits(state_at(3))
-    assert os.listdir(store.folder) == ["3"]
-
-
 @pytest.mark.promise("checkpoints.storage-may-fail")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["begin_writing", "waiting", "file_entries", "write_manifest"])
@@ -127,15 +110,6 @@ def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
     assert saver.wait()
     assert saver.poll() == []
     assert saved(store) == [1, 3]
-
-
-def test_a_rename_that_fails_leaves_nothing_behind(
-    saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    monkeypatch.setattr(Store, "commit", failing(error, 1, Store.commit))
-    assert f": {os.strerror(errno.EROFS)}; no step" in failed(saver, 2)
-    assert os.listdir(store.folder) == []
 
 
 def test_words_of_tensorstore_are_the_systems(
@@ -172,18 +146,6 @@ def test_the_third_in_a_row_ends_the_run(
     assert_mentions(str(ended.value), "3 saves", "have failed", os.strerror(errno.ENOSPC))
     assert_mentions(str(ended.value), "step 5", "last good", f"repair {store.folder}")
     assert saved(store) == [5]
-
-
-def test_a_success_in_between_begins_the_count_anew(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = module.write_manifest
-    for step in range(0, 20, 3):
-        monkeypatch.setattr(module, "write_manifest", failing(FULL, 2, whole))
-        for failure in (1, 2):
-            assert re.search(rf"failed \({failure} .*row\): ", failed(saver, step + failure))
-        save(saver, step + 3)
-        assert saver.wait()
 
 
 def test_alarms_that_nobody_asked_for_are_kept(
@@ -261,24 +223,3 @@ def test_too_many_that_cannot_be_deleted_are_no_failure(
         save(saver, step)
         assert saver.wait()
     assert saved(store) == [1, 2, 3, 4, 5]
-
-
-def test_older_ones_go(saver: Saver, store: Store) -> None:
-    for step in range(1, 6):
-        save(saver, step)
-    assert saver.wait()
-    assert saved(store) == [3, 4, 5]
-    assert sorted(os.listdir(store.folder)) == ["3", "4", "5"]
-
-
-def test_what_is_pinned_when_it_is_saved_stays(store: Store) -> None:
-    best = [1]
-    saver = Saver(store, 7, lambda: None, Alone(), 11, {}, pinned=lambda: best)
-    for step in range(1, 6):
-        save(saver, step)
-        assert saver.wait()
-    assert saved(store) == [1, 3, 4, 5]
-    best[:] = [4]
-    save(saver, 8)
-    assert saver.wait()
-    assert saved(store) == [4, 5, 8]

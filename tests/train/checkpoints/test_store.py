@@ -62,13 +62,6 @@ def good(store: Store, said: list[str] | None = None) -> str | None:
     return None if found is None else found[0].name
 
 
-def test_they_are_in_order(store: Store, put: Callable[..., Path]) -> None:
-    for step in (12, 5, 5, 1_000_000_000, 5, 0):
-        put(store, step)
-    assert names(store) == ["0", "5", "12", "1000000000"]
-    assert good(store) == "1000000000"
-
-
 def test_the_names_of_earlier_versions_are_in_order(store: Store) -> None:
     for again in ("", *(f".{number}" for number in range(2, 12))):
         (store.folder / f"step-000000005{again}").mkdir(parents=True)
@@ -88,14 +81,6 @@ def test_the_names_of_earlier_versions_are_in_order(store: Store) -> None:
 def test_other_names_are_none(store: Store, name: str) -> None:
     (store.folder / name).mkdir(parents=True)
     assert names(store) == []
-
-
-def test_where_there_is_nothing_nothing_is_found(store: Store) -> None:
-    assert names(store) == []
-    assert good(store) is None
-    store.clean()
-    store.retire()
-    assert not store.folder.exists()
 
 
 # Checkpoints that are kept.
@@ -120,16 +105,6 @@ def test_so_many_stay(tmp_path: Path, keep: int, keep_every: int | None, kept: l
     store.retire()
     assert [step for step, _ in store.paths()] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
-
-
-def test_what_is_pinned_stays_whatever_else_does(tmp_path: Path) -> None:
-    store = Store(tmp_path, 2, 5)
-    for step in range(1, 13):
-        (tmp_path / str(step)).mkdir()
-    store.retire(pinned=(3, 12, 99))
-    assert [step for step, _ in store.paths()] == [3, 5, 10, 11, 12]
-    store.retire(pinned=[7])  # which is no more
-    assert [step for step, _ in store.paths()] == [5, 10, 11, 12]
 
 
 def test_of_one_step_the_last_stays(tmp_path: Path) -> None:
@@ -168,16 +143,6 @@ def test_a_leftover_is_in_nobodys_way(store: Store, put: Callable[..., Path]) ->
     (store.folder / ".replaced-3" / "state").mkdir(parents=True)
     put(store, 3)
     assert os.listdir(store.folder) == ["3"]
-
-
-def test_a_link_among_the_leftovers_is_not_followed(store: Store, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").write_text("mine")
-    store.folder.mkdir()
-    (store.folder / ".saving-000000001-1-1").symlink_to(outside)
-    store.clean()
-    assert (outside / "file").read_text() == "mine"
 
 
 # Checkpoints that are good.
@@ -221,14 +186,6 @@ def test_what_is_not_good_is_set_aside_with_the_reason(
     aside = ["refused-1006-1", "refused-1007-1"]
     assert sorted(path.name for path in store.folder.glob("refused-*")) == aside
     assert names(store) == ["5"]
-
-
-def test_where_all_are_bad_there_is_none(store: Store, put: Callable[..., Path]) -> None:
-    for step in (5, 6):
-        put(store, step, holds=7)
-    said: list[str] = []
-    assert good(store, said) is None
-    assert len(said) == 2
 
 
 def test_refused_twice_both_are_kept(store: Store, put: Callable[..., Path]) -> None:

@@ -47,16 +47,6 @@ def test_what_is_not_finite_is_no_improvement() -> None:
     assert stops_at(rx.EarlyStopping("score", patience=3), values, "score") == 3
 
 
-def test_it_goes_on_from_what_a_checkpoint_holds() -> None:
-    hook = rx.EarlyStopping(patience=3)
-    run = WatchedRun(hook)
-    for step, value in ((10, 1.0), (20, 2.0), (30, 2.0)):
-        run.evaluated(step, loss=value)
-    again = rx.EarlyStopping(patience=3)
-    again.load_state(hook.save_state())
-    assert stops_at(again, [3.0]) == 1
-
-
 def test_a_run_that_it_stopped_stops_at_once_unless_there_is_more_patience() -> None:
     hook = rx.EarlyStopping(patience=1)
     run = WatchedRun(hook)
@@ -87,13 +77,6 @@ def test_one_hook_serves_one_run_after_the_other() -> None:
     assert stops_at(hook, [1.0, 2.0]) == 2
     hook.end(run)
     assert stops_at(hook, [3.0, 2.0]) is None
-
-
-@pytest.mark.parametrize("settings", [{"patience": 0}, {"least": -1.0}, {"mode": "least"}])
-def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        rx.EarlyStopping(**settings)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_metric_that_the_evaluation_lacks_is_named_with_those_there_are() -> None:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -49,16 +48,6 @@ def fit(optimizer: Any, hook: rx.Hook, source: Any = None, **settings: Any) -> l
 
 def figures(records: list[Record], name: str) -> dict[int, float]:
     return {record.step: (record.figures or {})[name] for record in records}
-
-
-def test_the_learning_rate_is_that_of_the_update_of_each_record() -> None:
-    expected = {step: float(SCHEDULE(step - 1)) for step in (1, 2, 4, 6, 8)}
-    found = figures(fit(optax.sgd(SCHEDULE), rx.LearningRate(SCHEDULE)), "learning_rate")
-    assert found == expected
-    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE)
-    found = figures(fit(injected, rx.LearningRate()), "learning_rate")
-    assert found == pytest.approx(expected)
-    assert figures(fit(optax.sgd(0.5), rx.LearningRate(0.5)), "learning_rate")[8] == 0.5
 
 
 def test_a_skipped_update_does_not_count_as_the_optimizer_counts() -> None:
@@ -118,17 +107,3 @@ def test_the_peak_is_that_of_all_devices_and_flops_are_those_of_the_step(
             expected = record.rows_per_second * of_row / (1e6 * jax.device_count())
             assert record.figures == {"peak_flops_fraction": pytest.approx(expected)}
     assert fit(optax.sgd(0.1), rx.Throughput(), precision="bfloat16")[-1].figures is None
-
-
-def test_numbers_that_cannot_be() -> None:
-    for settings in ({"tokens_per_row": -1}, {"flops_per_row": float("nan")}):
-        with pytest.raises(ConfigError):
-            rx.Throughput(**settings)
-
-
-def test_a_run_on_cpus_has_neither_memory_nor_a_share_of_a_peak() -> None:
-    run = WatchedRun(rx.Throughput())
-    run.dp = rx.DataParallel(loss, optax.sgd(0.1))
-    run.hook.start(run)
-    assert run.hook.figures(run, run.trained(1, loss=1.0)) == {}
-    assert rx.DeviceMemory().figures(run, run.records[0]) == {}

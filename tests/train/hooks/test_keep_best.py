@@ -34,17 +34,6 @@ def best(run: WatchedRun, file: str = "best.json") -> Any:
     return unsealed(path.read_bytes(), dict[str, Any]) if path.exists() else None
 
 
-def test_the_best_is_saved_and_named_once_its_checkpoint_is_there(
-    hook: rx.KeepBest, run: WatchedRun
-) -> None:
-    run.evaluated(10, accuracy=0.5)
-    hook.settle(run, due=False)
-    assert (run.saves, best(run), set(hook.pinned)) == (1, None, {10})
-    saved(run, 10)
-    hook.settle(run, due=False)
-    assert best(run) == {"metric": "accuracy", "value": 0.5, "step": 10}
-
-
 def test_the_one_before_stays_until_the_new_one_is_there(
     hook: rx.KeepBest, run: WatchedRun
 ) -> None:
@@ -57,12 +46,6 @@ def test_the_one_before_stays_until_the_new_one_is_there(
     saved(run, 20)
     hook.settle(run, due=False)
     assert (best(run)["step"], set(hook.pinned)) == (20, {20})
-
-
-def test_what_is_not_better_is_not_saved(hook: rx.KeepBest, run: WatchedRun) -> None:
-    for step, value in ((10, 0.5), (20, 0.5), (30, float("nan")), (40, 0.25)):
-        run.evaluated(step, accuracy=value)
-    assert (run.saves, set(hook.pinned)) == (1, {10})
 
 
 def test_a_save_that_failed_is_said_and_the_file_names_the_one_before(
@@ -128,11 +111,6 @@ def test_two_that_write_one_file_are_found_out(tmp_path: Path) -> None:
         hooks[1].settle(runs[1], due=False)
 
 
-def test_a_run_without_a_folder_is_refused(hook: rx.KeepBest) -> None:
-    with pytest.raises(ConfigError, match="run_dir"):
-        hook.start(WatchedRun(hook))
-
-
 def test_another_process_decides_alike_and_writes_nothing(hook: rx.KeepBest) -> None:
     run = WatchedRun(hook, is_main=False)
     hook.start(run)
@@ -140,10 +118,3 @@ def test_another_process_decides_alike_and_writes_nothing(hook: rx.KeepBest) -> 
     hook.settle(run, due=True)
     hook.end(run)
     assert (run.saves, run.lines) == (1, [])
-
-
-def test_by_default_it_watches_what_early_stopping_does() -> None:
-    assert (rx.KeepBest().name, rx.EarlyStopping().name) == (
-        "KeepBest(loss)",
-        "EarlyStopping(loss)",
-    )

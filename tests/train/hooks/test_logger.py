@@ -44,22 +44,6 @@ class Kept(rx.Logger):
             raise ConnectionError("nobody there\nat all")
 
 
-def test_it_is_called_in_order_in_a_thread_of_its_own() -> None:
-    run = WatchedRun(hook := Kept())
-    hook.start(run)
-    run.trained(1, loss=1.0)
-    run.evaluated(1, loss=2.0)
-    run.go_back(0, 0)
-    run.error = KeyboardInterrupt()
-    hook.end(run)
-    assert hook.calls == [
-        *(("open", 0), ("write", 1), ("write", 1), ("go_back", 0)),
-        ("close", run.error),
-    ]
-    assert run.lines == []
-    assert not [each for each in threading.enumerate() if each.name == "replicax-Kept"]
-
-
 def test_what_fails_is_said_once_and_tried_again() -> None:
     run = WatchedRun(hook := Kept(lambda point, count: point == "write" and count < 2))
     hook.start(run)
