@@ -51,7 +51,7 @@ def position_at(step: int) -> Position:
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Id of no existing checkpoint."""
+    """Return a manifest of no existing checkpoint."""
     fields: dict[str, Any] = {
         "position": POSITION,
         "token": 3,

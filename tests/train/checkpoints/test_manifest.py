@@ -1,5 +1,6 @@
 """The manifest is read as it was written, and refused if a byte has changed."""
 
+import dataclasses
 import errno
 import os
 import re
@@ -21,6 +22,7 @@ from replicax.train.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
+from replicax.train.sealed import sealed
 
 OF_AN_EARLIER_VERSION = (
     '{"arrays":{"step":{"dtype":"int32","shape":[]}},'
@@ -63,6 +65,13 @@ def test_that_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         config={"name": "é"},
         extra={},
     )
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Manifest)])
+def test_a_sealed_manifest_without_a_field_is_refused(name: str, tmp_path: Path) -> None:
+    content = {"format": 2, **dataclasses.asdict(manifest())}
+    del content[name]
+    assert_mentions(refusal(tmp_path, sealed(content)), name)
 
 
 def test_it_is_on_disk_once_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
