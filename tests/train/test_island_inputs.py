@@ -15,18 +15,19 @@ import replicax as rx
 
 
 class Loader:
-    """Batches, one of which comes only after a signal, and a moment."""
+    """Batches; once asked, the next one comes only after a signal, and a moment."""
 
-    def __init__(self, signalled: threading.Event | None) -> None:
-        self._signalled = signalled
+    def __init__(self) -> None:
+        self.asked, self.signalled = threading.Event(), threading.Event()
 
     def __len__(self) -> int:
         return ROWS // BATCH
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self)):
-            if number == 2 and self._signalled is not None:
-                self._signalled.wait(20.0)
+            if self.asked.is_set():
+                self.asked.clear()
+                assert self.signalled.wait(20.0)
                 threading.Event().wait(1.0)
             yield {name: rows[number * BATCH :][:BATCH] for name, rows in SOURCE.items()}
 
@@ -41,16 +42,19 @@ def test_a_signal_while_an_island_waits_for_input_ends_no_other(
 ) -> None:
     islands, every = [], rx.Islands(every=rounds) if rounds else None
     for place in places(2):
-        interrupt, signalled = rx.Interrupt(), threading.Event()
+        interrupt, loader = rx.Interrupt(), Loader()
 
-        def send(interrupt: rx.Interrupt = interrupt, signalled: Any = signalled) -> None:
+        def send(interrupt: rx.Interrupt = interrupt, loader: Loader = loader) -> None:
             interrupt.signal = signal.SIGTERM
-            signalled.set()
+            loader.signalled.set()
 
-        waits = place.index == 0
-        hooks = [At(5, lambda send=send: threading.Timer(0.5, send).start())]
-        settings: dict[str, Any] = {"hooks": hooks if waits or not alone else []}
-        settings |= {"source": Loader(signalled if waits else None), "interrupt": interrupt}
+        def act(send: Any = send, loader: Loader = loader, waits: bool = not islands) -> None:
+            threading.Timer(0.5, send).start()
+            if waits:
+                loader.asked.set()
+
+        hooks = [] if islands and alone else [At(5, act)]
+        settings: dict[str, Any] = {"hooks": hooks, "source": loader, "interrupt": interrupt}
         islands.append(
             Island(place, mode="jit", rounds=every, run_dir=tmp_path / "run", **settings)
         )
