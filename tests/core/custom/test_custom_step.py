@@ -74,10 +74,14 @@ def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
     value, wanted = jax.value_and_grad(lambda m: jnp.mean(loss(m, batch, None)[0]))(model())
     np.testing.assert_allclose(means["loss"], value, rtol=1e-6)
     assert_near(gradient, wanted, atol=1e-7)
-    np.testing.assert_allclose(rx.mean(jnp.asarray(batch["y"])), batch["y"].mean(), rtol=1e-6)
+    y = batch["y"]  # a batch may be one array
+    means, slope = rx.value_and_grad(lambda m, y, key: (y[:, 0] - m) ** 2)(jnp.zeros(()), y)
+    np.testing.assert_allclose(means["loss"], (y**2).mean(), rtol=1e-6)
+    np.testing.assert_allclose(slope, -2 * y.mean(), rtol=1e-6)
+    np.testing.assert_allclose(rx.mean(jnp.asarray(y)), y.mean(), rtol=1e-6)
     weights = np.arange(ROWS, dtype=np.float32)
-    found = rx.mean(rx.Weighted(jnp.asarray(batch["y"]), jnp.asarray(weights)))
-    np.testing.assert_allclose(found, np.average(batch["y"][:, 0], weights=weights), rtol=1e-5)
+    found = rx.mean(rx.Weighted(jnp.asarray(y), jnp.asarray(weights)))
+    np.testing.assert_allclose(found, np.average(y[:, 0], weights=weights), rtol=1e-5)
 
 
 # Loops, branches, several losses, and `rx` functions inside the step.

@@ -37,6 +37,7 @@ def place(function: Function) -> Location:
         (lambda h: jnp.sort(h, axis=1), Rows(0)),
         (lambda h: jnp.sort(h, axis=0), MIXED),
         (lambda h: h @ h.T, MIXED),
+        (lambda h: jnp.unstack(h.T.reshape(2, 1, 1, len(h)))[0], Rows(2)),
     ],
 )
 def test_rows_in_a_result(function: Function, expected: Location) -> None:
@@ -52,6 +53,8 @@ def test_rows_in_a_result(function: Function, expected: Location) -> None:
         (lambda h: h * len(h), Rows(0, power=1)),
         (lambda h: h / 8, Rows(0)),
         (lambda h: h - jnp.mean(h, axis=0), MIXED),
+        (lambda h: h * jnp.sum(h), MIXED),
+        (lambda h: jnp.sum(h) * jnp.sum(h), MIXED),
         (jnp.max, MIXED),
     ],
 )
