@@ -120,6 +120,8 @@ def test_a_mapping_is_a_batch_and_a_mapping_of_batches() -> None:
     np.testing.assert_array_equal(dp.predict(state, UserDict(cut), several)["found"], wanted)
     named = dp.evaluate(state, UserDict(a=[cut], b=[UserDict(cut)]))
     assert named["a"] == named["b"]
+    squares = dp.evaluate(state, {"a": [cut]}, loss=lambda m, b, k: b["y"] ** 2)
+    assert squares["a"]["loss"] == pytest.approx(np.mean(cut["y"] ** 2), rel=1e-5)
     assert float(dp.step(state, UserDict(cut))[1]["loss"]) == pytest.approx(named["a"]["loss"])
 
 

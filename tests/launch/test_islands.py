@@ -58,6 +58,21 @@ def test_one_that_dies_is_started_again_and_the_others_never_stop(
     assert logs == {"island-0.log", "island-1.log", "island-1-attempt-2.log"}
 
 
+def test_all_processes_of_an_island_are_one_failure_unit(tmp_path: Path) -> None:
+    script = """
+        logs = os.path.dirname(os.environ["REPLICAX_FAILURE_FILE"])
+        if os.environ["REPLICAX_ISLAND"] == "0":
+            wait(lambda: os.path.exists(f"{logs}/island-1.1-attempt-2.log"))
+        elif "attempt-2" not in os.environ["REPLICAX_FAILURE_FILE"]:
+            sys.exit(5) if me == 0 else time.sleep(60)
+    """
+    outcome = run(python(script), 2, tmp_path, islands=2, restarts=3)
+    assert (outcome.exit_code, outcome.attempts) == (0, 2)
+    assert outcome.seconds < 20
+    again = {path.name for path in tmp_path.glob("*attempt*.log")}
+    assert again == {"island-1.0-attempt-2.log", "island-1.1-attempt-2.log"}
+
+
 def test_one_with_a_wrong_configuration_is_given_up(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

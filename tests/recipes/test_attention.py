@@ -75,6 +75,14 @@ def test_bfloat16_is_rounded_once() -> None:
     agree(found, in_float64(*arrays), 2**-8)
 
 
+def test_float64_stays_float64() -> None:
+    with jax.enable_x64(True):
+        arrays = inputs(64, jnp.float64)
+        found = jax.jit(with_gradients)(*arrays)
+        assert {each.dtype for each in found} == {jnp.dtype(jnp.float64)}
+        agree(found, in_float64(*arrays), 1e-13)
+
+
 @pytest.mark.parametrize("tokens", only([64], [64, 37]))
 def test_a_token_does_not_see_those_after_it(tokens: int) -> None:
     q, k, v, _ = inputs(tokens)

@@ -214,6 +214,18 @@ def test_digits_stand_in_where_nothing_else_can_be_had(
     assert np.unique(data.test["label"]).tolist() == list(range(10))
 
 
+def test_resizing_is_bilinear() -> None:
+    ramp = np.broadcast_to(np.arange(8.0), (1, 8, 8))
+
+    resized = datasets._resize(ramp, 28)
+
+    centre = (np.arange(28) + 0.5) * 8 / 28 - 0.5
+    expected = np.broadcast_to(np.clip(centre, 0, 7), (1, 28, 28))
+    np.testing.assert_allclose(resized, expected, atol=1e-12)
+    np.testing.assert_allclose(datasets._resize(ramp.mT, 28), expected.mT, atol=1e-12)
+    np.testing.assert_array_equal(datasets._resize(ramp, 8), ramp)
+
+
 def test_the_digits_are_those_of_scikit_learn() -> None:
     with np.load(datasets.DIGITS) as file:
         image, label = file["image"], file["label"]

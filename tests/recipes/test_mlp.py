@@ -46,6 +46,17 @@ def test_many_layers_leave_a_signal(layers: int) -> None:
     assert 0.01 < float(jnp.std(deep.model(jax.random.key(0))(x))) < 100
 
 
+def test_the_rows_are_one_function_of_different_draws() -> None:
+    train, evaluation = SMALL.train_source(), SMALL.eval_source()
+    for source, rows in ((train, 2000), (evaluation, 200)):
+        assert (source["x"].shape, source["y"].shape) == ((rows, 16), (rows, 10))
+        assert source["x"].dtype == source["y"].dtype == np.float32
+    assert not set(map(bytes, evaluation["x"])) & set(map(bytes, train["x"]))
+    weight, *_ = np.linalg.lstsq(train["x"], np.arctanh(train["y"]))
+    np.testing.assert_allclose(np.tanh(evaluation["x"] @ weight), evaluation["y"], atol=1e-4)
+    np.testing.assert_array_equal(SMALL.train_source()["x"], train["x"])
+
+
 def test_few_rows_leave_one_to_evaluate_on() -> None:
     assert MLP(rows=3).eval_source()["x"].shape == (1, 16)
 

@@ -102,6 +102,17 @@ def test_values_that_only_resemble_each_other_differ(old: Any, new: Any) -> None
     assert first.rpartition("a ")[2] != second
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("recipe", "fields__epochs", "fields__new", "options__seed", "options__precision"),
+        *("data__rows", "data__batch_size", "parallel__precision", "options__skip_spikes", "own"),
+    ],
+)
+def test_what_alters_the_results_matters(path: str) -> None:
+    assert matter(**{path: 12}) == [path.replace("__", ".")]
+
+
 @pytest.mark.parametrize("path", HARMLESS)
 def test_what_is_listed_as_harmless_is_named_and_not_refused(path: str) -> None:
     section, _, field = path.partition(".")

@@ -114,6 +114,13 @@ def test_parts_over_model_are_compared_along_data() -> None:
     assert found.groups == ((1, 5, 7), (3,))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_told(value: float) -> None:
+    state = {"a": place(np.ones(3, np.float32)), "b": place(np.float32([1, value]))}
+    found = Fingerprint(state)
+    assert found.not_finite(found.take(state)) == ("['b']",)
+
+
 def test_nothing_is_moved_between_devices_but_the_fingerprints() -> None:
     from replicax.analysis.hlo import instructions
     from replicax.train.fingerprint import _sums, of_each_device

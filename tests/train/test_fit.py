@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -81,6 +82,37 @@ def test_evaluation_may_have_a_batch_size_of_its_own(dp: rx.DataParallel) -> Non
     small = fit(dp, epochs=1, eval_source=line(40, 1), eval_batch_size=8)
     large = fit(dp, epochs=1, eval_source=line(40, 1), eval_batch_size=40)
     assert small.metrics["loss"] == pytest.approx(large.metrics["loss"], rel=1e-5)
+
+
+def test_arrays_are_shuffled_anew_each_epoch_from_the_seed() -> None:
+    seen: list[list[int]] = []
+
+    def watched(model: Any, batch: Any, key: Any) -> Any:
+        jax.debug.callback(lambda rows: seen.append(np.asarray(rows).tolist()), batch["row"])
+        return model["w"] * batch["row"]
+
+    def orders(**settings: Any) -> list[list[int]]:
+        seen.clear()
+        one = rx.DataParallel(watched, optax.sgd(0.0), mode="single")
+        result = rx.fit(
+            one,
+            one.init({"w": jnp.float32(0)}),
+            {"row": np.arange(16)},
+            batch_size=16,
+            epochs=2,
+            progress=False,
+            **settings,
+        )
+        jax.block_until_ready(result.state)
+        jax.effects_barrier()
+        return list(seen)
+
+    first = orders(seed=1)
+    assert [sorted(order) for order in first] == [list(range(16))] * 2
+    assert first[0] != first[1]
+    assert first == orders(seed=1)
+    assert first != orders(seed=2)
+    assert orders(shuffle=False) == [list(range(16))] * 2
 
 
 def test_a_generator_lasts_one_epoch(dp: rx.DataParallel) -> None:

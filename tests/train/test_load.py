@@ -21,6 +21,7 @@ from replicax.recipes import mlp
 from replicax.train import load as loading
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import Store
+from replicax.train.guarded import with_losses
 from replicax.train.lease import take_lease
 
 
@@ -89,6 +90,13 @@ def test_the_loaded_state_trains_on_and_the_model_outlives_it(zero1: Ended) -> N
     np.asarray(made.variables["params"]["Dense_0"]["kernel"])
     with pytest.raises(StateError):
         _ = found.model
+
+
+def test_the_window_of_losses_comes_with_a_state_that_has_one(zero1: Ended) -> None:
+    dp = of_mlp()
+    state = with_losses(rx.load(zero1.folder, dp=dp).state)
+    shapes = jax.eval_shape(lambda state: state, state)
+    assert bits(rx.load(zero1.folder, dp=dp, state=shapes).state) == bits(zero1.result.state)
 
 
 def test_an_earlier_step_and_the_best(zero1: Ended, tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def test_the_range_holds_the_truth_as_often_as_it_says(square: float) -> None:
     assert held / trials < 0.97
 
 
+def test_means_are_divided_and_not_ratios_averaged() -> None:
+    found = later([(1.0, 8.0), (3.0, 8.0), (1.0, 8.0), (3.0, 8.0), (2.0, 8.0)])
+    assert found.rows == pytest.approx(4.0)  # the mean of the ratios is 5.1
+
+
 def test_few_samples_bound_nothing() -> None:
     found = later([(2.0, 8.0)] * 4)
     assert (found.rows, found.low, found.high) == (4.0, 0.0, math.inf)

@@ -234,6 +234,12 @@ def test_exact_has_the_same_bits(train: Any, count: int) -> None:
     assert others == [first, first]
 
 
+@pytest.mark.parametrize("mode", ["exact", "shard_map"])
+def test_a_state_that_no_row_reaches_needs_no_gather(mode: str) -> None:
+    counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
+    assert int(trained(parallel(counted, mode, 4), codebook())[0].extras.state["steps"]) == 4
+
+
 def test_a_loss_that_returns_no_state_is_refused() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return (batch["x"] @ model.model["w"])[:, 0] ** 2

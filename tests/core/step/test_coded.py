@@ -152,6 +152,15 @@ def test_errors_are_within_the_bound_and_nothing_is_lost(send: str, replicas: in
     assert {"int8": 0.0079, "int4": 0.149}[send] == pytest.approx(coded.error(), rel=0.01)
 
 
+def test_a_plain_float32_total_is_added_in_the_order_of_ranks() -> None:
+    numbers = np.float32([[1], [1e8], [-1e8], [1]]) * np.ones((4, 300), np.float32)
+    total, residual, _ = reduced(
+        Coded("float32"), [numbers], np.zeros((4, 320), np.float32), np.ones(4, np.float32)
+    )
+    np.testing.assert_array_equal(total[0], np.float32(1))  # 1 + 1e8 is 1e8
+    assert not residual.any()
+
+
 @SEND
 def test_one_replica_rounds_nothing(send: str) -> None:
     gradient = gradients(1)
@@ -159,6 +168,18 @@ def test_one_replica_rounds_nothing(send: str) -> None:
     total, residual, _ = reduced(Coded(send), gradient, zeros, np.ones(1, np.float32))
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[0]), total, gradient)
     assert not residual.any()
+
+
+@SEND
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_without_a_finite_total_the_residual_is_kept(send: str, bad: float) -> None:
+    gradient, weights = gradients(4), np.ones(4, np.float32)
+    _, kept, _ = reduced(Coded(send), gradient, np.zeros((4, 7 * BLOCK), np.float32), weights)
+    assert np.all(np.any(kept, axis=1))
+    gradient["w"][2, 3, 4] = bad
+    total, residual, _ = reduced(Coded(send), gradient, kept, weights)
+    assert not np.isfinite(total["w"][3, 4])
+    np.testing.assert_array_equal(residual, kept)
 
 
 def test_a_batch_without_weight_keeps_the_residual() -> None:

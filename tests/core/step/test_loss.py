@@ -41,6 +41,14 @@ def test_an_entry_of_weight_zero_may_be_anything() -> None:
     assert mean(rx.Weighted(values, jnp.asarray([1.0, 0, 1, 0, 1, 1]))) == pytest.approx(2.0)
 
 
+def test_no_gradient_flows_through_weights() -> None:
+    def total(weight: jax.Array) -> jax.Array:
+        values = rx.Weighted(jnp.asarray(VALUES), weight * jnp.ones(ROWS))
+        return sums(values, MASK)["loss"].total
+
+    assert jax.grad(total)(jnp.float32(2.0)) == 0.0
+
+
 def test_low_precision_is_summed_in_float32() -> None:
     found = sums(jnp.ones(4096, jnp.bfloat16) * 1.0078125, jnp.ones(4096))["loss"]
     assert found.total.dtype == jnp.float32

@@ -64,6 +64,12 @@ def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: 
     assert_near(dp.model(state), params, rtol=1e-4, atol=2e-6)
 
 
+def test_evaluation_gathers_too() -> None:
+    dp = rx.DataParallel(clip, OPTIMIZER, mode="shard_map")
+    found = dp.evaluate(dp.init(MODEL), [DATA])
+    assert found["loss"] == pytest.approx(float(jnp.mean(clip(MODEL, DATA, None))), rel=1e-6)
+
+
 def test_a_gather_of_many_arrays_is_one_collective_there_and_one_back() -> None:
     dp = rx.DataParallel(clip, OPTIMIZER, mode="shard_map")
     rows = {name: value[:BATCH] for name, value in DATA.items()}

@@ -6,6 +6,7 @@ NumPy's result on one device is the same to the last bit.
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import inspect
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS
+from replicax.train.fingerprint import sha256
 
 REPLICAS = 8
 ROWS = 32
@@ -209,6 +211,21 @@ def test_compression_with_error_feedback(mode: str, compress: Callable[[Any, Any
     assert_near((state.params, state.reduction), (params, residuals), rtol=1e-4, atol=1e-5)
     assert state.reduction["w"].shape == (4, 12)
     assert np.ptp(residuals["w"], axis=0).min() > 1e-3
+
+
+def trained_by_fit(steps: int, run_dir: Path, devices: int = 4) -> rx.TrainState:
+    dp = fed_back(signs, mode="shard_map", devices=devices)
+    options: dict[str, Any] = {"batch_size": ROWS // 2, "run_dir": run_dir, "progress": False}
+    return rx.fit(dp, dp.init(ZEROS), points(), steps=steps, **options).state
+
+
+def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
+    whole = trained_by_fit(4, tmp_path / "whole")
+    trained_by_fit(3, tmp_path / "parts")
+    assert sha256(trained_by_fit(4, tmp_path / "parts")) == sha256(whole)
+    assert np.all(np.any(whole.reduction["w"], axis=1))
+    with pytest.raises(rx.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*of devices"):
+        trained_by_fit(6, tmp_path / "parts", devices=2)
 
 
 @pytest.mark.parametrize("mode", ["jit", "single", "exact"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 from support.figures import assert_mentions
 
 import replicax as rx
@@ -24,6 +26,14 @@ def state(dtype: Any = jnp.float32, **changed: Any) -> rx.TrainState:
     dp = rx.DataParallel(lambda model, batch, key: batch["x"], optax.identity())
     made = dp.init({name: leaf for name, leaf in params.items() if name != "i"})
     return dataclasses.replace(made, params={**made.params, **changed})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_element_is_found(dtype: Any, value: float) -> None:
+    assert params_not_finite(state(dtype)) == set()
+    bad = state(dtype, a=jnp.ones((9, 8), dtype).at[8, 7].set(value))
+    assert params_not_finite(bad) == {"params.a"}
 
 
 def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) -> None:

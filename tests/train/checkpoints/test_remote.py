@@ -64,6 +64,16 @@ def keys(objects: Objects, name: str) -> list[Path]:
     return [objects._file(key) for key in wanted]
 
 
+def test_a_step_saved_again_comes_after(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert save(saver(store, 3), 5)
+    monkeypatch.setattr(store, "retire", lambda pinned: None)
+    assert save(saver(store, 12), 5)
+    assert [path.name for _, path in store.paths()] == [
+        "step-000000005.3000001",
+        "step-000000005.12000001",
+    ]
+
+
 def test_older_ones_go_and_pinned_ones_stay(store: Store, objects: Objects) -> None:
     several = saver(store, pinned=lambda: [1])
     for step in range(1, 6):

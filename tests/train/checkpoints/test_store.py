@@ -145,6 +145,16 @@ def test_a_leftover_is_in_nobodys_way(store: Store, put: Callable[..., Path]) ->
     assert os.listdir(store.folder) == ["3"]
 
 
+def test_a_link_among_the_leftovers_is_not_followed(store: Store, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    store.folder.mkdir()
+    (store.folder / ".saving-000000001-1-1").symlink_to(outside)
+    store.clean()
+    assert (outside / "file").read_text() == "mine"
+
+
 # Checkpoints that are good.
 
 

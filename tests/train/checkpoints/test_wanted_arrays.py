@@ -27,6 +27,8 @@ def test_other_names_than_the_run_has() -> None:
     assert re.search(r"\bseed is .*\bnot in\b.*\brun: ", refusal(wanted))
     wanted = {**SAVED, "params.more": ArrayEntry("int8", ())}
     assert re.search(r"\bparams\.more is .*\brun\b.*\bnot in\b", refusal(wanted))
+    wanted = {**SAVED, "params.dense.kernel": ArrayEntry("float32", (96, 64))}
+    assert re.search(r"^params\.dense\.kernel .*\[64, 96\].*\[96, 64\]", refusal(wanted))
 
 
 def test_three_differences_are_named_and_the_others_counted() -> None:

@@ -79,6 +79,13 @@ def test_one_hook_serves_one_run_after_the_other() -> None:
     assert stops_at(hook, [3.0, 2.0]) is None
 
 
+@pytest.mark.parametrize("settings", [{"patience": 0}, {"least": -1.0}, {"mode": "least"}])
+def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        rx.EarlyStopping(**settings)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_metric_that_the_evaluation_lacks_is_named_with_those_there_are() -> None:
     hook = rx.EarlyStopping("acuracy")
     with pytest.raises(ConfigError, match=r"'acuracy'.*loss, accuracy.*'accuracy'\?"):
