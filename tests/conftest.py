@@ -20,7 +20,7 @@ os.environ["TRACKIO_DIR"] = str(Path(__file__).parents[1] / "build/test-trackio"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 if Path("/dev/shm").is_dir():  # runs would wait for the disk at every save
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
-if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is left as it is: `make newest` does
+if "XLA_FLAGS" not in os.environ:  # set, if to nothing, it is left as it is: `make oldest` does
     # Programs that compile in half the time or less, in children too; they run more slowly.
     _flags = ["--xla_cpu_parallel_codegen_split_count=1"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # since jax 0.12 it has no other
