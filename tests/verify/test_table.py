@@ -1,5 +1,6 @@
 """The table: one line for equal results, within 80 columns."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -20,6 +21,8 @@ def test_passes_of_one_mode_are_one_line_and_failures_stay_apart() -> None:
     (line,) = merged_checks(PASSED)
     assert line.case == "jit (full, padded; and in 4 micro-batches)"
     assert line.found.endswith("one device, 3e-07")
+    alone = dataclasses.replace(PASSED[0], case="jit")
+    assert [each.case for each in merged_checks([alone, PASSED[0]])] == ["jit (full)"]
     assert merged_checks([FAILED, FAILED]) == [FAILED, FAILED]
     assert len(merged_checks([*PASSED, FAILED, *PASSED])) == 3
 

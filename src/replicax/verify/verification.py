@@ -117,9 +117,10 @@ def _one(checks: Sequence[Check]) -> Check:
     first = checks[0]
     if first.subject != "parity":
         return dataclasses.replace(first, case=" · ".join(check.case for check in checks))
-    batches = dict.fromkeys(check.case.split(", ")[-1] for check in checks)
-    parts = dict.fromkeys(check.case.split(", ")[1] for check in checks)
-    split = [part for part in parts if part.endswith("micro-batches")]
+    parts = [check.case.split(", ")[1:] for check in checks]  # none if the mode has one case
+    batches = dict.fromkeys(part for each in parts for part in each[-1:])
+    first_parts = dict.fromkeys(part for each in parts for part in each[:1])
+    split = [part for part in first_parts if part.endswith("micro-batches")]
     also = f"; and in {' and '.join(split)}" if split else ""
     case = f"{_mode(first)} ({', '.join(batches)}{also})"
     worst = max(checks, key=lambda check: float(check.figures.get("largest", 0)))

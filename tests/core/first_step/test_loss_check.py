@@ -162,6 +162,7 @@ def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
     with pytest.raises(rx.LossError, match=r"some of\b") as caught:
         step(loss, **arguments)
     said = str(caught.value)
+    assert " - [" not in said  # nothing was broadcast
     if loss in MEAN_OTHERWISE:
         assert "rx.Weighted" in said
     else:

@@ -58,6 +58,20 @@ def test_trains_as_optax_alone_does(mode: str, make: Any) -> None:
     np.testing.assert_allclose(state.params["w"], params["w"], atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", only(["shard_map"], ["single", "shard_map", "exact"]))
+def test_weights_may_add_up_to_less_than_0(mode: str) -> None:
+    def weighted(model: Any, batch: Any, key: Any) -> Any:
+        return rx.Weighted(loss(model, batch, key), batch["weight"])
+
+    batch = {**SOURCE, "weight": np.float32([1, -2] * 8)}
+    dp, params = rx.DataParallel(weighted, optax.sgd(0.1), mode=mode), {"w": jnp.ones((6, 3))}
+    state, metrics = dp.step(dp.init(params), batch)
+    mean = lambda p: jnp.sum(loss(p, batch, None) * batch["weight"]) / -8  # noqa: E731
+    value, gradient = jax.value_and_grad(mean)(params)
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * gradient["w"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_fit_reduces_only_what_the_optimizer_reads(mode: str) -> None:
     """LoRA: a large frozen matrix beside two small trained ones."""

@@ -163,7 +163,7 @@ class LossExamination:
                 continue
             said = why or ("" if differs else UNSHOWN)
             by_place = differs and not mixes
-            of_pairs = trial and trial.alone.shape[1:] != trial.together.shape[1:]
+            of_pairs = trial and trial.alone.shape[2:] != trial.together.shape[1:]
             pairs = trial.together.shape if trial and of_pairs else ()
             known = self._broken(label)
             found.append(

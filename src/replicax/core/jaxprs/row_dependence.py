@@ -45,7 +45,7 @@ from replicax.core.jaxprs.row_counts import (
     is_plain,
     quantity,
 )
-from replicax.core.jaxprs.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moves
+from replicax.core.jaxprs.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moved
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.errors import LossError
 
@@ -201,18 +201,20 @@ class Follow:
 
         That of a parameter is a sum over rows.
         """
+        inputs = moved(eqn, places)
         try:
-            rules = derivative(eqn), derivative(twin)
+            rules = derivative(eqn, inputs), derivative(twin, inputs)
         except LossError:  # of what a custom step must not differentiate
             return True
-        pairs = zip(eqn.invars, places, strict=True)
-        moved = [place for atom, place in pairs if moves(atom)]
+        except Exception:  # the user's own refusal, of any type
+            return False
+        by = [places[n] for n in inputs]
         if eqn.primitive.name == "custom_jvp_call":
-            same = self(*rules, [*places, *moved])
+            same = self(*rules, [*places, *by])
             return all(not one or one == two for one, two in zip(same, found * 2, strict=False))
         derived = self(*rules, [*places, *map(cotangent, found)])
         values, derived = derived[: len(found)], derived[len(found) :]
-        matched = zip(derived, map(cotangent, moved), strict=True)
+        matched = zip(derived, map(cotangent, by), strict=True)
         return values == found and all(
             place == want or (not place and is_zero(rules[0], len(found) + n))
             for n, (place, want) in enumerate(matched)

@@ -14,7 +14,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.jaxprs.jaxpr import bind_eqn, closed, fixed_point, of_scan, shapes_of
 from replicax.core.jaxprs.row_counts import Location, either, is_plain
 from replicax.core.jaxprs.row_rules import MIXED, Rows
-from replicax.errors import LossError
 
 
 class Unlike(Exception):  # noqa: N818
@@ -27,15 +26,24 @@ Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Location]], list[Location]]
 """Follows rows through two traces, given the places of their inputs."""
 
 
+def moved(eqn: Any, places: list[Location]) -> tuple[int, ...]:
+    """Return the inputs by which the user may differentiate: floats of the state or the batch.
+
+    A constant is never among them: the rule of a solver may refuse the times of its steps.
+    """
+    inputs = enumerate(zip(eqn.invars, places, strict=True))
+    return tuple(n for n, (atom, place) in inputs if place is not None and moves(atom))
+
+
 @functools.lru_cache(maxsize=256)
-def derivative(eqn: Any) -> ClosedJaxpr:
+def derivative(eqn: Any, by: tuple[int, ...] | None = None) -> ClosedJaxpr:
     """Return the rule of an equation in `RULED`: of its inputs, and their or its own derivatives.
 
-    It returns the results, and derivatives: `custom_jvp_call` those of its results,
-    `custom_vjp_call` those of its inputs.
+    It returns the results, and derivatives by the inputs `by`, or all floats: `custom_jvp_call`
+    those of its results, `custom_vjp_call` those of the inputs.
     """
     given = shapes_of(eqn.invars)
-    floats = [n for n, atom in enumerate(eqn.invars) if moves(atom)]
+    floats = [n for n, atom in enumerate(eqn.invars) if moves(atom)] if by is None else by
     forward = eqn.primitive.name == "custom_jvp_call"
 
     def run(values: list[Any], derivatives: list[Any]) -> Any:
@@ -59,7 +67,7 @@ def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
     values = [each for value in eqn.params.values() for each in _each(value)]
     found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
     if ruled and eqn.primitive.name in RULED:
-        with contextlib.suppress(LossError):
+        with contextlib.suppress(Exception):  # the rule may refuse, with an error of any type
             found.append(derivative(eqn))
     return [closed(each).jaxpr for each in found]
 

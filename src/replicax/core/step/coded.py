@@ -68,7 +68,7 @@ class Coded:
         weight = total.weight.astype(jnp.float32)
         own, unpack = as_blocks(lax.optimization_barrier(sums.gradient))
         sent, lost = self._sum(own + state * weight, axis)
-        counts = (weight > 0) & jnp.all(jnp.isfinite(sent))  # the same on all replicas
+        counts = (weight != 0) & jnp.all(jnp.isfinite(sent))  # the same on all replicas
         state = jnp.where(counts, lost / jnp.where(counts, weight, 1), state)
         gradient = unpack(lax.optimization_barrier(sent))
         return dataclasses.replace(total, gradient=gradient), state
