@@ -93,6 +93,18 @@ APART = {
     "own entry by number": lambda x, t: x[jnp.arange(len(t)), t],
     "drawn": lambda x, _, key: x * jax.random.normal(key, x.shape),
     "a key for each": lambda x, _, key: jax.vmap(jax.random.normal)(jax.random.split(key, len(x))),
+    "solved by one matrix": lambda x, _: lax.linalg.triangular_solve(TABLE[:, :4], x[:, 0, :4]),
+    "solved by a factor": lambda x, _: (
+        jax.scipy.linalg.cho_solve((TABLE[:, :4] + jnp.eye(4), True), x[:, :, 0].T).T
+    ),
+    "solved": lambda x, _: jnp.linalg.solve(TABLE[:, :4] + jnp.eye(4), x[:, :, 0].T).T,
+    "sign of a mean's share": lambda x, _: jnp.sign(x / len(x)),
+    "a mean's share by its norm": lambda x, _: (
+        (x / len(x)) / jnp.linalg.norm(x / len(x), axis=1, keepdims=True)
+    ),
+    "a mean's share by its largest": lambda x, _: (
+        (x / len(x)) ** 3 / jnp.max(jnp.abs(x / len(x)), axis=1, keepdims=True) ** 3
+    ),
     "linear algebra of each": lambda x, _: jnp.linalg.cholesky(x @ jnp.swapaxes(x, 1, 2)),
     "constant": lambda x, _: jnp.ones((len(x), 2)),
 }

@@ -138,6 +138,9 @@ def quantity(
         if isinstance(found, Rows) and found != MIXED:
             return _along(name, params, places, shapes, out, found.power)
         return MIXED if name == "select_n" and places[0] else found
+    if name in _DEGREES and isinstance(place := places[0], Rows):
+        degree = params["y"] if name == "integer_pow" else _DEGREES[name]
+        return _along(name, params, places, shapes, out, degree * place.power)
     if name in _LINEAR and len(places) == 1:
         place = places[0]
         if isinstance(place, Rows):
@@ -251,3 +254,6 @@ _LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "imag", "neg", "r
 _LINEAR |= {"reduce_precision", "reduce_sum", "reshape", "sharding_constraint", "slice"}
 _LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 """Primitives of one array that keep sums sums, whatever the shape."""
+_DEGREES = {"abs": 1, "sign": 0, "square": 2, "sqrt": 1 / 2, "rsqrt": -1 / 2, "cbrt": 1 / 3}
+_DEGREES |= {"reduce_max": 1, "reduce_min": 1, "integer_pow": 0}
+"""Functions `f(n x) = n**degree f(x)` of an array, for the positive number of rows n."""

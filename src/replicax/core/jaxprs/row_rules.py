@@ -218,6 +218,15 @@ def _scatter(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -
     return rows if whole else MIXED
 
 
+def _triangular(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
+    """Rule of a triangular solver: batches, or rows that are solved by the same matrix."""
+    matrix, rows = places
+    solved = len(out) - (1 if params["left_side"] else 2)
+    if matrix is None and rows is not None and rows.dim == solved:
+        return rows
+    return _matrices(params, places, shapes, out)
+
+
 def _stack(params: Any, places: list[_Place], *_: Any) -> _Place:
     rows = joined(places)
     return rows and dataclasses.replace(rows, dim=rows.dim + (rows.dim >= params["axis"]))
@@ -256,7 +265,7 @@ BY_ENTRY = frozenset(_BY_ENTRY.split())
 _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
-_OF_MATRICES = "cholesky eig eigh lu qr svd triangular_solve"
+_OF_MATRICES = "cholesky eig eigh lu qr svd"
 ROW_RULES: dict[str, _Rule] = {
     **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
@@ -285,4 +294,5 @@ ROW_RULES: dict[str, _Rule] = {
     "squeeze": _without("dimensions"),
     "top_k": _top_k,
     "transpose": _transpose,
+    "triangular_solve": _triangular,
 }
