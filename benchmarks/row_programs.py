@@ -55,6 +55,10 @@ def stepped(c: Context, z: Any) -> Any:
     )(jax.lax.stop_gradient(z))
 
 
+def by_norm(z: Any) -> Any:
+    return z / jnp.linalg.norm(z, axis=1, keepdims=True)
+
+
 APART: dict[str, Part] = {
     "dense": lambda c, z: jnp.tanh(z @ c.model["w"]),
     "scale": lambda c, z: z * c.model["scale"] + 0.1,
@@ -83,6 +87,17 @@ APART: dict[str, Part] = {
     "inverse": lambda c, z: jnp.linalg.solve(
         jnp.einsum("bi,bj->bij", z, z) + jnp.eye(4), z[..., None]
     )[..., 0],
+    "solved": lambda c, z: (
+        jax.scipy.linalg.solve_triangular(
+            jnp.tril(c.model["w"]) / 4 + jnp.eye(4) * 2, z.T, lower=True
+        ).T
+    ),
+    "adversarial": lambda c, z: (
+        z + 0.1 * jnp.sign(jax.grad(lambda v: jnp.mean(((v @ c.model["w"]) ** 2).sum(1)))(z))
+    ),
+    "adversarial in norm": lambda c, z: (
+        z + 0.1 * by_norm(jax.grad(lambda v: jnp.mean(((v @ c.model["w"]) ** 2).sum(1)))(z))
+    ),
     "flipped and back": lambda c, z: jnp.tanh(z[::-1])[::-1],
     "constant": lambda c, z: z + jnp.ones((len(z), 1)),
 }
