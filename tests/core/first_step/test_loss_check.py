@@ -228,6 +228,35 @@ def test_gathered_rows_with_padding_among_them_are_refused() -> None:
     step(gathering, mode="shard_map")
 
 
+def rows_first(key: Any, rows: int) -> Any:
+    return jax.random.normal(key, (rows, 4)).T
+
+
+def one_key_for_each_sample(key: Any, rows: int) -> Any:
+    return jax.vmap(lambda key: jax.random.normal(key, (rows,)))(jax.random.split(key, 4))
+
+
+def rows_behind(key: Any, rows: int) -> Any:
+    return jax.random.normal(key, (4, rows))
+
+
+@pytest.mark.parametrize("draw", [rows_first, one_key_for_each_sample, rows_behind])
+def test_padding_changes_no_random_numbers_in_jit(draw: Any) -> None:
+    def noisy(model: Any, batch: Any, key: Any) -> Any:
+        return errors(model, batch, key) * draw(key, len(batch["x"])).mean(0)
+
+    rows = {name: leaf[:13] for name, leaf in DATA.items()}
+    found = []
+    for devices in (1, 4):
+        dp = parallel(noisy, optax.sgd(0.01), devices=devices)
+        if devices > 1 and draw is rows_behind:
+            with pytest.raises(rx.LossError, match=r"\[\.\.\., rows\].*3 of 16 rows"):
+                dp.step(dp.init(MODEL), rows)
+        else:
+            found.append(float(dp.step(dp.init(MODEL), rows)[1]["loss"]))
+    assert found == pytest.approx(found[:1] * len(found), rel=1e-6)
+
+
 def test_one_number_that_weighs_its_rows_may_be_padded() -> None:
     def weighing(model: Any, batch: Any, key: Any) -> Any:
         weights = rx.row_weights(batch)

@@ -5,7 +5,7 @@ Determine whether its mean over all rows can be computed from parts of them, and
 
 import contextlib
 import dataclasses
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ class LossExamination:
         """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
         self._seen: dict[str, list[Location]] = {}
-        self._declares = False
+        self._declares = self._drawn_behind = False
 
     @cached_property
     def moves(self) -> bool:
@@ -165,10 +165,9 @@ class LossExamination:
             by_place = differs and not mixes
             of_pairs = trial and trial.alone.shape[2:] != trial.together.shape[1:]
             pairs = trial.together.shape if trial and of_pairs else ()
-            known = self._broken(label)
-            found.append(
-                dataclasses.replace(known, by_place=by_place, why=said, raised=raised, pairs=pairs)
-            )
+            drawn = self._drawn_behind and said == UNSHOWN
+            known = dataclasses.replace(self._broken(label), drawn=drawn, pairs=pairs)
+            found.append(dataclasses.replace(known, by_place=by_place, why=said, raised=raised))
         return found
 
     def _broken(self, label: str) -> Broken:
@@ -257,6 +256,7 @@ class LossExamination:
                 outputs |= {name: place for name, place in pairs if place}
             self._seen |= follow.seen
             self._declares |= follow.declares
+            self._drawn_behind |= follow.drawn_behind
         doubted = [label for label in (*names, *one.numbers) if label in labels]
         return outputs, [label for label in doubted if label not in outputs]
 
@@ -270,7 +270,9 @@ class LossExamination:
     ) -> tuple[Follow, list[Location]]:
         """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
         one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
-        follow, back = Follow((self._rows, rows), known), Follow((rows, self._rows), known)
+        # Where a program draws for all rows at once, padding must not alter the numbers of others.
+        following = partial(Follow, known=known, drawn_first=division.padded and self._whole)
+        follow, back = following((self._rows, rows)), following((rows, self._rows))
         places = follow(one, twin, inputs)
         doubts = any(self._doubts(label, follow, division) for label in self._one.examiner.names)
         doubts |= not division.within and any(places[: len(self._one.outputs)])
@@ -281,7 +283,7 @@ class LossExamination:
             apart = shown_apart(division.parts, self._rows, (one, twin), (follow, back))
         except Exception:  # a primitive that does not move symbols, or too little memory
             return follow, places
-        follow = Follow((self._rows, rows), known, shown=apart)
+        follow = following((self._rows, rows), shown=apart)
         return follow, follow(one, twin, inputs)
 
     def _doubts(self, label: str, follow: Follow, division: Division) -> bool:

@@ -27,6 +27,8 @@ class Broken:
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
     """The error raised if it is computed on one part."""
+    drawn: bool = False
+    """Whether that may be as random numbers are drawn with rows in another dim than the first."""
     pairs: tuple[int, ...] = ()
     """Its shape, if that has the rows twice; else empty."""
 
@@ -138,6 +140,12 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
         return LossError(
             f"{name} cannot be computed without padding ({broken.raised}), and {where}: accept any "
             "number of rows, or choose a batch size that divides the rows"
+        )
+    if broken.drawn:
+        return LossError(
+            f"{name} depends on random numbers [..., rows], which are others with another number "
+            f"of rows, and {where}: draw them [rows, ...] and transpose, or choose a batch size "
+            "that divides the rows"
         )
     what = _of_a_row(broken)
     depends, declare = "depends on the other rows", ""

@@ -20,6 +20,7 @@ it is a `Total(-1)` (`row_counts`). One trace would show the same `div _ 8.0` fo
 number of rows and for one by 8.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -71,7 +72,8 @@ class Follow:
     What differs between the traces depends on the number of rows. `known` holds the places of the
     results of functions, by name, `drawn_for_all` that of random numbers that no row has for
     itself, and `shown` those of variables that are known otherwise. `ruled`: whether derivatives
-    that code defines are followed, too.
+    that code defines are followed, too. `drawn_first`: whether a draw must have rows in its first
+    dim, since its numbers depend on its shape.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Follow:
         drawn_for_all: Location = GIVEN,
         shown: Mapping[Any, Rows] = MappingProxyType({}),
         ruled: bool = True,
+        drawn_first: bool = False,
     ) -> None:
+        self._drawn_first = drawn_first
         self._rows, self._drawn_for_all = rows, drawn_for_all
         self.known = known
         self._shown, self._ruled = shown, ruled
@@ -93,6 +97,8 @@ class Follow:
         """Whether rows are declared independent."""
         self.draws = self.draws_alone = False
         """Whether it draws random numbers by the step's key, and by another one."""
+        self.drawn_behind = False
+        """Whether a draw had rows in another dim, with `drawn_first`."""
         self.mixing: set[str] = set()
         """Names of the primitives that may have mixed rows."""
         self.mixed: dict[Any, int] = {}
@@ -238,7 +244,11 @@ class Follow:
             if keyed or (by_row and name in DRAWING):
                 self.drawn[out] = grown[0]
             each, left = divmod(shape[grown[0]], rows)
-            return Rows(grown[0], each) if by_row and not left else MIXED
+            of_each_key = len(eqn.invars[0].aval.shape)  # the dims before are those of the keys
+            behind = keyed and name in DRAWING and math.prod(shape[of_each_key : grown[0]]) > 1
+            self.drawn_behind |= behind and self._drawn_first
+            apart = by_row and not left and not (behind and self._drawn_first)
+            return Rows(grown[0], each) if apart else MIXED
         if grown and not any(place and not isinstance(place, RowCount) for place in places):
             dim, each = grown[0], shape[grown[0]] // rows
             if len(grown) > 1 or shape[dim] % rows or name not in ("broadcast_in_dim", "iota"):
