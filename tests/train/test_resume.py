@@ -114,6 +114,21 @@ def test_a_finished_run_does_nothing_more(
         assert steps_saved(folder) == saved
 
 
+@pytest.mark.parametrize("first", [{"epochs": 2}, {"steps": BATCHES + 1}])
+def test_a_run_that_is_further_than_is_asked_for_is_complete(
+    dp: rx.DataParallel, tmp_path: Path, first: dict[str, Any]
+) -> None:
+    """Also with a loader, whose length is told by its end."""
+    data = rows(BATCH * BATCHES)
+    batches = [
+        {name: leaf[at : at + BATCH] for name, leaf in data.items()}
+        for at in range(0, BATCH * BATCHES, BATCH)
+    ]
+    done = fit(dp, tmp_path, source=batches, batch_size=None, **first)
+    found = fit(dp, tmp_path, source=batches, batch_size=None, epochs=1)
+    assert (found.steps, found.step) == (0, done.step)
+
+
 def test_a_run_may_go_further_than_was_asked_for(dp: rx.DataParallel, tmp_path: Path) -> None:
     fit(dp, tmp_path / "run", epochs=1)
     found = fit(dp, tmp_path / "run")

@@ -317,8 +317,9 @@ class Loop(Requests):
     def _gives_up(self) -> bool:  # waiting for a batch; other islands would wait for this one
         return self._interrupt.wanted and not self._members.has_islands
 
-    def _all_steps_done(self) -> bool:
-        return self.total is not None and self.place.step >= self.total
+    def _all_steps_done(self) -> bool:  # more may be done than are asked for by now
+        steps = self.total is not None and self.place.step >= self.total
+        return steps or (self.epochs is not None and self.place.epoch >= self.epochs)
 
     def _is_last(self) -> bool:
         over = self._stopping.over or self._all_steps_done()
