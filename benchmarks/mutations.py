@@ -10,7 +10,8 @@ compiles: one of cosmic-ray's operators (an operator, a constant, a condition), 
 removed. It is run against the tests that reach the line, those first that are cheap and reach
 little else, until `--kills` of them have failed or `--most-seconds` of recorded time are over. A
 mutant is killed if a test fails; if the tests do not end in time, it does not count. Draws are
-text, so that the same are found in a later tree.
+text, so that the same are found in a later tree; given the results of an earlier run, the tests
+that found a change then are tried first.
 """
 
 import argparse
@@ -156,6 +157,7 @@ class Reached:
     def __init__(self, runs: list[str], only: set[str] | None) -> None:
         from support import reach
 
+        self._only = only
         self._tests: dict[tuple[str, int], list[tuple[float, float, str]]] = defaultdict(list)
         for record in (record for run in runs for record in reach.records(run)):
             for test in record.tests:
@@ -170,14 +172,20 @@ class Reached:
         for rows in self._tests.values():
             rows.sort()
 
-    def chosen(self, name: str, line: int, most_seconds: float) -> tuple[list[str], int]:
-        """Return the tests for `most_seconds` of recorded time, and how many there are."""
-        rows, kept, total = self._tests.get((name, line), []), [], 0.0
+    def chosen(
+        self, name: str, line: int, most_seconds: float, first: list[str]
+    ) -> tuple[list[str], int]:
+        """Return the tests for `most_seconds` of recorded time, and how many there are.
+
+        `first`: tests that found this change in another run.
+        """
+        known = [each for each in first if "::" in each and each in (self._only or first)]
+        rows, kept, total = self._tests.get((name, line), []), known, 0.0
         for _, seconds, test in rows:
             total += seconds
             if kept and total > most_seconds:
                 break
-            kept.append(test)
+            kept += [test] * (test not in kept)
         return kept, len(rows)
 
 
@@ -221,7 +229,10 @@ class Trials:
         if changed is None:
             draw["outcome"] = "gone"
             return
-        tests, count = self._reached.chosen(draw["file"], changed[1], self._options.most_seconds)
+        first = draw.pop("by", [])
+        tests, count = self._reached.chosen(
+            draw["file"], changed[1], self._options.most_seconds, first
+        )
         draw |= {"reached": count, "run": len(tests), "line": changed[1], "outcome": "missed"}
         if tests:
             path.write_text(changed[0])
@@ -276,7 +287,7 @@ def main() -> None:
         options.draws.write_text(json.dumps({"seed": options.seed, "draws": draws}, indent=1))
         return
     every = json.loads(options.draws.read_text())["draws"]  # with what came of them elsewhere
-    draws = [{name: each[name] for name in DRAWN} for each in every]
+    draws = [{name: each[name] for name in (*DRAWN, "by") if name in each} for each in every]
     only = set(options.tests.read_text().splitlines()) if options.tests else None
     Trials(Reached(options.runs, only), options).run(draws)
     outcomes = ("killed", "missed", "endless", "gone")
