@@ -4,13 +4,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.object_store import Objects, register
 from support.processes import SUPPORT, run_job
-from support.resumable import bits, crashing, data_parallel, fit, rows, told, untimed, whole
+from support.resumable import (
+    bits,
+    crashing,
+    data_parallel,
+    fit,
+    rows,
+    settle,
+    told,
+    untimed,
+    whole,
+)
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -22,12 +33,13 @@ EVALUATED = {"eval_source": rows(20, 2)}
 
 
 @pytest.fixture
-def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     """A store, and a working directory in which nothing is written."""
     for name in ("objects", "here"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return register(tmp_path / "objects")
+    yield register(tmp_path / "objects")
+    settle()  # a run that ended with an error may still save, by then to the next test's store
 
 
 @pytest.fixture(scope="module")

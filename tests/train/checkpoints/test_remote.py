@@ -3,6 +3,7 @@
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from support.figures import assert_mentions
 from support.object_store import Objects, register
 from support.processes import SUPPORT, run_job
-from support.resumable import bits
+from support.resumable import bits, settle
 from support.saved_checkpoint import position_at, state_at
 
 from replicax.core.ground.job import Alone
@@ -25,12 +26,13 @@ from replicax.train.places import place
 
 
 @pytest.fixture
-def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     """A store, and a separate folder for temporary files."""
     for name in ("objects", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    return register(tmp_path / "objects")
+    yield register(tmp_path / "objects")
+    settle()
 
 
 @pytest.fixture
