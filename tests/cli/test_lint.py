@@ -34,6 +34,13 @@ def test_a_folder(main: Main) -> None:
     assert main("lint", "code/right.py")[0] == 0
 
 
+def test_json_replaces_no_program(wrong: Path, main: Main) -> None:
+    assert "wrong.py" in refusal(main, "lint", "--json", str(wrong), "code/right.py")
+    assert wrong.read_text() == WRONG
+    for _ in range(2):  # its own file is written again
+        assert main("lint", "code", "--json", "found.json")[0] == 1
+
+
 @pytest.mark.usefixtures("wrong")
 def test_json_and_annotations(main: Main) -> None:
     code, out, _ = main("lint", "code", "--json")

@@ -62,6 +62,11 @@ class JsonOptions:
             raise ConfigError(f"--json {self.json} is a folder; give a file")
         if not folder.is_dir():
             raise ConfigError(f"--json {self.json}: there is no folder {folder}; create it first")
+        if self.json not in (None, "-") and not _may_be_replaced(Path(self.json)):
+            raise ConfigError(
+                f"--json {self.json} would replace a file that is not JSON; name another, or - for "
+                "stdout"
+            )
         with standard_error() if self.shows_json else contextlib.nullcontext():
             live = Live(piped=piped)
             try:
@@ -80,6 +85,16 @@ class JsonOptions:
             print(json.dumps(content, indent=2), flush=True)
         elif self.json is not None:
             Path(self.json).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _may_be_replaced(path: Path) -> bool:
+    if not path.is_file():
+        return True
+    try:
+        json.loads(path.read_bytes() or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
