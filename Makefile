@@ -165,7 +165,7 @@ test-all: $(STAMP) data peers engines compilers $(DOCS)
 	$(call cost,test-all) $(PYTEST) -m "exhaustive and not everything" $(ARGS)
 
 test-everything: $(STAMP) data peers engines compilers $(DOCS)
-	XLA_FLAGS= $(PYTEST) $(ARGS)
+	TEST_RANDOM=1 XLA_FLAGS= $(PYTEST) $(ARGS)
 	$(BIN)/python benchmarks/exact_search.py
 
 # Tests of code that depends on JAX internals.

@@ -46,7 +46,10 @@ all cases but those that it names. Written by benchmarks/test_choice.py."""
 FAST_SECONDS = 0.05
 """Most seconds of a test, on average, in a file that `--fast` runs."""
 
-hypothesis.settings.register_profile("replicax", deadline=None)  # the machine may be busy
+# The machine may be busy; the same draws in every run, unless others are asked for.
+hypothesis.settings.register_profile(
+    "replicax", deadline=None, derandomize="TEST_RANDOM" not in os.environ
+)
 hypothesis.settings.load_profile("replicax")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command makes others

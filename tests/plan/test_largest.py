@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replicax.plan.largest import MOST_QUESTIONS, MOST_ROWS, RESOLUTION, largest_rows
@@ -204,6 +204,7 @@ def test_any_straight_line(fixed: float, slope: float, wrong: float, start: int,
 
 @pytest.mark.promise("plan.largest-batch")
 @settings(max_examples=500, deadline=None)
+@example(0.0, 206801080.0, 1.75, 1, 854.0, 2651, 1, None, True)  # 13 questions from above
 @given(
     fixed=st.floats(0, 20 * GB),
     slope=st.floats(1.0, 10 * GB),

@@ -63,7 +63,8 @@ def largest_rows(
         return int(max(step, rows // step * step))
 
     rows = max(unit, start // unit * unit)
-    for _ in range(MOST_QUESTIONS):
+    for left in reversed(range(MOST_QUESTIONS)):
+        rows = rows if left or fits else unit  # the last question is whether any fit
         if fits and too_large is None and rows - fits.rows > resolution(fits.rows, unit):
             following = rows + resolution(rows, unit)
             if capacity_bytes < _on_line(fits, following, slope) < _beyond(capacity_bytes):
