@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,6 @@ from support.waiting import until
 from replicax.cluster.secret import Secret
 from replicax.islands.entrance import MORE_VISITORS, connect
 from replicax.islands.frames import frame_parts, message_bytes, prefixed
-from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Beat, Frame
 
 FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
@@ -79,7 +79,7 @@ def test_who_breaks_the_protocol_is_lost(
 @pytest.mark.promise("islands.strangers")
 def test_an_island_with_another_secret_says_why_it_does_not_join() -> None:
     first, second = places(2)
-    wrong = IslandPlace(1, second.addresses, "ours", Secret(b"another"))
+    wrong = replace(second, secret=Secret(b"another"))
     with islands([first, wrong]) as (one, other):
         until(lambda: other.network.troubles)
         assert not one.told

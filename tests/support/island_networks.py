@@ -1,6 +1,7 @@
 """Networks of several islands in one process, which note what they are told; and raw islands."""
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,12 +22,16 @@ SECRET = Secret(b"the secret of these islands")
 
 
 def places(count: int) -> list[IslandPlace]:
-    """Return the places of islands on free ports."""
+    """Return the places of islands on free ports.
+
+    Their job is theirs alone: until they listen, other tests may be given the same ports.
+    """
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())
     addresses = tuple(f"127.0.0.1:{port}" for port in ports)
-    return [IslandPlace(index, addresses, "ours", SECRET) for index in range(count)]
+    job = secrets.token_hex(8)
+    return [IslandPlace(index, addresses, job, SECRET) for index in range(count)]
 
 
 class Island:
