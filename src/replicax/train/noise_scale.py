@@ -108,8 +108,7 @@ def _sample(
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:
         sums, _ = accumulate(objective.step_sums, state, rows, folded(key, number), None)
-        divisor = jnp.where(sums.weight != 0, sums.weight, 1)
-        mean = jax.tree.map(lambda leaf: leaf / divisor, unscaled(sums, state).gradient)
+        mean = jax.tree.map(lambda leaf: leaf / sums.divisor, unscaled(sums, state).gradient)
         return lax.with_sharding_constraint(mean, shardings), sums.weight
 
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:

@@ -56,8 +56,9 @@ def custom_update(
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
     context = CallContext(key, axis, step=state.step, gather=accumulator.gather)
-    with inside(batch.mask, context, (primitives, batch.index)) as here:
-        returned = step(definition.merge(state.params, {}), batch.whole().data, key)
+    batch = batch.whole()
+    with inside(batch.mask, context, (primitives, batch)) as here:
+        returned = step(definition.merge(state.params, {}), batch.data, key)
         params, metrics, rows = _returned(returned, definition, state.params, batch.size)
         merged = _merged(metrics, batch.mask, primitives)
         metrics = _numbers({name: metrics[name] for name in metrics if name not in merged})

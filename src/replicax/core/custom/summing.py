@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from replicax.arguments import answered, typed
-from replicax.core.data.batch import Batch, RowSet, Shared, row_count
+from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count, row_count
 from replicax.core.data.merged import Merged
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision
@@ -187,14 +188,15 @@ def _seen(
     count, here, step = row_count(rows.value if of_set else rows), current(), None
     if here is None:
         primitives, rows = _ALONE, rows.value if of_set else rows
-        batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
+        mask, every = map(jnp.asarray, mask_and_count(np.arange(count), count))
+        batch = Batch(rows, mask, jnp.arange(count, dtype=jnp.int32), count=every)
     elif here.primitives is None:
         raise LossError(
             f"rx.{name} was called in a loss, which sees only some rows of a batch; it sums over "
             "all rows in a step: use jax.grad inside a loss, and return one value per row"
         )
     else:
-        (primitives, index), seen = here.primitives, here.mask.shape[0]
+        (primitives, whole), seen = here.primitives, here.mask.shape[0]
         step = here.context.step
         if of_set and (rows.rows is None or count != rows.rows.size):
             raise LossError(
@@ -207,7 +209,7 @@ def _seen(
                 "one entry for each row of the batch, [rows, k, ...] for k entries per row, or an "
                 "rx.RowSet of the batch"
             )
-        batch = rows.rows if of_set else Batch(rows, here.mask, index)
+        batch = rows.rows if of_set else dataclasses.replace(whole, data=rows)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
     return primitives, state, batch
 

@@ -139,6 +139,9 @@ class Batch:
     """State of this process's source after this batch, if it has any."""
     number: int = 0
     """Which of the sets of a batch it is, from 1; 0 for a batch that is none."""
+    count: Any = None
+    """float32 `[rows]`: the number of real rows of the whole batch, with each row, so that every
+    part of a batch has it; None if unknown."""
 
     def __repr__(self) -> str:
         return f"Batch({self._rows_text()}: {arrays_text(self.data, 'data')})"
@@ -195,10 +198,15 @@ class Batch:
         """Number of rows including padding: the fixed size the step is compiled for."""
         return int(self.mask.shape[0])
 
+    @property
+    def real_rows(self) -> Any:
+        """Number of real rows of the batch that it is, or is a part of; its own size if unknown."""
+        return self.size if self.count is None else self.count.reshape(-1)[0]
+
 
 register_dataclass(
     Batch,
-    ["data", "mask", "index", "shared", "sets"],
+    ["data", "mask", "index", "count", "shared", "sets"],
     ["number"],
     drop_fields=["rows", "feed_padding", "host", "source_state"],
 )
@@ -306,7 +314,16 @@ def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
     if rows < size:
         repeat = np.arange(size) % rows
         data, index = jax.tree.map(lambda leaf: leaf[repeat], (data, index))
-    return Batch(data, (np.arange(size) < rows).astype(np.float32), index.astype(np.int32), rows)
+    mask, count = mask_and_count(np.arange(size), rows)
+    return Batch(data, mask, index.astype(np.int32), rows, count=count)
+
+
+def mask_and_count(held: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Batch.mask` and `Batch.count` at the positions `held` of a batch whose first `rows`
+    are real; `rows` may be int `[steps, 1]`.
+    """
+    mask = (held < rows).astype(np.float32)
+    return mask, np.full_like(mask, rows)
 
 
 def described(data: PyTree, size: int) -> Batch:
@@ -320,7 +337,8 @@ def described(data: PyTree, size: int) -> Batch:
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
     data = with_padded_sets(opened(data), lambda rows: rows)
-    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
+    one = np.ones(1, np.float32)
+    batch = Batch(data, one, np.ones(1, np.int32), count=one).apart().map_rows(shape)
     sets = jax.eval_shape(lambda sets: sets, batch.sets)
     shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
     return dataclasses.replace(batch, shared=shared, sets=sets)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.data.batch import Batch, pad, with_padded_sets
+from replicax.core.data.batch import Batch, mask_and_count, pad, with_padded_sets
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.data.share import FeedItem, Share
 from replicax.core.data.sources import ArraySource, PerProcessSource, Source
@@ -196,8 +196,9 @@ class Feed:
             index = order[starts[:, None] + held % rows[:, None]]
             if count is None:
                 data, own = source.taken(index[0]), index[0].astype(np.int32)
-                mask = (held < rows[0]).astype(np.float32)
-                yield share.place(Batch(data, mask, own, int(rows[0]), self.padding))
+                mask, every = mask_and_count(held, rows[0])
+                batch = Batch(data, mask, own, int(rows[0]), self.padding, count=every)
+                yield share.place(batch)
             else:
                 yield share.place_rows(source.taken(index), index, rows, self.padding, held)
             number += count or 1
@@ -215,8 +216,8 @@ class Feed:
         epoch = source.epoch(self.epoch, share.held, self.first)
         for number, (data, index, _) in enumerate(epoch, self.first):
             rows = min(source.batch_size, source.rows - number * source.batch_size)
-            mask = (share.held < rows).astype(np.float32)
-            yield Batch(data, mask, index.astype(np.int32), rows), share
+            mask, every = mask_and_count(share.held, rows)
+            yield Batch(data, mask, index.astype(np.int32), rows, count=every), share
 
     def _own(self, topic: str, closing: threading.Event) -> Iterator[tuple[Batch, Share]]:
         """Yield batches from this process's own data until all processes have run out."""
@@ -273,10 +274,11 @@ class Feed:
             data = with_padded_sets(data, padded)
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
+            every = np.full_like(mask, sum(counts))
             if job.processes > 1 and before is not None:  # others may have more batches
                 after = dataclasses.replace(before, again=1)
             told = {"rows": sum(counts), "host": host, "source_state": after}
-            yield dataclasses.replace(batch, mask=mask, **told), share
+            yield dataclasses.replace(batch, mask=mask, count=every, **told), share
 
     def _padded_set(self, rows: int, real: int, size: int) -> int:
         if self._job.processes > 1:

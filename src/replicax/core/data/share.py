@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.data.batch import Batch, host_rows
+from replicax.core.data.batch import Batch, host_rows, mask_and_count
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.leaves import PyTree, is_here, whole_on_host
 from replicax.errors import ConfigError, DataError
@@ -120,8 +120,8 @@ class Share:
             held: int `[held rows]`; default: all positions.
         """
         held = np.arange(self.size) if held is None else held
-        mask, index = (held < rows[:, None]).astype(np.float32), index.astype(np.int32)
-        batch = Batch(data, mask, index).apart()
+        mask, count = mask_and_count(held, rows[:, None])
+        batch = Batch(data, mask, index.astype(np.int32), count=count).apart()
         refuse_sets([batch])
         shared = jax.tree.map(
             lambda leaf: np.broadcast_to(leaf, (len(rows), *np.shape(leaf))), batch.shared
@@ -131,15 +131,17 @@ class Share:
 
     def _placed(self, batch: Batch, dim: int) -> Batch:
         """Return a host batch on the devices; its rows are dim `dim`."""
-        arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
+        arrays = (batch.data, batch.mask, batch.index, batch.count)
+        shared = host_rows(batch.shared, copy=True)
         mesh = self.sharding.mesh
         where = NamedSharding(mesh, PartitionSpec(*[None] * dim, *self.sharding.spec))
         everywhere = NamedSharding(mesh, PartitionSpec())
         if self.sharding.is_fully_addressable:
-            data, mask, index = jax.device_put(arrays, where)
+            data, mask, index, count = jax.device_put(arrays, where)
             shared = jax.device_put(shared, everywhere) if shared else shared
         else:
-            data, mask, index = jax.tree.map(partial(self._global, where=where, dim=dim), arrays)
+            to_global = partial(self._global, where=where, dim=dim)
+            data, mask, index, count = jax.tree.map(to_global, arrays)
             shared = jax.tree.map(
                 lambda leaf: jax.make_array_from_callback(
                     leaf.shape, everywhere, lambda part: leaf[part]
@@ -147,8 +149,8 @@ class Share:
                 shared,
             )
         sets = tuple(dataclasses.replace(self, size=each.size).place(each) for each in batch.sets)
-        placed = {"data": data, "mask": mask, "index": index, "shared": shared, "sets": sets}
-        return dataclasses.replace(batch, **placed)
+        placed = dataclasses.replace(batch, data=data, mask=mask, index=index, count=count)
+        return dataclasses.replace(placed, shared=shared, sets=sets)
 
     def _global(self, leaf: np.ndarray | jax.Array, where: NamedSharding, dim: int) -> jax.Array:
         if not is_here(leaf):

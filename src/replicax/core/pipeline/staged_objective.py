@@ -116,7 +116,7 @@ class Staged(Objective):
 
         # Indices are passed as arrays: if only some axes are mapped, not every backend has an
         # instruction that returns them.
-        of_batch = Batch(rows, rows, rows, shared=_WHOLE)  # type: ignore[arg-type]
+        of_batch = Batch(rows, rows, rows, shared=_WHOLE, count=rows)  # type: ignore[arg-type]
         of_all = (self._specs, _WHOLE, of_batch, _WHOLE, _WHOLE, _WHOLE)
         mapped = jax.shard_map(
             of_one,

@@ -204,7 +204,8 @@ def split_dim(sharding: NamedSharding) -> int | None:
 def batch_shardings(mesh: AnyMesh) -> Batch:
     """Return the shardings of a batch: rows split over the replicas, shared leaves replicated."""
     rows = by_rows(mesh)
-    return Batch(rows, rows, rows, shared=replicated(mesh), sets=rows)  # type: ignore[arg-type]
+    found = Batch(rows, rows, rows, shared=replicated(mesh), sets=rows, count=rows)  # type: ignore[arg-type]
+    return found
 
 
 def sharding_of(mesh: Mesh, own: ShardDim) -> NamedSharding:

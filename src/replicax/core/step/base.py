@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged
@@ -44,8 +45,15 @@ class StepSums:
 
     @property
     def weight(self) -> jax.Array:
-        """Return the weight of the loss: the divisor of the gradient."""
+        """Return the weight of the loss."""
         return self.weighted[LOSS].weight
+
+    @property
+    def divisor(self) -> jax.Array:
+        """Return what the gradient is divided by, for that of the mean; 1 if the weight is 0."""
+        loss = self.weighted[LOSS]
+        divisor = loss.weight if loss.divisor is None else loss.divisor
+        return jnp.where(divisor != 0, divisor, 1)
 
     def means(self) -> Metrics:
         """Return the weighted means (NaN if the weight is 0), and metrics that are no means."""

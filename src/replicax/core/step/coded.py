@@ -65,11 +65,11 @@ class Coded:
         total = StepSums(sums.gradient, all_reduce(sums.weighted, axis))
         if lax.axis_size(axis) == 1:
             return total, state
-        weight = total.weight.astype(jnp.float32)
+        divisor = total.divisor.astype(jnp.float32)
         own, unpack = as_blocks(lax.optimization_barrier(sums.gradient))
-        sent, lost = self._sum(own + state * weight, axis)
-        counts = (weight != 0) & jnp.all(jnp.isfinite(sent))  # the same on all replicas
-        state = jnp.where(counts, lost / jnp.where(counts, weight, 1), state)
+        sent, lost = self._sum(own + state * divisor, axis)
+        counts = (total.weight != 0) & jnp.all(jnp.isfinite(sent))  # the same on all replicas
+        state = jnp.where(counts, lost / divisor, state)
         gradient = unpack(lax.optimization_barrier(sent))
         return dataclasses.replace(total, gradient=gradient), state
 

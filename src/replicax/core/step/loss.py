@@ -47,13 +47,34 @@ class Weighted:
     """Array shaped like the values or their leading dims, at least `[rows]`; 0 omits an entry."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["total", "weight", "divisor"],
+    meta_fields=["entries"],
+)
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """Numerator and denominator of a mean, which can be added to others; both float32."""
+    """Numerator and denominator of a mean, which can be added to others; all float32."""
 
     total: jax.Array
     weight: jax.Array
+    divisor: jax.Array | None = None
+    """The weight as divided by what `over` returns: the divisor of the gradient of that; None for
+    the weight itself."""
+    entries: int = 1
+    """Number of values of each row."""
+
+    def over(self, rows: Any) -> jax.Array:
+        """Return the total over the number of values in a whole batch of so many `rows`.
+
+        It is the mean if all weights are 1. A backward pass that is not linear, such as one that
+        clips, then sees what it does if `jnp.mean` is differentiated.
+        """
+        return self.total / (rows * self.entries)
+
+    def differentiated(self, rows: Any) -> "WeightedSum":
+        """Return it with the divisor of the gradient of `over(rows)`."""
+        return dataclasses.replace(self, divisor=self.weight / (rows * self.entries))
 
     def mean(self) -> jax.Array:
         """Return the weighted mean; NaN if the total weight is 0."""
@@ -196,7 +217,9 @@ def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None
     weights = jnp.broadcast_to(weights, values.shape)
     # A value with zero weight may be anything, including NaN and infinity.
     counted = jnp.where(weights != 0, values, 0)
-    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
+    entries = math.prod(values.shape[1:])
+    total, weight = jnp.sum(counted * weights, axis), jnp.sum(weights, axis)
+    return WeightedSum(total, weight, entries=entries)
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:

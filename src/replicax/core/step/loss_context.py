@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.flatten_util import ravel_pytree
 
 from replicax.arguments import answered
-from replicax.core.data.batch import row_count
+from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree, by_dtype
 from replicax.core.models.definition import CallContext
 from replicax.errors import LossError
@@ -32,8 +32,8 @@ class LossContext:
     context: CallContext
     trace: Any
     """The JAX trace in which it is called."""
-    primitives: tuple[Any, jax.Array] | None = None
-    """How a custom step sums, and the index of its rows; None in a loss. See `custom_step`."""
+    primitives: tuple[Any, Batch] | None = None
+    """How a custom step sums, and its batch; None in a loss. See `custom_step`."""
     weighs: bool = False
     """Whether `row_weights` was called."""
 
@@ -45,7 +45,7 @@ _gathers = jax.make_user_context()
 
 @contextlib.contextmanager
 def inside(
-    mask: jax.Array, context: CallContext, primitives: tuple[Any, jax.Array] | None = None
+    mask: jax.Array, context: CallContext, primitives: tuple[Any, Batch] | None = None
 ) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
     here = LossContext(mask, context, get_opaque_trace_state(), primitives)

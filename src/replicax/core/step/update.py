@@ -122,8 +122,8 @@ def apply_gradient(
 
 def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None = None) -> PyTree:
     """Return the gradient of the global mean loss, by params; 0 if the total weight is 0."""
-    # The sum is 0 then. Selecting between two states would cost 10% of an optimizer update.
-    divisor = jnp.where(total.weight != 0, total.weight, 1)
+    # If the weight is 0, so is the sum. Selecting between two states would cost 10% of an update.
+    divisor = total.divisor
     # In the parameter's dtype, as `jax.grad` returns it, so that moments keep their dtype.
     return jax.tree.map(
         lambda leaf, param: (leaf / divisor).astype(param.dtype),

@@ -126,8 +126,7 @@ def with_gradient_norm(apply: Apply) -> Apply:
                 "hook, or rename the metric"
             )
         after, told = apply(state, total, *rest)
-        # 0 if the total weight is 0.
-        divisor = jnp.where(total.weight != 0, total.weight, 1)
+        divisor = total.divisor
         means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
         squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
         norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
