@@ -153,7 +153,8 @@ def test_arrays_of_each_process_have_a_known_length(job: str, results: Results) 
 
 @in_small_and_large_jobs
 def test_shard_map_reduces_one_vector(job: str, results: Results) -> None:
-    numbers = 6 * 16 + 16 + 2 * 2  # the gradient, and total and weight of the loss and the metric
+    # The gradient and its divisor, and total and weight of the loss and the metric.
+    numbers = 6 * 16 + 16 + 1 + 2 * 2
     (shape,) = results(job)["reductions"]
     assert shape.startswith(f"f32[{numbers}]")
 

@@ -16,7 +16,15 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.step import loss_scale
-from replicax.core.step.loss_scale import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale, value_of
+from replicax.core.step.loss_scale import (
+    FIRST,
+    LARGEST,
+    LOSS_SCALE,
+    OVERFLOWS,
+    SMALLEST,
+    Scale,
+    value_of,
+)
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.hooks.figures import GRADIENT_NORM
 from replicax.train.noise_scale import noise_probe
@@ -87,10 +95,10 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted() -> None:
     before = dp.init({"w": MODEL["w"] * 4})
     held = bits(before)
     after, metrics = dp.step(before, {name: leaf * 30 for name, leaf in DATA.items()})
-    assert float(metrics[LOSS_SCALE]) == LARGEST
+    assert float(metrics[LOSS_SCALE]) == FIRST
     assert np.isfinite(float(metrics["loss"]))
     assert [float(after.scale.value), int(after.scale.good), int(after.scale.skipped)] == [
-        LARGEST / 2, 0, 1,
+        FIRST / 2, 0, 1,
     ]  # fmt: skip
     assert int(after.step) == 1
     kept = {name: leaf for name, leaf in bits(after).items() if "scale" not in name}

@@ -52,6 +52,8 @@ class RowExaminer:
     """Names, for errors, of the values whose mean is taken, by label."""
     scalars: set[str] = dataclasses.field(default_factory=set)
     """Labels of values that are one number for the whole batch."""
+    apart: set[str] = dataclasses.field(default_factory=set)
+    """Labels of values that belong to rows of another set, which no trial divides."""
     merged: set[str] = dataclasses.field(default_factory=set)
     """Labels of arrays of metrics that are merged, and so are those of all rows of a batch."""
     gathers: bool = False
@@ -96,10 +98,12 @@ class RowExaminer:
             )
         merged = merged_of(returned, rows.mask)
         for name, value in values_by_name(returned).items():
+            before = len(self.names)
             if name in merged:
                 self.see_merged(name, merged[name])
             else:
                 self.see(name, value)
+            self.apart.update(() if own else [*self.names][before:])
         found = rows_of(returned, rows.size, every=objective.every_row)
         zeros = jax.tree.map(_zeros, params)
         if own:

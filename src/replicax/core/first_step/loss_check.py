@@ -152,7 +152,8 @@ class LossExamination:
             return found
         trials, why, raised = {}, "", ""
         try:
-            trials = self.compared(division, labels, state, batch)
+            own = [label for label in labels if label not in self._one.examiner.apart]
+            trials = self.compared(division, own, state, batch)
         except Undecided as reason:
             why, raised = str(reason), str(reason.__cause__ or "") and str(reason)
         masks = division.padded and self.weighs
@@ -186,7 +187,8 @@ class LossExamination:
         """
         _, doubted = self._doubted(division)
         names, merged = self._one.examiner.names, self._one.examiner.merged
-        wanted = [label for label in names if division.padded or label not in merged]
+        wanted = [label for label in names if label not in self._one.examiner.apart]
+        wanted = [label for label in wanted if division.padded or label not in merged]
         declared = [DECLARED] if self._declares else []
         found = self.compared(division, [*wanted, *declared], state, batch)
         tested: dict[str, Tested] = {}

@@ -70,7 +70,8 @@ class WeightedSum:
         It is the mean if all weights are 1. A backward pass that is not linear, such as one that
         clips, then sees what it does if `jnp.mean` is differentiated.
         """
-        return self.total / (rows * self.entries)
+        found: jax.Array = self.total / (rows * self.entries)
+        return found
 
     def differentiated(self, rows: Any) -> "WeightedSum":
         """Return it with the divisor of the gradient of `over(rows)`."""

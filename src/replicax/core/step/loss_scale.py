@@ -16,8 +16,10 @@ from replicax.core.step.accumulate import scale_of, zeros_like
 from replicax.core.step.base import Apply, StepFigure, StepSums
 from replicax.core.step.loss import LOSS
 
-LARGEST = 2.0**15
-"""The initial and largest scale: the largest float16 is 65,504."""
+FIRST = 2.0**15
+"""The initial scale: of one row, the largest cotangent that is in range, as float16 ends at 65,504;
+of n rows, whose mean is differentiated, it is 1 / n of that."""
+LARGEST = 2.0**24
 SMALLEST = 2.0**-14
 """The smallest scale: gradients too large at this scale are not treated as an overflow."""
 PATIENCE = 2000
@@ -56,7 +58,7 @@ class Scale:
 
 def first_scale() -> Scale:
     """Return the scale of the first step."""
-    return Scale(jnp.float32(LARGEST), jnp.int32(0), jnp.int32(0))
+    return Scale(jnp.float32(FIRST), jnp.int32(0), jnp.int32(0))
 
 
 def unscaled(total: StepSums, state: TrainState) -> StepSums:
