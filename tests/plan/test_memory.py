@@ -49,7 +49,7 @@ def test_state_and_batch_are_counted_array_by_array() -> None:
     assert found.rows == 8  # 30 are padded to 32
     assert found.parameters == PARAMETER_BYTES
     assert found.optimizer == 2 * PARAMETER_BYTES + 4  # and the count
-    assert found.batch == 8 * (4 * WIDTH + 4 + 4)
+    assert found.batch == 8 * (4 * WIDTH + 4 + 4 + 4)  # mask, index and count
     assert found.new_state == 0
     assert formula(donate=False).new_state == formula().state
     assert found.total == found.state + found.batch + found.temporaries
