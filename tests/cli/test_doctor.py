@@ -28,6 +28,7 @@ CHECKS = [
     "clocks",
     "folder",
     "devices",
+    "numbers",
     "mesh",
     "all-reduce",
 ]

@@ -27,6 +27,8 @@ from replicax.core.placement.mesh import (
     check_mesh,
     check_processes,
     make_mesh,
+    options_on,
+    platform_of,
     replica_count,
 )
 from replicax.core.placement.sharding_rules import Rules
@@ -37,6 +39,7 @@ from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable, check_decay
 from replicax.core.step.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.errors import ConfigError
+from replicax.known_wrong.findings import refuse_known_wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,14 @@ class Configuration:
         return partial(undisturbed, self.mesh, self.job.in_flight, named, compiled)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
-        """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""
+        """Return the compiler options for a step on `mesh`.
+
+        They are those that avoid known wrong numbers, and `chosen_options`.
+        """
+        return {**options_on(mesh), **self.chosen_options(mesh)}
+
+    def chosen_options(self, mesh: AnyMesh) -> dict[str, Any]:
+        """Return the options that were given, or the defaults of the devices of `mesh`."""
         if self.compiler_options is not None:
             return dict(self.compiler_options)
         return dict(_OVERLAP) if mesh.size > 1 and cuda_capability() is not None else {}
@@ -97,7 +107,7 @@ class Configuration:
             chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
         if self.islands is not None:
             chosen["islands"] = self.islands.names()
-        if options := self.options(self.mesh):
+        if options := self.chosen_options(self.mesh):
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
@@ -195,6 +205,7 @@ class DataParallelArguments:
         mesh = self._mesh(mode, job)
         mode.check(mesh, layout)
         check_axes(layout, mesh)
+        refuse_known_wrong(platform_of(mesh))
         self._check_step(mesh)
         configuration = Configuration(
             arguments=self,

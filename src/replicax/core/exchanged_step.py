@@ -97,7 +97,7 @@ class ExchangedStep:
             out_shardings=self._placed,
             compiler_options=parts.compiler_options,
         )
-        self._add = jax.jit(partial(jax.tree.map, jnp.add))
+        self._add = jax.jit(partial(jax.tree.map, jnp.add), compiler_options=parts.compiler_options)
         self._update = None
         if parts.apply is not None:
             self._update = jitted(parts, _totals, self._placed)

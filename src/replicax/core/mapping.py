@@ -20,6 +20,7 @@ from replicax.core.placement.mesh import (
     Axis,
     by_rows,
     is_data_only,
+    options_on,
     replica_count,
     row_axis,
 )
@@ -213,4 +214,9 @@ def lift(
 
     `state`, `batch` and `out` (the results) are shardings, or one sharding for the whole tree.
     """
-    return Jitted(mode.wrap(function, mesh, (state, batch), out), (state, batch), out)
+    return Jitted(
+        mode.wrap(function, mesh, (state, batch), out),
+        (state, batch),
+        out,
+        compiler_options=options_on(mesh),
+    )

@@ -26,6 +26,7 @@ from replicax.core.placement.mesh import (
     AnyMesh,
     batch_shardings,
     by_rows,
+    options_on,
     replicated,
 )
 from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
@@ -254,7 +255,7 @@ class Program:
             names_replicas=self.updater.names_replicas and mode.per_replica,
             micro_shards=config.micro_shards,
             donate=False,
-            compiler_options=None,
+            compiler_options=options_on(self.mesh),
             in_flight=config.job.in_flight,
             exchange=config.job.exchange,
         )
@@ -289,7 +290,7 @@ class Program:
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
         create = partial(create_state, self.configuration, self.mesh, self.updater, self.definition)
-        make = jax.jit(create, out_shardings=self.shardings)
+        make = jax.jit(create, out_shardings=self.shardings, compiler_options=options_on(self.mesh))
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
 
@@ -309,7 +310,11 @@ class Program:
         """Return `state` with its parameters replaced by their average."""
         check_kind(state)
         with self.configuration.undisturbed():
-            average = jax.jit(average_of, out_shardings=self.shardings.params)
+            average = jax.jit(
+                average_of,
+                out_shardings=self.shardings.params,
+                compiler_options=options_on(self.mesh),
+            )
             return dataclasses.replace(state, params=average(state.opt_state, state.params))
 
     def abstract_state(self) -> TrainState:

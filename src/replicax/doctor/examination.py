@@ -27,12 +27,13 @@ from replicax.doctor.combined import (
 from replicax.doctor.device_checks import DEVICES, MESH, REDUCTION
 from replicax.doctor.installation import LIMITS, VERSIONS, check_limits, check_versions
 from replicax.doctor.joined import COORDINATOR_CHECK, JOINED, PLACE
+from replicax.doctor.known_numbers import NUMBERS, check_known_numbers
 from replicax.doctor.shared_folders import FOLDER, check_folders
 from replicax.islands.island_variables import ISLAND, ISLANDS
 
 PART_SECONDS = 0.5
 """Time for the others to read the reason from process 0, before JAX's runtime aborts them."""
-_TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
+_TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, NUMBERS, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
 
 
@@ -138,6 +139,7 @@ class Examination:
             CLOCKS: lambda: check_clocks(job),
             FOLDER: lambda: check_folders(job, self.named_folders),
             DEVICES: lambda: self._shared(job, device_checks.check_attached_devices(env)),
+            NUMBERS: lambda: self._shared(job, check_known_numbers()),
             MESH: device_checks.check_default_mesh,
             REDUCTION: lambda: device_checks.check_reduction(job, self.largest_bytes),
         }
@@ -149,7 +151,7 @@ class Examination:
                 devices = [row.verdict for row in self.rows if row.subject == DEVICES]
                 if job.processes > 1:
                     self.rows += function()
-                elif check in (MESH, REDUCTION) and PASS not in devices:
+                elif check in (NUMBERS, MESH, REDUCTION) and PASS not in devices:
                     self.rows.append(Check(check, "", SKIP, "not run: there are no devices"))
                 else:
                     self.rows += checks_or_error(check, function)

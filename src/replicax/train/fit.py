@@ -40,13 +40,12 @@ from replicax.train.read_again import RereadCheck
 from replicax.train.records import CONFIG, plain_config
 from replicax.train.records_file import RecordsFile
 from replicax.train.resuming import Resuming
-from replicax.train.rounds_told import doubtful_rounds
 from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
 from replicax.train.step_records import BadSteps, Meter, log_interval
 from replicax.train.stopping import Interrupt, is_any_open
 from replicax.train.storage import Storage, is_complete
-from replicax.train.summary import Fit, derived, describe, plain_fields, run_summary
+from replicax.train.summary import Fit, derived, describe, doubts, plain_fields, run_summary
 from replicax.train.to_its_end import to_its_end
 
 _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
@@ -220,7 +219,7 @@ class Run(Resuming):
             self._calls, lines = call_sizes(self, self._steps_per_call, self._looks())
             for line in lines:
                 self.say(line)
-            for line in doubtful_rounds(self.dp, self.total) if self._members.speaks else ():
+            for line in doubts(self.dp, self.total) if self._members.speaks else ():
                 self.alarm(line)
             # Called again, as in a notebook, with a state that is used up, it can resume.
             self._donated = was_donated(self.state) and self._is_known()

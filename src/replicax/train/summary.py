@@ -21,13 +21,14 @@ from replicax.blocks import Grid, Paragraph, html_of
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
-from replicax.core.placement.mesh import FSDP, MODEL, STAGE, replica_count
+from replicax.core.placement.mesh import FSDP, MODEL, STAGE, platform_of, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
+from replicax.known_wrong.findings import lines_once
 from replicax.table import width
 from replicax.train.goodput import Goodput
 from replicax.train.loss_curve import LossCurve
 from replicax.train.records import Record
-from replicax.train.rounds_told import rounds_lines
+from replicax.train.rounds_told import doubtful_rounds, rounds_lines
 from replicax.wording import UNKNOWN, counted, duration
 
 LENGTH = ("epochs", "steps")
@@ -167,6 +168,11 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
             text += f", the last with {counted(last, 'row')} and {feed.padding} of padding"
         lines.append(text)
     return lines
+
+
+def doubts(dp: DataParallel, steps: int | None) -> list[str]:
+    """Return lines on what will not train as meant: wrong versions, and doubtful rounds."""
+    return [*lines_once(platform_of(dp.mesh)), *doubtful_rounds(dp, steps)]
 
 
 def derived(dp: DataParallel, feed: Feed, length: Mapping[str, Any]) -> dict[str, Any]:

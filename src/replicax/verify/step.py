@@ -14,6 +14,8 @@ from replicax.arguments import Count, typed
 from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
+from replicax.known_wrong.findings import lines_once
+from replicax.train.streams import alarm
 from replicax.verify.batch_rows import find_weights, rows_of_batch, shuffled, with_weights
 from replicax.verify.difference import coarsest_eps, is_float, step_changes
 from replicax.verify.form import Form, StepFile, candidates, host
@@ -112,6 +114,8 @@ def verify_step(
     if isinstance(batch, tuple) and takes(batch) and not takes(*batch):
         batch = (batch,)  # one argument
     begun = time.monotonic()
+    for line in lines_once(jax.default_backend()):
+        alarm(line)
     show = show or (lambda _text: None)
     rows, path = rows_of_batch(batch), find_weights(batch, weights)
     forms = candidates(step, state, batch, replicas or jax.device_count(), stacked)

@@ -11,6 +11,7 @@ import numpy as np
 
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
+from replicax.known_wrong.avoidance import avoiding
 from replicax.verify.batch_rows import last_name, rows_of_batch, take
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
@@ -196,13 +197,18 @@ def arguments_of(state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
     return (state, *arguments, *(() if key is None else (key,)))
 
 
+def _jitted(reference: StepFile) -> StepFile:
+    found: StepFile = jax.jit(reference, compiler_options=avoiding(jax.default_backend()))
+    return found
+
+
 def compiled_reference(reference: StepFile, state: PyTree, batch: PyTree, key: Any) -> StepFile:
     """Return the reference under `jit` if possible, since it runs often.
 
     Raises:
         ConfigError: it fails on the batch.
     """
-    compiled = reference if hasattr(reference, "lower") else jax.jit(reference)
+    compiled = reference if hasattr(reference, "lower") else _jitted(reference)
     try:
         run_reference(compiled, state, batch, key)
     except jax.errors.ConcretizationTypeError:  # it depends on values: run it eagerly

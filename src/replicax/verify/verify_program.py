@@ -14,8 +14,10 @@ from replicax.checks import NOTE, SKIP, Check
 from replicax.core.data.batch import row_count, values_of_sets
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import MODES, Mode, as_mode
-from replicax.core.placement.mesh import replica_count
+from replicax.core.placement.mesh import platform_of, replica_count
 from replicax.errors import ConfigError
+from replicax.known_wrong.findings import lines_once
+from replicax.train.streams import alarm
 from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import (
     bits_of_islands,
@@ -65,6 +67,8 @@ def verify_program(
             "run in one process: start it alone, with simulated CPU devices"
         )
     started = time.monotonic()
+    for line in lines_once(platform_of(dp.mesh)):
+        alarm(line)
     chosen = _modes(dp, modes)
     if values_of_sets(batch):
         raise ConfigError(

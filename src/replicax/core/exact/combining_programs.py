@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from replicax.core.exact.ordered_reduction import add_in_order, scatter_in_order
 from replicax.core.exact.replica_program import as_global
 from replicax.core.ground.in_flight import InFlight
-from replicax.core.placement.mesh import ShardDim, row_axis, sharding_of
+from replicax.core.placement.mesh import ShardDim, options_on, row_axis, sharding_of
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS, Wire
 
@@ -59,7 +59,8 @@ class CollectivePrograms:
                 in_specs=([places] * count,),
                 out_specs=results,
                 check_vma=False,
-            )
+            ),
+            compiler_options=options_on(self.mesh),
         )
 
     def cut(self, into: Sequence[ShardDim]) -> Callable[[list[jax.Array]], list[Any]]:

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from replicax.core.ground import jax_internals  # JAX has no public way to run a program as replicas
-from replicax.core.placement.mesh import ShardDim, sharding_of
+from replicax.core.placement.mesh import ShardDim, options_on, platform_of, sharding_of
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sums whose order depends on thread timing."""
@@ -151,11 +151,12 @@ class ReplicaProgram:
     ) -> Any:
         mesh, computation = self._mesh, lowered._lowering
         chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)
+        platform = platform_of(mesh)
         options = jax_internals.get_compile_options(
             num_replicas=devices.size,
             num_partitions=1,
             device_assignment=devices.reshape(-1, 1),
-            env_options_overrides=_OPTIONS.get(devices[0].platform),
+            env_options_overrides={**_OPTIONS.get(platform, {}), **options_on(mesh)},
             backend=chosen["backend"],
         )
         device_list = jax_internals.xla_client.DeviceList(tuple(devices))

@@ -13,6 +13,7 @@ from replicax.arguments import typed
 from replicax.core.data.batch import Batch
 from replicax.core.ground.job import Job
 from replicax.errors import ConfigError
+from replicax.known_wrong.avoidance import avoiding
 
 DATA, FSDP, MODEL, STAGE = "data", "fsdp", "model", "stage"
 """Names of mesh axes; replicas are laid out along `data`, and `fsdp` if there is one."""
@@ -30,6 +31,16 @@ MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 ShardDim = int | None
 """The dim of a global array along which the parts of the devices are concatenated: 0 for scalars,
 which then have shape `[devices]`. None for an array that is equal on all devices."""
+
+
+def platform_of(mesh: AnyMesh) -> str:
+    """Return the platform of a mesh's devices; empty if it has only their number."""
+    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else ""
+
+
+def options_on(mesh: AnyMesh) -> dict[str, Any]:
+    """Return the compiler options of every program on `mesh`: they avoid known wrong numbers."""
+    return avoiding(platform_of(mesh))
 
 
 @typed

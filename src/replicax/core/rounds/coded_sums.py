@@ -12,7 +12,7 @@ from replicax.core.ground.codecs import Codec
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import from_host, whole_on_host
 from replicax.core.ground.vectors import as_blocks
-from replicax.core.placement.mesh import AnyMesh, replicated
+from replicax.core.placement.mesh import AnyMesh, options_on, replicated
 
 
 class CodedSums:
@@ -24,9 +24,10 @@ class CodedSums:
 
     def __init__(self, codec: Codec, mesh: AnyMesh, job: Job) -> None:
         self._job, self._everywhere = job, replicated(mesh)
-        self._encode = jax.jit(partial(_encoded, codec), out_shardings=self._everywhere)
-        self._add = jax.jit(partial(_added, codec), donate_argnums=0)
-        self._decode = jax.jit(_decoded)
+        compiled = partial(jax.jit, compiler_options=options_on(mesh))
+        self._encode = compiled(partial(_encoded, codec), out_shardings=self._everywhere)
+        self._add = compiled(partial(_added, codec), donate_argnums=0)
+        self._decode = compiled(_decoded)
 
     def __call__(self, sums: Any, residual: jax.Array) -> tuple[Any, jax.Array]:
         """Return the sums over all islands, and the next residual."""

@@ -14,6 +14,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import copied
+from replicax.core.placement.mesh import options_on
 from replicax.core.rounds.arithmetic import Arithmetic, IslandState
 from replicax.core.rounds.transports import Sent, Transport
 from replicax.core.step.base import StepResult
@@ -39,9 +40,10 @@ class RoundStep:
         numbers = range(self._islands.fragments)
         self._send = [transport.lift(partial(arithmetic.sent, number=n)) for n in numbers]
         self._take = [transport.lift(partial(arithmetic.taken, number=n)) for n in numbers]
+        compiled = partial(jax.jit, compiler_options=options_on(shardings.step.mesh))
         self._nothing = jax.jit(arithmetic.nothing, static_argnums=2)
-        self._add = jax.jit(arithmetic.added, donate_argnums=0)
-        self._outer_step = jax.jit(arithmetic.stepped, static_argnums=4)
+        self._add = compiled(arithmetic.added, donate_argnums=0)
+        self._outer_step = compiled(arithmetic.stepped, static_argnums=4)
         self._next = jax.jit(lambda step: step + 1)
         self._at: tuple[Any, int] = (lambda: None, 0)
         self._round_loss: jax.Array | None = None

@@ -16,7 +16,14 @@ from replicax.core.exchanged_step import OfPart
 from replicax.core.ground.job import Job, Parts, Value
 from replicax.core.ground.leaves import PyTree, from_host, whole_on_host
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.placement.mesh import AnyMesh, Axis, batch_shardings, by_rows, replicated
+from replicax.core.placement.mesh import (
+    AnyMesh,
+    Axis,
+    batch_shardings,
+    by_rows,
+    options_on,
+    replicated,
+)
 from replicax.core.rounds.arithmetic import SUMS, Arithmetic, IslandState
 from replicax.core.step.base import CompiledFunction, StepProgram, no_reduction
 from replicax.core.step.update import update
@@ -104,7 +111,8 @@ class BetweenJobs:
         self, program: StepProgram, arithmetic: Arithmetic, mesh: AnyMesh, job: Job
     ) -> None:
         self.program, self._job, self._everywhere = program, job, replicated(mesh)
-        self._counted = jax.jit(arithmetic.counted)
+        self._options = options_on(mesh)
+        self._counted = jax.jit(arithmetic.counted, compiler_options=self._options)
 
     def subject(self, own: IslandState) -> TrainState:
         return own.inner
@@ -116,7 +124,7 @@ class BetweenJobs:
         return IslandState(inner, own.residual, weights, loss), metrics
 
     def lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(function)
+        return jax.jit(function, compiler_options=self._options)
 
     def share(self, sent: Sent, *, later: bool) -> Callable[[], list[Sent]]:
         found = self._job.share([whole_on_host(array) for array in sent], later=later)
@@ -154,7 +162,10 @@ class OverMesh:
             donate_argnums=0 if parts.donate else (),
             compiler_options=parts.compiler_options,
         )
-        self._means = jax.jit(_means, out_shardings=self._everywhere)
+        self._options = options_on(parts.mesh)
+        self._means = jax.jit(
+            _means, out_shardings=self._everywhere, compiler_options=self._options
+        )
         self._whole = jax.jit(lambda sent: sent, out_shardings=self._everywhere)
 
     def advance(self, own: IslandState, batch: Batch) -> tuple[IslandState, Metrics]:
@@ -173,7 +184,7 @@ class OverMesh:
             )
             return call(own, *shared)
 
-        return jax.jit(mapped)
+        return jax.jit(mapped, compiler_options=self._options)
 
     def subject(self, own: IslandState) -> IslandState:
         return own
