@@ -79,7 +79,8 @@ class DataParallel(Configured):
             docs/parameters.md.
         donate: whether `step` donates the input state's memory, which makes that state unusable.
         compiler_options: XLA options, by name, for the step. By default none, except on several
-            GPUs, where reductions are allowed to overlap with computation.
+            GPUs, where reductions are allowed to overlap with computation. Those that avoid known
+            wrong numbers (docs/troubleshooting.md) come before them.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
         islands: `rx.Islands` for rounds of steps; by default islands exchange sums in each step.
 

@@ -7,13 +7,15 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 RowAnswer = Literal["avoid", "say", "refuse", "list"]
 CompilerOptions = Mapping[str, Any]
+
+_TABLE = Path(__file__).with_name("versions.toml")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +55,8 @@ class KnownWrong:
 @functools.cache
 def known_table() -> tuple[KnownWrong, ...]:
     """Return all rows."""
-    text = files("replicax.known_wrong").joinpath("versions.toml").read_text(encoding="utf-8")
-    return tuple(KnownWrong(**row) for row in tomllib.loads(text)["known"])
+    with _TABLE.open("rb") as file:
+        return tuple(KnownWrong(**row) for row in tomllib.load(file)["known"])
 
 
 def concerning(

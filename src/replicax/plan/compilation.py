@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from replicax.analysis.compiled import Memory, read_memory
-from replicax.core.placement.mesh import mesh_of
+from replicax.core.placement.mesh import mesh_of, options_on, platform_of
 from replicax.errors import (
     CompilerError,
     ConfigError,
@@ -142,8 +142,8 @@ def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compil
     )
     shapes = [exported.in_avals[place] for place in read]
     lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
-    quick = _QUICK.get(mesh.devices.flat[0].platform, {})
-    return lowered.compile({**quick, **program.options})
+    quick = _QUICK.get(platform_of(mesh), {})
+    return lowered.compile({**quick, **options_on(mesh), **program.options})
 
 
 def check_installed(platform: str) -> None:

@@ -14,7 +14,6 @@ from replicax.core.placement.mesh import AnyMesh, mesh_of
 from replicax.core.step.loss_scale import LOSS_SCALE, OVERFLOWS
 from replicax.core.step.objective import LossFunction
 from replicax.errors import ConfigError, require
-from replicax.known_wrong.avoidance import avoiding
 from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE
 
@@ -129,7 +128,7 @@ def _export(
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments
         )
-        options = {**avoiding(platform), **dp.configuration.options(dp.mesh)}
+        options = dp.configuration.chosen_options(dp.mesh)
     _, metrics, _ = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return ExportedStep(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
