@@ -261,6 +261,16 @@ def test_modes_and_layouts_are_asked_and_not_compared() -> None:
     assert comparing() == NAMED
 
 
+def test_versions_are_compared_in_one_room() -> None:
+    """The range that is supported is compared by the doctor, with pyproject.toml."""
+    compared = re.compile(r"(version\(\S*\)|__version__)( *[<>=]=? |\.startswith)")
+    assert [
+        module
+        for module, path in FILES.items()
+        if part(module, 1) != "known_wrong" and compared.search(path.read_text())
+    ] == []
+
+
 def test_core_and_train_have_no_global_that_changes() -> None:
     rooms = [module for module in FILES if part(module, 1) in ("core", "train")]
     trees = {module: ast.walk(parsed(FILES[module])) for module in rooms}

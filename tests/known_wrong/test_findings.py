@@ -1,4 +1,4 @@
-"""What is said about rows that concern this process, once, and what is refused."""
+"""Lines on rows that concern this process, once, and refusals."""
 
 import contextlib
 import dataclasses

@@ -78,9 +78,8 @@ class DataParallel(Configured):
         ema: decay of a moving average of the parameters; see
             docs/parameters.md.
         donate: whether `step` donates the input state's memory, which makes that state unusable.
-        compiler_options: XLA options, by name, for the step. By default none, except on several
-            GPUs, where reductions are allowed to overlap with computation. Those that avoid known
-            wrong numbers (docs/troubleshooting.md) come before them.
+        compiler_options: XLA options, by name, for the step, after those that avoid known wrong
+            numbers. By default none, but on several GPUs reductions overlap with computation.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
         islands: `rx.Islands` for rounds of steps; by default islands exchange sums in each step.
 
