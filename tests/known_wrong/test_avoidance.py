@@ -13,7 +13,10 @@ import pytest
 from support.training import parallel
 
 import replicax as rx
+from replicax.core.ground.quick_compile import quick_options
 from replicax.known_wrong.known_table import known_table
+from replicax.plan.compilation import Compilation, answer
+from replicax.plan.exported import export_step
 from replicax.verify.trial import compiled_reference
 
 ROWS = 40_000
@@ -112,6 +115,21 @@ def test_they_reach_the_reference_of_verify(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(here, "avoiding", lambda platform: NO_SUCH)
     with pytest.raises(Exception, match="xla_no_such_option"):
         compiled_reference(lambda state, batch: state, jnp.ones(2), jnp.ones((4, 2)), None)
+
+
+def test_they_reach_programs_that_run_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are programs of the first step's checks, and of verify."""
+    monkeypatch.setattr("replicax.core.ground.quick_compile.avoiding", lambda platform: NO_SUCH)
+    assert quick_options("cpu").items() >= NO_SUCH.items()
+
+
+def test_they_reach_the_compiler_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    dp = built("jit")
+    shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    program = export_step(dp, *shapes, "cpu", None)
+    assert isinstance(answer(program, jax.devices()), Compilation)
+    monkeypatch.setitem(answer.__globals__, "options_on", lambda mesh: NO_SUCH)
+    assert "xla_no_such_option" in str(answer(program, jax.devices()))
 
 
 def test_options_of_ones_own_come_after(monkeypatch: pytest.MonkeyPatch) -> None:
