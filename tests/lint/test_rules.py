@@ -60,6 +60,7 @@ RULES = {
     "frozen-value",
     "local-batch-norm",
     "local-scale",
+    "mean-of-batches",
     "mean-of-means",
     "no-reduction",
     "remainder",

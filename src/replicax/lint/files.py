@@ -6,6 +6,7 @@
 | fetched-every-step, compiled-in-loop | host transfers and compilations in every iteration |
 | frozen-value | a variable captured by a compiled function and assigned again later |
 | remainder | a batch split by a reshape that works only for some sizes |
+| mean-of-batches | a mean of batches' values, of which the last is short for some sizes |
 | no-reduction, mean-of-means, shared-key, local-scale, local-batch-norm | wrong numbers |
 
 `# replicax: ignore[RULE]` on the line, or alone on the line above, silences a rule there.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
+from replicax.lint.batch_means import check_batch_means
 from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops, check_reshapes
@@ -71,7 +73,7 @@ def examine_file(path: Path) -> FileFindings:
     try:
         program = ParsedFile(text, path)
         absent = check_names(program)
-        for check in (check_loops, check_reshapes, check_steps, check_frozen):
+        for check in (check_loops, check_reshapes, check_batch_means, check_steps, check_frozen):
             check(program)
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is nested too deeply to analyze: split it") from error

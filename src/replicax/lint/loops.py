@@ -173,7 +173,7 @@ def _check_compiled(program: ParsedFile, loop: LoopNode) -> None:
 
 def check_reshapes(program: ParsedFile) -> None:
     """Report `reshape(devices, -1, ...)` in a file that does not make batches divisible."""
-    if not program.mapped or any(_divides(program, node) for node in program.nodes):
+    if not program.mapped or any(divides(program, node) for node in program.nodes):
         return
     counts = {
         name
@@ -216,7 +216,7 @@ def _counts_devices(program: ParsedFile, node: ast.AST, names: set[str]) -> bool
     return name in _COUNTS or (name == "len" and not _DEVICES.isdisjoint(listed))
 
 
-def _divides(program: ParsedFile, node: ast.AST) -> bool:
+def divides(program: ParsedFile, node: ast.AST) -> bool:
     """Whether a node makes batches divisible or checks that they are."""
     if isinstance(node, ast.Mod):
         outer = program.parents[node]
