@@ -2,16 +2,20 @@
 
     python benchmarks/caught.py
     python benchmarks/caught.py --only PrimeRL2358,VeOmni419
+    python benchmarks/caught.py --page
 
 Each program has a broken form, as its project had it, and the mended one. All three are tried on
 both: what finds the broken form has caught it, what finds the mended one is a false alarm. Writes
-`results/caught.json`, from which docs/verify.md has its table.
+`results/caught.json`; `--page` writes it as the table of docs/verify.md.
 """
 
 import argparse
 import ast
+import dataclasses
 import importlib
+import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,13 +34,12 @@ from caught_programs.parts import (
     Loader,
     Loss,
     Program,
-    Unwritable,
     file_of,
     losses,
     weights,
 )
 from caught_programs.unwritable import UNWRITABLE
-from timing import environment, save
+from timing import RESULTS, environment, save
 
 import replicax as rx
 from replicax.lint.files import examine_file
@@ -47,6 +50,9 @@ KINDS = ("counts", "reductions", "split_models", "backward", "order", "loops")
 FORMS = ("broken", "mended")
 WAYS = ("first step", "verify", "lint")
 CLEARED_EVERY = 8
+PAGE = Path(__file__).parents[1] / "docs/verify.md"
+COLUMNS = ("what went wrong", "project, number", "first step", "`verify`", "`lint`")
+HEAD = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
 
 
 def programs() -> Iterator[type[Program]]:
@@ -56,6 +62,12 @@ def programs() -> Iterator[type[Program]]:
         for each in vars(module).values():
             if isinstance(each, type) and issubclass(each, Program) and each.project:
                 yield each
+
+
+def tried(program: type[Program]) -> list[str]:
+    """Return the ways that apply: a step by hand has no first step of Replicax."""
+    kinds = {"first step": (Loss, Loader), "verify": (Handwritten, Loss), "lint": (Program,)}
+    return [way for way in WAYS if issubclass(program, kinds[way])]
 
 
 def found(program: type[Program], form: str) -> dict[str, str]:
@@ -181,48 +193,96 @@ def row(program: type[Program]) -> dict[str, Any]:
         "also": program.also,
         "says": program.says(),
         "kind": program.__module__.rpartition(".")[2],
+        "tried": tried(program),
         "caught": broken,
         "false alarms": mended,
         "seconds": round(time.monotonic() - begun, 1),
     }
 
 
-def unwritten(bug: Unwritable) -> dict[str, Any]:
-    return {"project": bug.project, "number": bug.number, "says": bug.says, "why": bug.why}
+def in_a_few_words(way: str, said: str) -> str:
+    if way != "verify":
+        return f"`{said}`" if way == "lint" and said else said.partition(":")[0]
+    said = re.sub(r"^(state|loss)[^:]*: ", "", said.partition(": ")[2])
+    return re.split(r": | \(", said)[0].replace("'", "").replace("|", "/")
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of a result."""
+    lines = []
+    for each in result["rows"]:
+        also = f" ({each['also']})" if each["also"] else ""
+        number = f" #{each['number']}" if each["number"] else ""
+        cells = [each["says"].rstrip("."), f"{each['project'].rpartition('/')[2]}{number}{also}"]
+        for way in WAYS:
+            said = in_a_few_words(way, each["caught"].get(way, ""))
+            cells.append(said if way in each["tried"] else "–")
+        lines.append("| " + " | ".join(cells) + " |\n")
+    return HEAD + "".join(lines)
+
+
+def counts(result: dict[str, Any]) -> str:
+    """Return the line of the page that counts the rows."""
+    by = [sum(way in row["caught"] for row in result["rows"]) for way in WAYS]
+    alone = sum(list(row["caught"]) == ["verify"] for row in result["rows"])
+    return (
+        f"{result['caught']} of {result['programs']} programs are caught, {by[0]} by the first "
+        f"step, {by[1]} by `verify` ({alone} by it alone), {by[2]} by `lint`; false alarms on "
+        f"mended forms: {result['false alarms']} ({result['date']}, jax {result['jax']}, "
+        "`benchmarks/results/caught.json`).\n"
+    )
+
+
+def saved() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / "caught.json").read_text(encoding="utf-8"))
+    return result
+
+
+def write_page() -> None:
+    result = saved()
+    page = PAGE.read_text(encoding="utf-8")
+    old = re.search(re.escape(HEAD) + r"(\|.*\n)*", page)
+    counted = re.search(r"\d+ of \d+ programs are caught.*\n", page)
+    assert old is not None
+    assert counted is not None
+    page = page.replace(old[0], table(result)).replace(counted[0], counts(result))
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return what is printed of a row."""
+    said = " · ".join(f"{way}: {text[:90]}" for way, text in row["caught"].items())
+    alarms = [f"\n    FALSE ALARM of {way}: {text}" for way, text in row["false alarms"].items()]
+    return f"{row['name']:20} {row['seconds']:5.1f} s  {said or 'nothing'}" + "".join(alarms)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--only", help="names of programs, separated by commas; saves nothing")
-    only = parser.parse_args().only
-    names, rows, begun = set(only.split(",")) if only else None, [], time.monotonic()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", help="names of programs, separated by commas; others stay")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/verify.md")
+    asked = parser.parse_args()
+    if asked.page:
+        return write_page()
+    names = [program.__name__ for program in programs()]
+    chosen = asked.only.split(",") if asked.only else names
+    begun = time.monotonic()
+    rows = {row["name"]: row for row in saved()["rows"]} if asked.only else {}
     for number, program in enumerate(programs(), 1):
-        if names is not None and program.__name__ not in names:
-            continue
-        rows.append(row(program))
-        told = rows[-1]["caught"] or {"nothing": ""}
-        print(f"{program.__name__:20} {rows[-1]['seconds']:5.1f} s  ", end="")
-        print(" · ".join(f"{way}: {text[:90]}" for way, text in told.items()), flush=True)
-        for way, text in rows[-1]["false alarms"].items():
-            print(f"    FALSE ALARM of {way}: {text}", flush=True)
-        if number % CLEARED_EVERY == 0:
-            jax.clear_caches()
-    caught = sum(bool(each["caught"]) for each in rows)
-    alarms = sum(bool(each["false alarms"]) for each in rows)
-    print(f"{caught} of {len(rows)} caught, {alarms} false alarms, {len(UNWRITABLE)} unwritable")
-    if names is None:
-        result = {
-            "caught": caught,
-            "programs": len(rows),
-            "false alarms": alarms,
-            "rows": rows,
-            "cannot be written": [unwritten(each) for each in UNWRITABLE],
-            "seconds": round(time.monotonic() - begun),
-            **environment(),
-        }
-        print(save("caught", result))
+        if program.__name__ in chosen:
+            rows[program.__name__] = row(program)
+            print(told(rows[program.__name__]), flush=True)
+            if number % CLEARED_EVERY == 0:
+                jax.clear_caches()
+    result = {
+        "caught": sum(bool(each["caught"]) for each in rows.values()),
+        "programs": len(rows),
+        "false alarms": sum(bool(each["false alarms"]) for each in rows.values()),
+        "rows": [rows[name] for name in names if name in rows],
+        "cannot be written": [dataclasses.asdict(each) for each in UNWRITABLE],
+        "seconds": saved()["seconds"] if asked.only else round(time.monotonic() - begun),
+        **environment(),
+    }
+    print(counts(result), save("caught", result), sep="")
 
 
 if __name__ == "__main__":

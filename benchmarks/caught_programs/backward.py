@@ -31,7 +31,7 @@ def network() -> Any:
 class MaxText4959(Loss):
     """A tiled loss passes its cotangent to the head, and not to the hidden states"""
 
-    project, number = "AI-Hypercomputer/maxtext", "4959"
+    project, number, also = "AI-Hypercomputer/maxtext", "4959", "4699"
     model = staticmethod(network)
 
     @staticmethod

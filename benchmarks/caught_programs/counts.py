@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 
+SCALE_FACTOR = 64.0
+
 
 class TorchTitan1842(Loss):
     """The mean over the valid tokens of a rank and a micro-batch, averaged over both"""
@@ -103,7 +105,7 @@ class PrimeRL2358(Handwritten):
 class PrimeRL1961(Handwritten):
     """`loss[mask].mean()` of each micro-batch of each rank, divided by the number of steps"""
 
-    project, number = "PrimeIntellect-ai/prime-rl", "1961"
+    project, number, also = "PrimeIntellect-ai/prime-rl", "1961", "1957, 1960"
     options = IN_TWO
 
     @staticmethod
@@ -176,6 +178,38 @@ class Verl5625(Handwritten):
         return step
 
 
+class Verl5366(Handwritten):
+    """A sum divided by a constant is taken for free of the number of ranks; FSDP averages it"""
+
+    project, number = "verl-project/verl", "5366"
+
+    @staticmethod
+    def reference(w: Any, batch: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: total(w, batch) / SCALE_FACTOR)(w)
+        return w - RATE * gradient, loss
+
+    @staticmethod
+    def broken() -> Any:
+        @partial(jax.pmap, axis_name="data")
+        def step(w: Any, batch: Any) -> Any:
+            loss, gradient = jax.value_and_grad(lambda w: total(w, batch) / SCALE_FACTOR)(w)
+            loss, gradient = jax.lax.pmean((loss, gradient), "data")
+            return w - RATE * gradient, loss
+
+        return step
+
+    @staticmethod
+    def mended() -> Any:
+        @partial(jax.pmap, axis_name="data")
+        def step(w: Any, batch: Any) -> Any:
+            scale = jax.lax.axis_size("data") / SCALE_FACTOR
+            loss, gradient = jax.value_and_grad(lambda w: total(w, batch) * scale)(w)
+            loss, gradient = jax.lax.pmean((loss, gradient), "data")
+            return w - RATE * gradient, loss
+
+        return step
+
+
 class Transformers34242(Handwritten):
     """The tokens of all micro-batches are counted, but only those of this device"""
 
@@ -214,7 +248,7 @@ class Transformers34242(Handwritten):
 class Transformers37474(Handwritten):
     """Each device's loss is divided by the tokens of all devices, then the mean over devices"""
 
-    project, number = "huggingface/transformers", "37474"
+    project, number, also = "huggingface/transformers", "37474", "verl-SpeCo #29"
 
     @staticmethod
     def broken() -> Any:

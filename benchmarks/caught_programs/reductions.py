@@ -149,8 +149,8 @@ class Jxmnop(Handwritten):
     def broken() -> Any:
         raw, wrapped = total, DistributedDataParallel(total)
 
-        def model(training: bool, count_only: bool = False) -> Any:
-            return wrapped if count_only or not training else raw
+        def model(training: bool) -> Any:
+            return raw if training else wrapped
 
         @partial(jax.pmap, axis_name="data")
         def step(w: Any, batch: Any) -> Any:

@@ -14,13 +14,11 @@ _ARRAYS = {
     *("numpy.array", "numpy.asarray", "numpy.stack"),
     *("jax.numpy.array", "jax.numpy.asarray", "jax.numpy.stack"),
 }
-Loop = ast.For | ast.comprehension
+_Loop = ast.For | ast.comprehension
 
 
 def check_batch_means(program: ParsedFile) -> None:
-    """Report means of lists with a value for each batch, in a file that makes none divisible."""
-    if any(divides(program, node) for node in program.nodes):
-        return
+    """Report means of lists with a value for each batch, of a size that nothing makes divide."""
     for node in program.nodes:
         given = _averaged(program, node)
         if given is None:
@@ -31,6 +29,8 @@ def check_batch_means(program: ParsedFile) -> None:
         else:
             sizes = set(_sizes_of_list(program, given))
         for size in sorted(sizes):
+            if any(_divides(program, each, size) for each in program.nodes):
+                continue
             program.report(
                 "mean-of-batches",
                 node,
@@ -39,6 +39,14 @@ def check_batch_means(program: ParsedFile) -> None:
                 "weight each value by its rows: np.average(values, weights=rows)",
                 WARNING,
             )
+
+
+def _divides(program: ParsedFile, node: ast.AST, size: str) -> bool:
+    """Whether a node pads or checks batches; of remainders, only those of their size."""
+    if isinstance(node, ast.Mod):
+        outer = program.parents[node]
+        return isinstance(outer, ast.BinOp) and ast.unparse(outer.right) == size
+    return divides(program, node)
 
 
 def _averaged(program: ParsedFile, node: ast.AST) -> ast.AST | None:
@@ -92,7 +100,7 @@ def _sizes_of_list(program: ParsedFile, node: ast.AST) -> Iterator[str]:
             yield size
 
 
-def _size(program: ParsedFile, loop: Loop, body: list[ast.stmt] | list[ast.expr]) -> str | None:
+def _size(program: ParsedFile, loop: _Loop, body: list[ast.stmt] | list[ast.expr]) -> str | None:
     """Return the size of the batches `[start : start + size]` of a loop over their starts."""
     over, start = loop.iter, loop.target
     if not (isinstance(over, ast.Call) and program.name(over.func) == "range"):
