@@ -204,7 +204,7 @@ def in_a_few_words(way: str, said: str) -> str:
     if way != "verify":
         return f"`{said}`" if way == "lint" and said else said.partition(":")[0]
     said = re.sub(r"^(state|loss)[^:]*: ", "", said.partition(": ")[2])
-    return re.split(r": | \(", said)[0].replace("'", "").replace("|", "/")
+    return re.split(r": | \(", said)[0].replace("|", "/")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -222,12 +222,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def counts(result: dict[str, Any]) -> str:
-    """Return the line of the page that counts the rows."""
+    """Return the lines of the page that count the rows."""
     by = [sum(way in row["caught"] for row in result["rows"]) for way in WAYS]
     alone = sum(list(row["caught"]) == ["verify"] for row in result["rows"])
     return (
         f"{result['caught']} of {result['programs']} programs are caught, {by[0]} by the first "
-        f"step, {by[1]} by `verify` ({alone} by it alone), {by[2]} by `lint`; false alarms on "
+        f"step, {by[1]} by `verify` ({alone} by it alone), {by[2]} by `lint`;\nfalse alarms on "
         f"mended forms: {result['false alarms']} ({result['date']}, jax {result['jax']}, "
         "`benchmarks/results/caught.json`).\n"
     )
@@ -242,7 +242,7 @@ def write_page() -> None:
     result = saved()
     page = PAGE.read_text(encoding="utf-8")
     old = re.search(re.escape(HEAD) + r"(\|.*\n)*", page)
-    counted = re.search(r"\d+ of \d+ programs are caught.*\n", page)
+    counted = re.search(r"\d+ of \d+ programs are caught.*\n.*\n", page)
     assert old is not None
     assert counted is not None
     page = page.replace(old[0], table(result)).replace(counted[0], counts(result))
