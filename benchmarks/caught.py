@@ -89,6 +89,7 @@ def by_verify_step(program: type[Handwritten], form: str) -> str:
             program.reference,
             program.state(),
             program.batch(),
+            replicas=DEVICES,
             **program.options,
         )
     )
