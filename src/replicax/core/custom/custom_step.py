@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax.core.custom.state_padding import with_copies, with_padding_kept
 from replicax.core.custom.summing import Examiner, Primitives, mean
 from replicax.core.data.batch import Batch, RowSet
 from replicax.core.data.merged import Merged, apart
@@ -56,19 +57,22 @@ def custom_update(
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
     context = CallContext(key, axis, step=state.step, gather=accumulator.gather)
+    before = state.params
+    if examiner is None:
+        before, batch = with_copies(before, batch, primitives.summing.gather)
     batch = batch.whole()
     with inside(batch.mask, context, (primitives, batch)) as here:
-        returned = step(definition.merge(state.params, {}), batch.data, key)
-        params, metrics, rows = _returned(returned, definition, state.params, batch.size)
+        returned = step(definition.merge(before, {}), batch.data, key)
+        params, metrics, rows = _returned(returned, definition, before, batch.size)
         merged = _merged(metrics, batch.mask, primitives)
         metrics = _numbers({name: metrics[name] for name in metrics if name not in merged})
-        bad_rows = [] if examiner else _not_finite_rows(state.params, params)
+        bad_rows = [] if examiner else _not_finite_rows(before, params)
     if examiner is not None:
         examiner.step(here)
         named_rows = {f"metrics.{name}": value for name, value in rows.items()}
         for name, value in (named_rows | _rows_by_name(params)).items():
             examiner.see(name, PerRow(value))
-    params = _with_padding_kept(state.params, params, batch.mask)
+    params = with_padding_kept(state.params, params, batch.mask)
     one = jnp.ones((), jnp.float32)
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
     total = StepSums([*_went_wrong(state.params, params), *bad_rows], named)
@@ -162,12 +166,3 @@ def _rows_by_name(state: PyTree) -> dict[str, PyTree]:
         if is_rows_of_state(leaf)
     }
 
-
-def _with_padding_kept(before: PyTree, after: PyTree, mask: jax.Array) -> PyTree:
-    """Return the state after a step, with the rows of padding as they were."""
-    old = iter(rows_of_state(before))
-
-    def kept(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(mask.reshape(-1, *[1] * (new.ndim - 1)) > 0, new, old)
-
-    return map_rows_of_state(lambda rows: jax.tree.map(kept, rows, next(old)), after)

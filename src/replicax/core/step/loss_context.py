@@ -5,7 +5,7 @@ Outside a step, each function behaves as on one device, so a loss can be tested 
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -98,6 +98,12 @@ def gather(rows: PyTree) -> PyTree:
     gather_rows = here.context.gather or partial(
         lax.all_gather, axis_name=here.context.axis, tiled=True
     )
+
+    return packed(gather_rows, rows)
+
+
+def packed(gather_rows: Callable[[jax.Array], jax.Array], rows: PyTree) -> PyTree:
+    """Return `gather_rows` of each array of `rows`; those of one dtype are gathered together."""
 
     def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
         _, unpack = ravel_pytree([leaf[0] for leaf in leaves])

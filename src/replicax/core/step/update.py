@@ -1,6 +1,7 @@
 """The mathematics of one training step: sums from one replica's view, one update of the total."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,11 +87,16 @@ class Summing:
         total = dataclasses.replace(total, rows=rows, merged=sums.merged | merged)
         return total, extras, reduction_state
 
+    @property
+    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
+        """Gathers the rows of all replicas; None if they are all here."""
+        if self.accumulator.gather is None and self.axis is not None:
+            return partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
+        return self.accumulator.gather
+
     def of_all_rows(self, rows: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Merged]]:
         """Return what has rows, and metrics that are no means, merged over all replicas."""
-        gather = self.accumulator.gather
-        if gather is None and self.axis is not None:
-            gather = partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
+        gather = self.gather
         others, merged = dict(rows), dict[str, Merged]()
         for name, value in rows.items():
             if isinstance(value, Merged):
