@@ -169,7 +169,7 @@ class DataParallel(Configured):
         seed: Seed = 0,
         epoch: Natural = 0,
         first: Natural = 0,
-        prefetch: Natural = 2,
+        prefetch: Natural | None = None,
         stack: Count | None = None,
     ) -> Feed:
         """Return one epoch of `source` as batches for `step` and `evaluate`.
@@ -183,8 +183,8 @@ class DataParallel(Configured):
             seed: the seed for shuffling.
             epoch: the epoch number, from 0.
             first: the number of the first batch, from 0.
-            prefetch: the number of batches to prepare ahead in the background. With 0, a source
-                that reads what the loop changes (priorities, a replay buffer) sees all of it.
+            prefetch: the number of batches to prepare ahead in the background: by default 2, and 0
+                of a generator, which may read what the loop changes (priorities, a replay buffer).
             stack: yield so many batches as one, for `steps`; the last of an epoch may be fewer.
 
         Raises:

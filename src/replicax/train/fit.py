@@ -80,7 +80,8 @@ class Run(Resuming):
             `rx.Evaluation`.
         shuffle: whether to reshuffle every epoch; by default, unlike `dp.feed`, if the source can.
         seed: seed of the shuffle.
-        prefetch: as for `dp.feed`; 0 if the next batch depends on what the loop does with a step.
+        prefetch: as for `dp.feed`; 0 if the next batch depends on what the loop does with a step,
+            as it is of a generator by default.
         steps_per_call: steps of each dispatched program, for models whose step takes a millisecond
             or less; the run yields so many batches as one, `step` returns metrics `[steps]`, and a
             stop, a checkpoint or an evaluation comes between two calls. With None, as in `rx.fit`,
@@ -123,7 +124,7 @@ class Run(Resuming):
         eval_source: Any = None,
         shuffle: bool | None = None,
         seed: Seed = 0,
-        prefetch: Natural = 2,
+        prefetch: Natural | None = None,
         steps_per_call: Count | None = 1,
         log_every: Count | None = None,
         hooks: Sequence[Hook] = (),

@@ -171,20 +171,31 @@ def test_a_run_has_them_in_hooks_and_in_its_loop() -> None:
     assert all(sorted(record.metrics) == ["loss", "size"] for record in run.records)
 
 
-def test_a_run_that_reads_nothing_ahead_sees_what_the_loop_did() -> None:
-    """As prioritized replay: the next batch depends on the results of a step."""
-    done: list[int] = []
+class Replay:
+    """Prioritized replay: the next batch depends on what the loop has done."""
 
-    class Replay:
-        def __iter__(self) -> Any:
-            for _ in range(6):
-                yield {**{n: leaf[:8] for n, leaf in rows().items()}, "done": np.full(8, len(done))}
+    def __init__(self, done: list[int]) -> None:
+        self._done = done
+
+    def __iter__(self) -> Any:
+        return self.batches()
+
+    def batches(self) -> Any:
+        for _ in range(6):
+            batch = {name: leaf[:8] for name, leaf in rows().items()}
+            yield {**batch, "done": np.full(8, len(self._done))}
+
+
+@pytest.mark.parametrize("opened", [Replay, lambda done: Replay(done).batches()])
+@pytest.mark.parametrize("chosen", [{}, {"prefetch": 0}])
+def test_a_generator_sees_what_the_loop_did(opened: Any, chosen: dict[str, int]) -> None:
+    done: list[int] = []
 
     def of_done(model: Any, batch: Any, key: Any) -> Any:
         return loss(model, batch, key)[0], {"done": rx.PerRow(batch["done"])}
 
     dp = parallel(of_done, optax.sgd(0.1))
-    with rx.Run(dp, dp.init(MODEL), Replay(), steps=6, prefetch=0, progress=False) as run:
+    with rx.Run(dp, dp.init(MODEL), opened(done), steps=6, progress=False, **chosen) as run:
         for batch in run:
             done.append(int(run.step(batch)["done"].whole()[0]))
     assert done == [0, 1, 2, 3, 4, 5]

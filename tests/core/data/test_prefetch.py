@@ -33,12 +33,22 @@ class Counter:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
     counter = Counter(100)
-    made = prefetched(counter, depth)
+    made = prefetched(counter, lambda: depth)
     for taken in range(1, 6):
         assert next(made) == taken
         assert until(lambda taken=taken: counter.made == taken + depth + 1)
         time.sleep(0.01)
         assert counter.made == taken + depth + 1  # the queue, and the one that waits for room
+    made.close()
+
+
+def test_with_no_depth_each_item_is_made_when_it_is_asked_for() -> None:
+    counter = Counter(100)
+    made = prefetched(counter, lambda: 0)
+    for taken in range(1, 4):
+        assert next(made) == taken
+        time.sleep(0.01)
+        assert counter.made == taken
     made.close()
 
 
@@ -50,7 +60,7 @@ def test_an_error_comes_where_its_item_would_have(prefetching: Threads) -> None:
         yield 2
         raise OSError(reason)
 
-    made = prefetched(items, 5)
+    made = prefetched(items, lambda: 5)
     assert (next(made), next(made)) == (1, 2)
     with pytest.raises(OSError, match=reason):
         next(made)
@@ -68,7 +78,7 @@ def test_breaking_off_ends_the_thread_and_the_source(prefetching: Threads) -> No
         finally:
             closed.set()
 
-    made = prefetched(items, 2)
+    made = prefetched(items, lambda: 2)
     assert next(made) == 0
     made.close()
     assert not prefetching()
@@ -78,7 +88,7 @@ def test_breaking_off_ends_the_thread_and_the_source(prefetching: Threads) -> No
 
 
 def test_forgetting_it_ends_the_thread(prefetching: Threads) -> None:
-    made = prefetched(Counter(10**9), 2)
+    made = prefetched(Counter(10**9), lambda: 2)
     next(made)
     assert prefetching()
     del made

@@ -165,4 +165,3 @@ def _rows_by_name(state: PyTree) -> dict[str, PyTree]:
         for path, leaf in leaves
         if is_rows_of_state(leaf)
     }
-

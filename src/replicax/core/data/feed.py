@@ -1,5 +1,6 @@
 """Feed one epoch of batches to the devices: padded to one size, sharded, and prefetched."""
 
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -22,6 +23,8 @@ from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError, DataError
 
 _POLL_SECONDS = 0.5
+_AHEAD = 2
+"""Batches that are read ahead of the loop by default."""
 
 
 class GaveUpError(Exception):
@@ -61,10 +64,11 @@ class Feed:
     """Iterate over one epoch of `source` as `Batch`es placed on the devices.
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
-    and transfers run in a background thread, at most `prefetch` batches ahead; with 0, each batch
-    is read from the source when the loop asks for it, and Python handles signals only once the
-    source has returned. Iterating again yields the same epoch from batch `first` on. In a job of
-    several processes, all must iterate in the same way; each reads the rows for its own devices.
+    and transfers run in a background thread, at most `prefetch` batches ahead; by default none of a
+    generator, whose next batch may depend on what the loop has done. With 0, each batch is read in
+    the loop's own thread, and Python handles signals only once the source has returned. Iterating
+    again yields the same epoch from batch `first` on. In a job of several processes, all must
+    iterate in the same way; each reads the rows for its own devices.
 
     Examples:
         >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
@@ -81,7 +85,7 @@ class Feed:
         *,
         epoch: int = 0,
         first: int = 0,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         stack: int | Callable[[int], int | None] | None = None,
     ) -> None:
         self.source, self.split, self.epoch, self.first = source, split, epoch, first
@@ -144,10 +148,10 @@ class Feed:
             place = {"epoch": self.epoch, "first": self.first}
             self._job.agree("the data", {**self.source.fingerprint(), **place})
         topic = self._job.unique("a pass over the data")
-        if self.prefetch:
+        if self.prefetch != 0:
             # Several processes give up together, in `_own`, or not at all.
             stops = self.stops if self._job.processes == 1 else lambda: False
-            items = prefetched(partial(self._batches, topic), self.prefetch, stops)
+            items = prefetched(partial(self._batches, topic), self._depth, stops)
         else:
             items = self._batches(topic, threading.Event())
         self.wait_seconds = 0.0
@@ -221,14 +225,17 @@ class Feed:
 
     def _own(self, topic: str, closing: threading.Event) -> Iterator[tuple[Batch, Share]]:
         """Yield batches from this process's own data until all processes have run out."""
-        source, job, size = self.source, self._job, self.source.batch_size
-        if isinstance(source, PerProcessSource):
-            source = source.own
-        else:
-            job = Alone()
-        skipped = source.starts(self.first)
-        read = partial(source.epoch, self.epoch, first=skipped)
-        parts = itertools.chain(self._read_apart(read, closing), itertools.repeat(None))
+        source = self.source.own if isinstance(self.source, PerProcessSource) else self.source
+        read = partial(source.epoch, self.epoch, first=source.starts(self.first))
+        with contextlib.closing(self._read_apart(read, closing)) as parts:
+            yield from self._together(source, parts, topic, closing)
+
+    def _together(
+        self, source: Source, own: Iterator[Any], topic: str, closing: threading.Event
+    ) -> Iterator[tuple[Batch, Share]]:
+        """Yield batches from what this process reads on its `own`, as long as any process does."""
+        job, size = self._job if source is not self.source else Alone(), self.source.batch_size
+        skipped, parts = source.starts(self.first), itertools.chain(own, itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
         before: LoaderState | None = None
         after: LoaderState | None = None
@@ -290,31 +297,43 @@ class Feed:
 
     def _read_apart(
         self, read: Callable[[], Iterator[Any]], closing: threading.Event
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
         """Yield from `read()`; in a thread of its own if other processes wait for its counts."""
-        if self._job.processes == 1 or not self.prefetch:
-            return read()
-        return prefetched(lambda _: read(), 1, lambda: closing.is_set() or self.stops())
+        if self._job.processes == 1 or self.prefetch == 0:
+            yield from read()
+            return
+        depth = lambda: min(self._depth(), 1)  # noqa: E731
+        yield from prefetched(lambda _: read(), depth, lambda: closing.is_set() or self.stops())
+
+    def _depth(self) -> int:
+        """Return how many batches are read ahead, once the source has been opened."""
+        if self.prefetch is None:
+            return 0 if self.source.is_generator else _AHEAD
+        return self.prefetch
 
 
 def prefetched(
     items: Callable[[threading.Event], Iterator[Any]],
-    depth: int,
+    depth: Callable[[], int],
     stops: Callable[[], bool] = lambda: False,
 ) -> Generator[Any]:
-    """Yield from `items(closing)`, run in a thread at most `depth` items ahead.
+    """Yield from `items(closing)`, run in a thread at most `depth()` items ahead.
 
+    `depth` is called after the first item; with 0, the thread makes each item when it is asked for.
     An error in the thread is raised in place of the item. When the iteration is exhausted, closed
     or garbage-collected, `closing` is set and the thread ends. `stops` is polled while no item is
     ready; once it is true, `GaveUpError` is raised and the thread is left behind.
     """
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
-    room, closing = threading.Semaphore(depth), threading.Event()
+    room, closing = threading.Semaphore(0), threading.Event()
 
     def produce() -> None:
+        room.acquire()
         try:
-            for item in items(closing):
+            for number, item in enumerate(items(closing)):
                 made.put((item, None))
+                if not number and (ahead := depth()):
+                    room.release(ahead + 1)
                 room.acquire()
                 if closing.is_set():
                     return
@@ -327,14 +346,15 @@ def prefetched(
     patience_seconds = 5.0  # a hanging loader must not block its consumer
     try:
         while True:
-            try:
-                item, error = made.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                if stops():
-                    patience_seconds = 0.0
-                    raise GaveUpError from None
-                continue
             room.release()
+            while True:
+                try:
+                    item, error = made.get(timeout=_POLL_SECONDS)
+                    break
+                except queue.Empty:
+                    if stops():
+                        patience_seconds = 0.0
+                        raise GaveUpError from None
             if isinstance(error, StopIteration):
                 return
             if error is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,16 @@ class Loader:
     def has_state(self) -> bool:
         """Whether it has one, as far as that is known before it is read."""
         return self._of_loader or _has(self._iterator, "get_state", "set_state")
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is an iterator, or has been opened as a generator.
+
+        Loaders and datasets of libraries, which have rows of their own, are none.
+        """
+        if any(hasattr(self._batches, name) for name in ("__getitem__", "dataset")):
+            return False
+        return isinstance(self._batches, Iterator) or isinstance(self._iterator, Generator)
 
     def read(self, saved: LoaderState | None, epoch: int) -> Iterator[Any]:
         """Begin the epoch, or go on in it from what was `saved`."""

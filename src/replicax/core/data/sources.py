@@ -93,6 +93,11 @@ class Source(abc.ABC):
         each batch; positions wrap around in a shorter batch.
         """
 
+    @property
+    def is_generator(self) -> bool:
+        """Whether code of the caller's yields the batches, as far as known before it is read."""
+        return False
+
     def restore(self, state: LoaderState | None) -> None:  # noqa: B027  (others need none)
         """Begin the next pass, which reads the rest of an epoch, with this state."""
 
@@ -263,6 +268,10 @@ class IterableSource(Source):
     def order_is_known(self) -> bool:
         return bool(self._told) or self._loader.has_state
 
+    @property
+    def is_generator(self) -> bool:
+        return self._loader.is_generator
+
     def set_epoch(self, number: int) -> None:
         for part in self._told:
             part.set_epoch(number)
@@ -311,6 +320,10 @@ class PerProcessSource(Source):
     @property
     def order_is_known(self) -> bool:
         return self.own.order_is_known
+
+    @property
+    def is_generator(self) -> bool:
+        return self.own.is_generator
 
     def set_epoch(self, number: int) -> None:
         self.own.set_epoch(number)
