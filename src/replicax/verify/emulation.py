@@ -56,7 +56,8 @@ class _Replicas(Sequential):
             own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
             return self._sums(state.params, extras, rows, own, scale_of(state))
 
-        return add_in_turn(one, state.extras, jax.tree.map(self._cut, batch), self.parts)
+        rows = jax.tree.map(self._cut, batch)
+        return add_in_turn(one, state.extras, rows, self.parts, dim=1)
 
     def _cut(self, leaf: jax.Array) -> jax.Array:
         """Reshape `[rows, ...]` to `[micro-batches, replicas, rows of one, ...]`."""

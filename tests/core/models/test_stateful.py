@@ -76,6 +76,20 @@ def codebook() -> rx.Stateful:
     return rx.Stateful({"w": draw(4, 3)}, {"codes": draw(5, 3), "steps": jnp.int32(0)})
 
 
+def spectral_loss(model: Any, batch: Any, key: Any) -> Any:
+    """Divide by the largest singular value, as found by one more step of a power iteration."""
+    w, state = model.model["w"], model.state
+    left = jax.lax.stop_gradient(w.T @ (w @ state["left"]))
+    left = left / jnp.linalg.norm(left)
+    found = batch["x"] @ w / jnp.linalg.norm(w @ left)
+    values = jnp.sum((found - batch["y"]) ** 2, -1)
+    return rx.Written(values, {"left": left, "steps": state["steps"] + 1})
+
+
+def spectral() -> rx.Stateful:
+    return rx.Stateful(codebook().model, {"left": jnp.ones(3), "steps": jnp.int32(0)})
+
+
 def network() -> rx.Stateful:
     return rx.Stateful(*eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
@@ -93,7 +107,7 @@ def arrays(model: Any) -> list[Any]:
     return jax.tree.leaves(eqx.filter(model, eqx.is_array))
 
 
-LOSSES = {network: equinox_loss, codebook: codes_loss}
+LOSSES = {network: equinox_loss, codebook: codes_loss, spectral: spectral_loss}
 
 
 @functools.cache
@@ -262,13 +276,38 @@ def test_a_model_that_happens_to_have_no_state_trains() -> None:
 # In a custom step alone, which gets the state that the loss wrote.
 
 
-@pytest.mark.parametrize(("mode", "devices"), [("jit", 4), ("shard_map", 4)])
-def test_each_micro_batch_starts_from_the_state_before(mode: str, devices: int) -> None:
-    counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
-    net, _, losses = in_a_step(counted, codebook(), mode, devices, accumulate=2)
-    *_, wanted = by_the_loss(counted, codebook(), mode, devices, accumulate=2)
-    assert int(net.state["steps"]) == 8
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("train", "mode", "devices", "accumulate"),
+    [(by_the_loss, "jit", 4, 2), (in_a_step, "shard_map", 2, 4), (by_the_loss, "exact", 2, 1)],
+)
+def test_state_without_rows_is_updated_once_in_a_step(
+    train: Any, mode: str, devices: int, accumulate: int
+) -> None:
+    wanted, expected = by_hand(spectral)
+    found, _, losses = train(spectral_loss, spectral(), mode, devices, accumulate=accumulate)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_near(arrays(found), wanted, rtol=1e-5)
+
+
+def test_state_with_rows_is_handed_from_one_micro_batch_to_the_next() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        x, state = batch["x"], model.state
+        state = {
+            "mean": 0.9 * state["mean"] + 0.1 * x.mean(),
+            "of_means": state["of_means"] + state["mean"],
+            "rows": state["rows"] + len(x),
+            "steps": state["steps"] + 1,
+        }
+        return rx.Written((x @ model.model["w"])[:, 0] ** 2, state)
+
+    before = {"mean": 0.0, "of_means": 0.0, "rows": jnp.int32(0), "steps": jnp.int32(0)}
+    dp = parallel(loss, "jit", 2, accumulate=2)
+    state = dp.init(rx.Stateful(codebook().model, jax.tree.map(jnp.asarray, before)))
+    after = dp.model(dp.step(state, rows(16))[0]).state
+    first, second = rows(16)["x"][::2].mean(), rows(16)["x"][1::2].mean()
+    np.testing.assert_allclose(after["mean"], 0.09 * first + 0.1 * second, rtol=1e-5)
+    np.testing.assert_allclose(after["of_means"], 0.1 * first, rtol=1e-5)
+    assert (int(after["rows"]), int(after["steps"])) == (16, 1)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "exact"])

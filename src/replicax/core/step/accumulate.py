@@ -12,6 +12,7 @@ from jax import lax
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.row_free import free_of_rows
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.base import StepSums, SumsFunction
@@ -19,7 +20,7 @@ from replicax.core.step.base import StepSums, SumsFunction
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
-    """Compute micro-batches in sequence, passing the extras of each to the next.
+    """Compute micro-batches in sequence, passing extras that depend on rows from one to the next.
 
     The micro-batch's number is folded into the key, and the replica's index if each replica has
     its own rows.
@@ -72,23 +73,58 @@ def add_in_turn(
     extras: PyTree,
     parts: PyTree,
     count: int,
+    *,
+    dim: int = 0,
 ) -> tuple[StepSums, PyTree]:
     """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
 
-    `parts` holds the rows of all parts, `[count, ...]`; the extras of each are passed to the next.
+    `parts` holds the rows of all parts, `[count, ...]`, along `dim` of each; the extras of each are
+    passed to the next. Those that do not depend on rows are updated once in a step, as on the whole
+    batch: each part starts from those before the step, and the first part's remain.
     """
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    structure = jax.tree.structure(extras)
+    shapes, once = _shapes_and_once(part, extras, first, dim)
+
+    def chosen(
+        where: Callable[[jax.Array, jax.Array], jax.Array], ours: PyTree, others: PyTree
+    ) -> PyTree:
+        """Return `others`, but `where(ours, others)` of extras that are updated once."""
+        each = zip(once, jax.tree.leaves(ours), jax.tree.leaves(others), strict=True)
+        return jax.tree.unflatten(
+            structure, [where(a, b) if is_once else b for is_once, a, b in each]
+        )
 
     def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
-        total, extras = carry
-        sums, extras = part(extras, *numbered)
+        total, handed = carry
+        number, rows = numbered
+        sums, after = part(chosen(lambda own, _: own, extras, handed), number, rows)
+        after = chosen(partial(jnp.where, number > 0), handed, after)
         added = jax.tree.map(jnp.add, total, dataclasses.replace(sums, rows={}))
-        return (added, extras), sums.rows
+        return (added, after), sums.rows
 
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    shapes, _ = jax.eval_shape(part, extras, jnp.int32(0), first)
     none = zeros_like(dataclasses.replace(shapes, rows={}))
     (total, extras), rows = lax.scan(add, (none, extras), (jnp.arange(count), parts))
     return dataclasses.replace(total, rows=jax.tree.map(joined_rows, rows)), extras
+
+
+def _shapes_and_once(
+    part: Callable[[PyTree, jax.Array, PyTree], tuple[StepSums, PyTree]],
+    extras: PyTree,
+    rows: PyTree,
+    dim: int,
+) -> tuple[StepSums, list[bool]]:
+    """Return the shapes of a part's sums, and which extras do not depend on rows."""
+    trace = partial(jax.make_jaxpr(part, return_shape=True), extras, jnp.int32(0))
+    one, (shapes, _) = trace(rows)
+
+    def twice(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        sizes = [2 * size if n == dim else size for n, size in enumerate(leaf.shape)]
+        return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+    of_twice = lambda: trace(jax.tree.map(twice, rows))[0]  # noqa: E731
+    counts = len(jax.tree.leaves(extras)), len(jax.tree.leaves(rows))
+    return shapes, free_of_rows(one, *counts, of_twice)
 
 
 def zeros_like(shapes: PyTree) -> PyTree:
