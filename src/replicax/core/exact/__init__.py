@@ -14,6 +14,7 @@ once for one device. Read in this order, after `docs/exact.md`:
     host_executor.py            call these one after the other; loops around sums
     sharded_update.py           layouts that split the optimizer state: update a piece of it
     micro_shard_function.py     a step as a function of one micro-shard
+    own_draws.py                random numbers of rows in a step's body, others in each micro-shard
     micro_shard_step.py         all of it, as a function of a state and a batch
     exact_mode.py               the mode: its accumulator, its reduction, and how it builds a step
 

@@ -15,6 +15,7 @@ from replicax.core.exact.combining_programs import CollectivePrograms
 from replicax.core.exact.exchanged_parts import ExchangedPrograms
 from replicax.core.exact.host_executor import HostExecutor
 from replicax.core.exact.micro_shard_function import OnMicroShard
+from replicax.core.exact.own_draws import with_own_draws
 from replicax.core.exact.replica_program import ReplicaProgram
 from replicax.core.exact.sharded_update import MicroShard
 from replicax.core.ground.leaves import by_path, from_host
@@ -74,16 +75,25 @@ class MicroShardStep:
         count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
         shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
         into = [split_dim(each) for each in jax.tree.leaves(shardings)]
-        shapes, structure = jax.tree.flatten(MicroShard(None, count).shapes((state, batch), into))
 
-        def traced(number: jax.Array, *arrays: jax.Array) -> Any:
-            state, batch = jax.tree.unflatten(structure, arrays)
-            return self._function(state, batch, MicroShard(number, count))
+        def traced(count: int) -> Any:
+            shapes, structure = jax.tree.flatten(
+                MicroShard(None, count).shapes((state, batch), into)
+            )
 
-        closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
+            def run(number: jax.Array, *arrays: jax.Array) -> Any:
+                state, batch = jax.tree.unflatten(structure, arrays)
+                return self._function(state, batch, MicroShard(number, count))
+
+            return jax.make_jaxpr(run, return_shape=True)(number, *shapes)
+
+        closed, found = traced(count)
+        if count > 1:
+            split = [how is not None for how in [0, *into]]
+            closed = with_own_draws(closed, split, lambda: traced(count // 2)[0])
         out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
         of_state = len(jax.tree.leaves(state))
-        donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
+        donated = [False, *(self._donate and n < of_state for n in range(len(into)))]
         each_once = _each_once(_marked(closed, [0, *into], out))
         parted = HostExecutor(self._name, each_once, [0, *into], out, self._collectives, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):

@@ -99,10 +99,10 @@ def gather(rows: PyTree) -> PyTree:
         lax.all_gather, axis_name=here.context.axis, tiled=True
     )
 
-    return packed(gather_rows, rows)
+    return gathered_together(gather_rows, rows)
 
 
-def packed(gather_rows: Callable[[jax.Array], jax.Array], rows: PyTree) -> PyTree:
+def gathered_together(gather_rows: Callable[[jax.Array], jax.Array], rows: PyTree) -> PyTree:
     """Return `gather_rows` of each array of `rows`; those of one dtype are gathered together."""
 
     def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
