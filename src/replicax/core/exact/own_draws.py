@@ -42,7 +42,7 @@ def with_own_draws(
     `own` says which inputs differ by micro-shard; `halved()` is the trace with half as many.
     `LossError` if the traces do not show which draws are for rows.
     """
-    draws = [eqn for eqn in _drawing(whole.jaxpr) if eqn.outvars[0].aval.shape]
+    draws = [eqn for eqn in _drawing(whole.jaxpr) if _shape(eqn)]
     if not _Draws({id(eqn) for eqn in draws}).of(whole, own):
         return whole
     rows = _Draws(_growing(whole, halved))
@@ -64,6 +64,12 @@ def _drawing(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from _drawing(closed(inner).jaxpr)
 
 
+def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
+    [out]: list[Any] = eqn.outvars
+    shape: tuple[int, ...] = out.aval.shape
+    return shape
+
+
 def _growing(whole: ClosedJaxpr, halved: Callable[[], ClosedJaxpr]) -> set[int]:
     """Return the `id`s of the equations that draw for rows."""
     try:
@@ -76,7 +82,7 @@ def _growing(whole: ClosedJaxpr, halved: Callable[[], ClosedJaxpr]) -> set[int]:
     return {
         id(eqn)
         for eqn, twin in zip(draws, twins, strict=True)
-        if eqn.outvars[0].aval.shape != twin.outvars[0].aval.shape
+        if _shape(eqn) != _shape(twin)
     }
 
 

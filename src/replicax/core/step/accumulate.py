@@ -99,7 +99,7 @@ def add_in_turn(
         total, handed = carry
         number, rows = numbered
         sums, after = part(chosen(lambda own, _: own, extras, handed), number, rows)
-        after = chosen(partial(jnp.where, number > 0), handed, after)
+        after = chosen(lambda own, new: jnp.where(number > 0, own, new), handed, after)
         added = jax.tree.map(jnp.add, total, dataclasses.replace(sums, rows={}))
         return (added, after), sums.rows
 
