@@ -65,7 +65,7 @@ def _drawing(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    [out]: list[Any] = eqn.outvars
+    out: Any = eqn.outvars[0]
     shape: tuple[int, ...] = out.aval.shape
     return shape
 
@@ -79,11 +79,7 @@ def _growing(whole: ClosedJaxpr, halved: Callable[[], ClosedJaxpr]) -> set[int]:
     draws = list(_drawing(whole.jaxpr))
     if [eqn.primitive for eqn in draws] != [eqn.primitive for eqn in twins]:
         raise _unclear()
-    return {
-        id(eqn)
-        for eqn, twin in zip(draws, twins, strict=True)
-        if _shape(eqn) != _shape(twin)
-    }
+    return {id(eqn) for eqn, twin in zip(draws, twins, strict=True) if _shape(eqn) != _shape(twin)}
 
 
 def _unclear() -> LossError:
