@@ -14,25 +14,28 @@ from replicax.core.jaxprs.row_inner import Unlike
 def free_of_rows(
     one: ClosedJaxpr, count: int, rows: int, other: Callable[[], ClosedJaxpr]
 ) -> list[bool]:
-    """Return which of `count` arrays depend neither on rows nor on their number.
+    """Return which of `count` arrays change, and depend neither on rows nor on their number.
 
     The arrays are the first inputs of a function and, as they are after it, its last results; its
     last inputs, `rows` of them, have rows. `one` and `other()` are its traces with different
     numbers of rows. An array that depends on one that depends on rows does so, too.
     """
-    first, inputs = len(one.jaxpr.outvars) - count, len(one.jaxpr.invars)
-    reads = [_only(one, [first + n])[1] for n in range(count)]
+    inputs: list[Any] = one.jaxpr.invars
+    results: list[Any] = one.jaxpr.outvars
+    first = len(results) - count
+    changed = [n for n in range(count) if results[first + n] is not inputs[n]]
+    reads = {n: _only(one, [first + n])[1] for n in changed}
 
-    def none_of(by_row: set[int]) -> list[int]:
-        while more := {n for n in range(count) if any(reads[n][each] for each in by_row)} - by_row:
+    def but_for(by_row: set[int]) -> list[int]:
+        while more := {n for n in changed if any(reads[n][each] for each in by_row)} - by_row:
             by_row = by_row | more
-        return [n for n in range(count) if n not in by_row]
+        return [n for n in changed if n not in by_row]
 
-    free = none_of({n for n in range(count) if any(reads[n][inputs - rows :])})
+    free = but_for({n for n in changed if any(reads[n][len(inputs) - rows :])})
     if free:
         numbered = _numbered(one, other, [first + n for n in free])
         held = {n for n, is_numbered in zip(free, numbered, strict=True) if is_numbered}
-        free = none_of(set(range(count)).difference(free) | held)
+        free = but_for(set(changed).difference(free) | held)
     return [n in free for n in range(count)]
 
 
