@@ -186,8 +186,10 @@ class Replay:
             yield {**batch, "done": np.full(8, len(self._done))}
 
 
-@pytest.mark.parametrize("opened", [Replay, lambda done: Replay(done).batches()])
-@pytest.mark.parametrize("chosen", [{}, {"prefetch": 0}])
+@pytest.mark.parametrize(
+    ("opened", "chosen"),
+    [(Replay, {}), (lambda done: Replay(done).batches(), {}), (Replay, {"prefetch": 0})],
+)
 def test_a_generator_sees_what_the_loop_did(opened: Any, chosen: dict[str, int]) -> None:
     done: list[int] = []
 
