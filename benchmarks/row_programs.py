@@ -1,371 +1,323 @@
-"""Programs drawn at random whose rows stay apart, or mix: always, or by a schedule or a gate."""
+"""Programs drawn at random, run by Replicax and by one device.
 
+Parameters walk by themselves, and do not train: each step is compared by itself, and rounding does
+not grow. What is compared are means, gradients and the rows of a state.
+"""
+
+import contextlib
+import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from row_backward import CURVED, LINEAR
+from row_parts import APART, DRAWN, ENDS, GATES, METRICS, MIXING, STATE, Context
+from row_weighed import CAREFUL, CARELESS, WEIGHED_ENDS
+from row_words import OneDevice, Replicax
 
 import replicax as rx
 
-ROWS, SHORT, STEPS, RATE = 16, 13, 7, 0.05
-DEVICES = 4
-
-Part = Callable[..., Any]
-
-
-class Context:
-    """What the parts of one program read: parameters, batch, key and step number."""
-
-    def __init__(self, model: Any, batch: Any, key: Any, step: Any) -> None:
-        self.model, self.batch, self.key, self.step = model, batch, key, step
-
-
-def drawn(c: Context, z: Any) -> Any:
-    """Multiply by draws, all 1: like dropout, but equal on all replicas."""
-    return z if c.key is None else z * jax.random.bernoulli(c.key, 1.0, z.shape)
-
-
-def drawn_each(c: Context, z: Any) -> Any:
-    if c.key is None:
-        return z
-    keys = jax.random.split(c.key, len(z))
-    return jax.vmap(lambda k, row: row * jax.random.bernoulli(k, 1.0, row.shape))(keys, z)
-
-
-def scanned(c: Context, z: Any) -> Any:
-    def step(carry: Any, column: Any) -> Any:
-        carry = jnp.tanh(carry + column)
-        return carry, carry * 0.5
-
-    last, found = jax.lax.scan(step, jnp.zeros(len(z)), z.T)
-    return found.T + last[:, None]
-
-
-def picked(c: Context, z: Any) -> Any:
-    return z + jax.nn.log_softmax(z)[jnp.arange(len(z)), c.batch["label"]][:, None]
-
-
-def stepped(c: Context, z: Any) -> Any:
-    return z + jax.vmap(
-        lambda row: jax.lax.while_loop(lambda v: jnp.sum(v**2) > 0.1, lambda v: v / 2, row)
-    )(jax.lax.stop_gradient(z))
-
-
-def by_norm(z: Any) -> Any:
-    return z / jnp.linalg.norm(z, axis=1, keepdims=True)
-
-
-APART: dict[str, Part] = {
-    "dense": lambda c, z: jnp.tanh(z @ c.model["w"]),
-    "scale": lambda c, z: z * c.model["scale"] + 0.1,
-    "norm": lambda c, z: (z - z.mean(1, keepdims=True)) / (z.std(1, keepdims=True) + 1),
-    "softmax": lambda c, z: jax.nn.softmax(z) + z,
-    "sorted": lambda c, z: jnp.sort(z, axis=1),
-    "one-hot": lambda c, z: z + jax.nn.one_hot(c.batch["label"], 4),
-    "table": lambda c, z: z + c.model["table"][c.batch["label"]],
-    "own entry": picked,
-    "take along": lambda c, z: z * jnp.take_along_axis(z, c.batch["label"][:, None], 1),
-    "masked": lambda c, z: z * c.batch["mask"][:, None],
-    "chosen": lambda c, z: jnp.where(c.batch["flag"][:, None], z, -z),
-    "drawn": drawn,
-    "drawn for each": drawn_each,
-    "scan": scanned,
-    "vmap": lambda c, z: jax.vmap(lambda row, y: row * jnp.cos(y))(z, c.batch["y"]),
-    "checkpoint": lambda c, z: jax.checkpoint(lambda v: jnp.sin(v) * v)(z),
-    "jit": lambda c, z: jax.jit(lambda v: jax.nn.gelu(v))(z),
-    "branch": lambda c, z: jax.lax.cond(c.step % 2 == 0, jnp.sin, jnp.cos, z),
-    "convolution": lambda c, z: jax.vmap(lambda row: jnp.convolve(row, jnp.ones(3), "same"))(z),
-    "cumulative": lambda c, z: jnp.cumsum(z, axis=1) / 4,
-    "annealed": lambda c, z: z * (1 + 0.1 * jnp.minimum(c.step, 5)),
-    "shared": lambda c, z: z * (1 + c.batch["weight"]),
-    "while": stepped,
-    "outer": lambda c, z: jnp.einsum("bi,bj->bij", z, z).mean(2),
-    "inverse": lambda c, z: jnp.linalg.solve(
-        jnp.einsum("bi,bj->bij", z, z) + jnp.eye(4), z[..., None]
-    )[..., 0],
-    "solved": lambda c, z: (
-        jax.scipy.linalg.solve_triangular(
-            jnp.tril(c.model["w"]) / 4 + jnp.eye(4) * 2, z.T, lower=True
-        ).T
-    ),
-    "adversarial": lambda c, z: (
-        z + 0.1 * jnp.sign(jax.grad(lambda v: jnp.mean(((v @ c.model["w"]) ** 2).sum(1)))(z))
-    ),
-    "adversarial in norm": lambda c, z: (
-        z + 0.1 * by_norm(jax.grad(lambda v: jnp.mean(((v @ c.model["w"]) ** 2).sum(1)))(z))
-    ),
-    "flipped and back": lambda c, z: jnp.tanh(z[::-1])[::-1],
-    "constant": lambda c, z: z + jnp.ones((len(z), 1)),
+ROWS, SHORT, RATE = 16, 13, 0.05
+FULL = (ROWS,) * 6
+PARTS = {
+    **{name: part for name, (_, part) in DRAWN.items()},
+    **APART,
+    **MIXING,
+    **CAREFUL,
+    **CARELESS,
+    **LINEAR,
+    **CURVED,
+    **STATE,
 }
-
-MIXING: dict[str, Part] = {
-    "mean": lambda c, z: z - z.mean(0),
-    "std": lambda c, z: z / (z.std(0) + 0.5),
-    "largest": lambda c, z: z / (jnp.abs(z).max() + 0.1),
-    "roll": lambda c, z: 0.7 * z + 0.3 * jnp.roll(z, 1, axis=0),
-    "reversed": lambda c, z: z * z[::-1],
-    "ranks": lambda c, z: z * jnp.argsort(jnp.argsort(z[:, 0]))[:, None] / 10,
-    "softmax of rows": lambda c, z: z * jax.nn.softmax(z[:, 0])[:, None],
-    "contrast": lambda c, z: z * jnp.tanh(jax.nn.logsumexp(z @ z.T, axis=1) / 4)[:, None],
-    "by their number": lambda c, z: z * 4 / len(z),
-    "by place": lambda c, z: z * (1 + 0.1 * jnp.arange(len(z)))[:, None],
-    "cumulative over rows": lambda c, z: jnp.cumsum(z, axis=0) / 8,
-    "pairs": lambda c, z: (
-        (z.reshape(-1, 2, 4) - z.reshape(-1, 2, 4).mean(1, keepdims=True)).reshape(z.shape)
-        if len(z) % 2 == 0
-        else z - z.mean(0)
-    ),
-    "quarters": lambda c, z: (
-        z * z.reshape(4, -1, 4).mean(0).sum() if len(z) % 4 == 0 else z * z.sum(0)
-    ),
-    "median": lambda c, z: z - jnp.median(z, axis=0),
-    "masked mean": lambda c, z: (
-        z - (z * c.batch["mask"][:, None]).sum() / (c.batch["mask"].sum() + 1e-3)
-    ),
-    "shuffled": lambda c, z: z if c.key is None else z + 0.5 * jax.random.permutation(c.key, z),
-    "scan over rows": lambda c, z: jax.lax.scan(lambda s, row: (0.5 * s + row,) * 2, z[0] * 0, z)[
-        1
-    ],
-    "a row's negative": lambda c, z: z - z[(c.batch["label"] * 3) % len(z)],
-    "count": lambda c, z: z * (z > 0).sum() / 32,
-}
-
-GATES: dict[str, Callable[[Context, Part, Any], Any]] = {
-    "always": lambda c, part, z: part(c, z),
-    "warm-up": lambda c, part, z: z + jnp.minimum(c.step, 1) * (part(c, z) - z),
-    "late": lambda c, part, z: jnp.where(c.step >= 4, part(c, z), z),
-    "every fifth": lambda c, part, z: jax.lax.cond(
-        c.step % 5 == 3, lambda z: part(c, z), lambda z: z, z
-    ),
-    "weight": lambda c, part, z: z + c.batch["weight"] * (part(c, z) - z),
-    "gate": lambda c, part, z: z + c.model["gate"] * (part(c, z) - z),
-    "small": lambda c, part, z: z + 1e-2 * (part(c, z) - z),
-    "in a loop": lambda c, part, z: jax.lax.fori_loop(0, 2, lambda i, z: part(c, z), z),
-    "late in a loop": lambda c, part, z: jax.lax.scan(
-        lambda z, _: (jnp.where(c.step > 2, part(c, z), z), None), z, length=2
-    )[0],
-    "jit": lambda c, part, z: jax.jit(lambda z: part(c, z))(z),
-    "in training": lambda c, part, z: z if c.key is None else part(c, z),
-    "of some rows": lambda c, part, z: jnp.where(c.batch["flag"][:, None], part(c, z), z),
-    "checkpoint": lambda c, part, z: jax.checkpoint(lambda z: part(c, z))(z),
-}
-
-ENDS: dict[str, tuple[bool, Part]] = {
-    "rows": (True, lambda c, z: (z[:, 0] - c.batch["y"]) ** 2 + 0.1 * (z**2).sum(1)),
-    "entries": (True, lambda c, z: (z - c.batch["y"][:, None]) ** 2),
-    "weighted": (
-        True,
-        lambda c, z: rx.Weighted((z[:, 0] - c.batch["y"]) ** 2, c.batch["mask"] + 0.5),
-    ),
-    "flags": (True, lambda c, z: rx.Weighted((z**2).sum(1), c.batch["mask"] > 0.3)),
-    "mean": (True, lambda c, z: jnp.mean((z[:, 0] - c.batch["y"]) ** 2)),
-    "cross-entropy": (
-        True,
-        lambda c, z: optax.softmax_cross_entropy_with_integer_labels(z, c.batch["label"]),
-    ),
-    "sum": (False, lambda c, z: jnp.sum((z[:, 0] - c.batch["y"]) ** 2)),
-    "root": (False, lambda c, z: jnp.sqrt(jnp.mean((z[:, 0] - c.batch["y"]) ** 2))),
-    "weighted mean": (
-        False,
-        lambda c, z: jnp.sum((z**2).sum(1) * c.batch["mask"]) / (c.batch["mask"].sum() + 1e-3),
-    ),
-}
-METRICS: dict[str, tuple[bool, Part]] = {
-    "none": (True, lambda c, z: {}),
-    "accuracy": (True, lambda c, z: {"right": jnp.argmax(z, 1) == c.batch["label"]}),
-    "mean": (True, lambda c, z: {"size": jnp.mean(jnp.abs(z))}),
-    "largest": (False, lambda c, z: {"largest": jnp.max(z)}),
-    "spread": (False, lambda c, z: {"spread": jnp.std(z)}),
-    "count": (False, lambda c, z: {"count": jnp.sum(z > 0).astype(jnp.float32)}),
-}
+EVERY_END = {**ENDS, **WEIGHED_ENDS}
+APARTS = {*APART, *LINEAR, *STATE, *(name for name, (fine, _) in DRAWN.items() if fine)}
+WEIGHED = {*CAREFUL, *CARELESS, *WEIGHED_ENDS}
+LOW = {"in bfloat16", "in float16"}
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
+DTYPES |= {"float32": jnp.float32, "float64": jnp.float64}
+Told = list[dict[str, np.ndarray]]
+"""What is compared after each step, by name, in float64."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a program is run."""
+
+    mode: str
+    accumulate: int = 1
+    devices: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.devices} devices, {self.accumulate} parts"
+
+
+CASES = (
+    *(Case("shard_map"), Case("shard_map", 1, 2), Case("jit"), Case("jit", 1, 2)),
+    *(Case("single", 1, 1), Case("jit", 2, 2), Case("shard_map", 2, 2), Case("pmap", 1, 2)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A loss, or a custom step whose first parts are in its body, `before` the loss.
 
     `closure`: the loss closes over the result of these parts. `parts` are pairs of names, of a gate
-    and of a part in `APART` or `MIXING`.
+    and of a part. `rows` are the sizes of its batches, one for each step. `memory`: how many rows
+    of its state, an `rx.PerRow`, were written; others are 0.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, str]],
-        end: str = "rows",
-        metrics: str = "none",
-        *,
-        before: int | None = None,
-        closure: bool = False,
-        updates: int = 1,
-    ) -> None:
-        self.own, self.before = before is not None, before or 0
-        self.closure, self.updates = closure, updates
-        self.parts, self.end, self.metrics = parts, end, metrics
-        mixing = any(name in MIXING for _, name in parts)
-        self.apart = not mixing and ENDS[end][0] and METRICS[metrics][0]
+    parts: tuple[tuple[str, str], ...]
+    end: str = "rows"
+    metrics: str = "none"
+    before: int | None = None
+    closure: bool = False
+    updates: int = 1
+    rows: tuple[int, ...] = FULL
+    numbers: str = "normal"
+    dtype: str = "float32"
+    memory: int | None = None
+    given: str = ""
+    """The dtype of the numbers, if they are computed in a wider one."""
+    jitter: int = 0
+    """The seed of a change of all numbers by their rounding, or 0."""
 
-    @classmethod
-    def drawn(cls, seed: int) -> "Program":
-        """Return the program of `seed`: half of them keep rows apart, half are custom steps."""
-        draw = random.Random(seed)
-        apart, own = draw.random() < 0.5, draw.random() < 0.5
-        parts = [("always", name) for name in draw.choices(list(APART), k=draw.randint(1, 4))]
-        if draw.random() < 0.4:  # a gate around a part that keeps rows apart
-            n = draw.randrange(len(parts))
-            parts[n] = (draw.choice(list(GATES)), parts[n][1])
-        end = draw.choice([name for name, (fine, _) in ENDS.items() if fine])
-        metrics = draw.choice([name for name, (fine, _) in METRICS.items() if fine])
-        if not apart:
-            where = draw.random()
-            if where < 0.1:
-                end = draw.choice([name for name, (fine, _) in ENDS.items() if not fine])
-            elif where < 0.2 and not own:
-                metrics = draw.choice([name for name, (fine, _) in METRICS.items() if not fine])
-            else:
-                name = draw.choice(list(MIXING))
-                place = draw.randint(0, len(parts))
-                parts.insert(place, (draw.choice(list(GATES)), name))
-        before = draw.randint(0, len(parts)) if own else None
-        closure = own and draw.random() < 0.3
-        updates = draw.randint(1, 2) if own else 1
-        return cls(parts, end, metrics, before=before, closure=closure, updates=updates)
+    @property
+    def own(self) -> bool:
+        return self.before is not None
+
+    @cached_property
+    def kind(self) -> str:
+        """Whether rows stay apart, are mixed with care for padding, or are mixed."""
+        names = [name for _, name in self.parts]
+        fine = EVERY_END[self.end][0] and METRICS[self.metrics][0]
+        if not fine or not {*names} <= APARTS | {*CAREFUL}:
+            return "curved" if {*names} & {*CURVED} else "mixed"
+        return "careful" if {*names, self.end} & WEIGHED else "apart"
+
+    @property
+    def weighs(self) -> bool:
+        return bool({*(name for _, name in self.parts), self.end} & WEIGHED)
+
+    @property
+    def draws(self) -> bool:
+        return bool({name for _, name in self.parts} & {*DRAWN})
+
+    @property
+    def low(self) -> bool:
+        """Whether anything is computed in less than float32."""
+        narrow = self.dtype in ("bfloat16", "float16")
+        return narrow or bool({name for _, name in self.parts} & LOW)
+
+    def cases(self, draw: random.Random, count: int) -> list[Case]:
+        """Return some of the cases that apply."""
+        found = [case for case in CASES if self.applies(case)]
+        return draw.sample(found, min(count, len(found)))
+
+    def applies(self, case: Case) -> bool:
+        """Whether a case is defined: draws differ between parts, a closure has all rows."""
+        divided = case.accumulate > 1 or case.mode in ("shard_map", "pmap")
+        return not (self.draws and divided) and not (self.closure and case.accumulate > 1)
 
     def __str__(self) -> str:
-        said = " > ".join(
-            f"{name} ({gate})" if gate != "always" else name for gate, name in self.parts
-        )
-        own = (
-            f"step, {self.before} before{', closure' if self.closure else ''}"
-            if self.own
-            else "loss"
-        )
-        return f"{own}: {said} > {self.end}, {self.metrics}"
+        parts = (f"{name} ({gate})" if gate != "always" else name for gate, name in self.parts)
+        said = f"step, {self.before} before{', closure' * self.closure}" if self.own else "loss"
+        said += f": {' > '.join(parts)} > {self.end}, {self.metrics}; rows {list(self.rows)}"
+        said += f", {self.updates} updates" * (self.updates > 1)
+        said += f", {self.memory} rows of state" * (self.memory is not None)
+        return f"{said}, {self.numbers} in {self.dtype}"
 
-    def model(self) -> Any:
-        def normal(*shape: int) -> Any:
-            numbers = np.random.default_rng(1).normal(size=shape) / 2
-            return jnp.asarray(numbers, jnp.float32)
+    def at(self, dtype: str) -> "Program":
+        """Return the same program on the same numbers, computed in another dtype."""
+        return dataclasses.replace(self, dtype=dtype, given=self.given or self.dtype)
 
-        return {
-            "w": normal(4, 4),
-            "table": normal(4, 4),
-            "scale": jnp.ones(4),
-            "gate": jnp.zeros(()),
-        }
+    def jittered(self, seed: int) -> "Program":
+        """Return the same program on numbers that differ by rounding."""
+        return dataclasses.replace(self, jitter=seed)
+
+    def _cast(self, array: Any) -> Any:
+        if self.jitter:
+            size = 2 * float(jnp.finfo(DTYPES[self.dtype]).eps)
+            noise = np.random.default_rng(self.jitter).uniform(-size, size, np.shape(array))
+            array = array * (1 + noise)
+        rounded = jnp.asarray(array, DTYPES[self.given or self.dtype])
+        return np.asarray(rounded.astype(DTYPES[self.dtype]))
+
+    def model(self, step: int) -> dict[str, Any]:
+        """Return the parameters of a step; a gate is closed in the first."""
+        numbers = np.random.default_rng((step, 1))
+        named = {"w": (4, 4), "table": (4, 4), "scale": (4,)}
+        model = {name: numbers.normal(size=shape) / 2 for name, shape in named.items()}
+        model["scale"] = 1 + model["scale"] / 2
+        return {**jax.tree.map(self._cast, model), "gate": self._cast(step * 0.25)}
 
     def batch(self, step: int, rows: int) -> dict[str, Any]:
+        """Return a batch; the numbers of later ones may be unlike those of the first."""
         numbers = np.random.default_rng((step, 7))
         mask = np.ones(ROWS) if step == 0 else numbers.integers(0, 2, ROWS)
+        x, y = numbers.normal(size=(ROWS, 4)), numbers.normal(size=ROWS)
+        if self.numbers == "larger":
+            x, y = (each * (1 if step < 2 else 6) for each in (x, y))
+        elif self.numbers == "far":
+            x, y = (each / 2 + (1 if step % 2 else -1) * 3 for each in (x, y))
+        elif self.numbers == "other sign":
+            sign = np.where((np.arange(ROWS) >= 4) | (step > 2), -2, 0.5) if step else np.ones(ROWS)
+            x, y = (np.abs(x) + 0.2) * sign[:, None], (np.abs(y) + 0.2) * sign
         batch = {
-            "x": numbers.normal(size=(ROWS, 4)).astype(np.float32),
-            "y": numbers.normal(size=ROWS).astype(np.float32),
+            "x": self._cast(x),
+            "y": self._cast(y),
             "label": numbers.integers(0, 4, ROWS).astype(np.int32),
-            "mask": mask.astype(np.float32),
+            "mask": self._cast(mask),
             "flag": np.ones(ROWS, bool) if step == 0 else numbers.random(ROWS) < 0.5,
         }
         return {name: leaf[:rows] for name, leaf in batch.items()}
 
-    def through(self, c: Context, z: Any, first: int, last: int) -> Any:
-        for gate, name in self.parts[first:last]:
-            z = GATES[gate](c, {**APART, **MIXING}[name], z)
-        return z
+    def first_memory(self) -> Any:
+        numbers = np.random.default_rng(3).normal(size=(ROWS, 4))
+        return self._cast(np.where(np.arange(ROWS)[:, None] < self.memory, numbers, 0))
 
-    def loss(self, first: int, step: Any) -> Any:
+    def loss(self, first: int, words: Any) -> Any:
+        """Return the loss: the parts from `first` on, and the end."""
+
         def loss(model: Any, batch: Any, key: Any) -> Any:
-            c = Context(model, batch, key, step())
-            z = self.through(c, batch["x"] * model["scale"], first, len(self.parts))
-            values, metrics = ENDS[self.end][1](c, z), METRICS[self.metrics][1](c, z)
+            c = Context(model, batch, key, words)
+            if self.weighs:
+                c.real = words.row_weights(batch["x"])
+            z = batch["x"] * model["scale"]
+            z = self._through(c, z, first, len(self.parts))
+            values, metrics = EVERY_END[self.end][1](c, z), METRICS[self.metrics][1](c, z)
             return (values, metrics) if metrics else values
 
         return loss
 
-    def step(self, state: Any, batch: Any, key: Any, value_and_grad: Any, step: Any) -> Any:
+    def _through(self, c: Context, z: Any, first: int, last: int) -> Any:
+        for gate, name in self.parts[first:last]:
+            part = lambda c, z, name=name: PARTS[name](c, z).astype(z.dtype)  # noqa: E731
+            z = GATES[gate](c, part, z).astype(z.dtype)
+        return z
+
+    def step(self, state: Any, batch: Any, key: Any, words: Any) -> Any:
         """Run a custom step: some parts in its body, the others in its loss."""
-        inner, weight = {n: v for n, v in batch.items() if n != "weight"}, batch["weight"]
-        weight = getattr(weight, "value", weight)
-        c = Context(state, {**inner, "weight": weight}, None, step())
-        z = self.through(c, batch["x"], 0, self.before)
-        seen = {**batch, "x": batch["x"] if self.closure else z}
-        rest = self.loss(self.before, step)
+        model, memory = state["model"], state.get("memory")
+        inner = {n: getattr(v, "value", v) for n, v in batch.items()}
+        if memory is not None:
+            inner["memory"] = memory = getattr(memory, "value", memory)
+            batch = {**batch, "memory": memory}
+        c = Context(model, inner, None, words)
+        if self.weighs:
+            c.real = words.row_weights(batch["x"])
+        z = self._through(c, batch["x"], 0, self.before or 0)
+        seen, rest = (
+            {**batch, "x": batch["x"] if self.closure else z},
+            self.loss(self.before, words),
+        )
 
         def loss(model: Any, rows: Any, key: Any) -> Any:
             return rest(model, {**rows, "x": z} if self.closure else rows, key)
 
-        means = {}
-        for _ in range(self.updates):
-            means, gradient = value_and_grad(loss)(state, seen, key)
-            state = jax.tree.map(lambda p, g: p - RATE * g, state, gradient)
-        return state, means
+        means, gradient = {}, model
+        for update in range(self.updates):
+            if update:
+                model = jax.tree.map(lambda p, g: (p - RATE * g).astype(p.dtype), model, gradient)
+            means, gradient = words.value_and_grad(loss)(model, seen, key)
+        after = {"model": state["model"], "gradient": gradient}
+        if memory is not None:
+            after["memory"] = (0.9 * memory + 0.1 * z).astype(z.dtype)
+        return after, means
 
-    def plain(self, rows: int) -> list[dict[str, float]]:
-        """Return the metrics of each step on one device, without Replicax."""
-        model, told, seed = self.model(), [], jax.random.key(0)
-
-        def value_and_grad(loss: Any) -> Any:
-            def mean(value: Any) -> Any:
-                if isinstance(value, rx.Weighted):
-                    weights = jnp.broadcast_to(value.weights, value.values.shape)
-                    return jnp.sum(value.values * weights) / jnp.sum(weights)
-                return jnp.mean(jnp.asarray(value, jnp.float32))
-
-            def total(model: Any, batch: Any, key: Any) -> Any:
-                found = loss(model, batch, key)
-                values, metrics = found if isinstance(found, tuple) else (found, {})
-                named = {"loss": values, **metrics}
-                means = {name: mean(value) for name, value in named.items()}
-                return means["loss"], means
-
-            def run(model: Any, batch: Any, key: Any) -> Any:
-                (_, means), gradient = jax.value_and_grad(total, has_aux=True)(model, batch, key)
-                return means, gradient
-
-            return run
+    def plain(self) -> Told:
+        """Return what one device computes from the real rows, without Replicax."""
+        seed, told = jax.random.key(0), []
 
         @jax.jit
-        def step(model: Any, batch: Any, number: Any) -> Any:
-            at = lambda: number  # noqa: E731
-            key = jax.random.fold_in(jax.random.fold_in(seed, number), 0)
+        def step(state: Any, batch: Any, number: Any) -> Any:
+            words, key = OneDevice(number), jax.random.fold_in(seed, number)
+            key = jax.random.fold_in(key, 0)
             if self.own:
-                return self.step(model, batch, key, value_and_grad, at)
-            means, gradient = value_and_grad(self.loss(0, at))(model, batch, key)
-            return jax.tree.map(lambda p, g: p - RATE * g, model, gradient), means
+                return self.step(state, batch, key, words)
+            means, gradient = words.value_and_grad(self.loss(0, words))(state["model"], batch, key)
+            return {"gradient": gradient}, means
 
-        for number in range(STEPS):
-            batch = {**self.batch(number, rows), "weight": jnp.float32(number > 1)}
-            model, means = step(model, batch, jnp.int32(number))
-            told.append({name: float(value) for name, value in means.items()})
+        with self._precise():
+            memory = None if self.memory is None else self.first_memory()
+            for number, rows in enumerate(self.rows):
+                state = {"model": self.model(number)}
+                if memory is not None:
+                    state["memory"] = memory[:rows]
+                batch = {**self.batch(number, rows), "weight": np.float32(number > 1)}
+                after, means = jax.device_get(step(state, batch, np.int32(number)))
+                if memory is not None:
+                    memory = np.concatenate([after["memory"], memory[rows:]])
+                told.append(_named(means, after["gradient"], memory))
         return told
 
-    def found(self, mode: str, accumulate: int, rows: int) -> list[dict[str, float]] | str:
-        """Return the metrics of each step, or the first line of the refusal."""
-        settings: dict[str, Any] = {"mode": mode, "accumulate": accumulate, "donate": False}
-        settings["mesh"] = rx.make_mesh(devices=jax.devices()[:DEVICES])
-        if self.own:
-            step = lambda s, b, k: self.step(s, b, k, rx.value_and_grad, rx.step_number)  # noqa: E731
-            dp = rx.DataParallel(step=step, **settings)
-        else:
-            dp = rx.DataParallel(self.loss(0, rx.step_number), optax.sgd(RATE), **settings)
-        told, state = [], dp.init(self.model())
-        try:
-            for number in range(STEPS):
-                batch = {**self.batch(number, rows), "weight": rx.Shared(float(number > 1))}
-                state, means = dp.step(state, next(iter(dp.feed([batch], batch_size=ROWS))))
-                told.append({name: float(value) for name, value in means.items()})
-        except rx.ReplicaxError as error:
-            return str(error)
-        return told
+    def found(self, case: Case) -> tuple[Told, str]:
+        """Return what Replicax computes until it refuses, and how it refuses, or nothing."""
+        settings: dict[str, Any] = {"mode": case.mode, "accumulate": case.accumulate}
+        settings |= {"mesh": rx.make_mesh(devices=jax.devices()[: case.devices]), "donate": False}
+        told: Told = []
+        with self._precise():
+            try:
+                if self.own:
+                    dp = rx.DataParallel(step=self._replicax_step, **settings)
+                else:
+                    dp = rx.DataParallel(self.loss(0, Replicax), _kept_gradient(), **settings)
+                model = self.model(0)
+                state = dp.init(self._first_state(model) if self.own else model)
+                for number, rows in enumerate(self.rows):
+                    state = self._walked(state, number) if number else state
+                    given = {**self.batch(number, rows), "weight": rx.Shared(float(number > 1))}
+                    [batch] = dp.feed([given], batch_size=ROWS, prefetch=0)
+                    state, means = dp.step(state, batch)
+                    params = state.params
+                    gradient = params["gradient"] if self.own else state.opt_state
+                    memory = params["memory"].value if self.memory is not None else None
+                    told.append(_named(*jax.device_get((means, gradient, memory))))
+            except rx.ReplicaxError as error:
+                return told, str(error)
+        return told, ""
+
+    def _replicax_step(self, state: Any, batch: Any, key: Any) -> Any:
+        after, means = self.step(state, batch, key, Replicax)
+        if "memory" in after:
+            after["memory"] = rx.PerRow(after["memory"])
+        return after, dict(means)
+
+    def _first_state(self, model: Any) -> Any:
+        state = {"model": model, "gradient": jax.tree.map(np.zeros_like, model)}
+        if self.memory is not None:
+            state["memory"] = rx.PerRow(jnp.asarray(self.first_memory()))
+        return state
+
+    def _walked(self, state: Any, number: int) -> Any:
+        """Return a state with the parameters of a step."""
+        params = state.params
+        before = params["model"] if self.own else params
+        model = jax.tree.map(
+            lambda new, old: jax.device_put(jnp.asarray(new), old.sharding),
+            self.model(number),
+            before,
+        )
+        return dataclasses.replace(state, params={**params, "model": model} if self.own else model)
+
+    def _precise(self) -> Any:
+        return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
 
 
-def differs(found: list[dict[str, float]], plain: list[dict[str, float]]) -> float:
-    """Return the largest relative difference of a metric, until the loss diverges."""
-    gaps = [0.0]
-    for one, other in zip(found, plain, strict=True):
-        if not abs(other["loss"]) < 1e3:
-            break
-        for name in set(one) & set(other):
-            gap = abs(one[name] - other[name]) / max(1e-3, abs(other[name]))
-            gaps.append(float("inf") if np.isnan(gap) else gap)
-    return max(gaps)
+def _kept_gradient() -> optax.GradientTransformation:
+    """Return an optimizer whose state is the latest gradient, and that updates nothing."""
+
+    def update(gradient: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(jnp.zeros_like, gradient), gradient
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def _named(means: Any, gradient: Any, memory: Any) -> dict[str, np.ndarray]:
+    found = {**means, **{f"gradient of {name}": leaf for name, leaf in gradient.items()}}
+    if memory is not None:
+        found["rows of state"] = memory
+    return {name: np.asarray(value, np.float64) for name, value in found.items()}
