@@ -53,8 +53,10 @@ def drawn(seed: int) -> Program:
         if not own and draw.random() < 0.3:
             metric = draw.choice([name for name, (fine, _) in METRICS.items() if not fine])
     memory, before = None, draw.randint(0, len(parts)) if own else None
-    if own and draw.random() < 0.25:
-        memory = min(rows) if max(rows) < ROWS and draw.random() < 0.7 else ROWS
+    if own and draw.random() < 0.3:
+        memory = ROWS
+        if padded and draw.random() < 0.6:  # some entries were never written
+            memory, rows = min(rows), (min(rows),) * LENGTH
         place = draw.randint(0, len(parts))
         parts.insert(place, ("always", draw.choice(["memory", "unit of memory"])))
     return Program(
@@ -74,7 +76,7 @@ def drawn(seed: int) -> Program:
 def _rows(draw: random.Random) -> tuple[int, ...]:
     """Return the sizes of batches: full, short, or both."""
     short = draw.choices([13, 5, 15, 12], [50, 25, 15, 10])[0]
-    order = draw.choices(["mixed", "full", "short", "short first"], [50, 20, 15, 15])[0]
+    order = draw.choices(["mixed", "full", "short", "short first"], [45, 20, 20, 15])[0]
     full = {"full": 6, "short": 0, "mixed": 2, "short first": 0}[order]
     rows = [ROWS] * full + [short] * (LENGTH - full)
     if order == "short first":

@@ -117,7 +117,7 @@ APART: dict[str, Part] = {
     "constant": lambda c, z: z + jnp.ones((len(z), 1)),
     "in bfloat16": through(jnp.bfloat16),
     "in float16": through(jnp.float16),
-    "in float64": through(None),
+    "in its own precision": through(None),
     "logsumexp of a row": lambda c, z: z + jax.nn.logsumexp(z, axis=1, keepdims=True),
     "searched": lambda c, z: (
         z + jax.vmap(jnp.searchsorted)(jnp.sort(z, axis=1), z[:, 1])[:, None] / 4
@@ -228,9 +228,17 @@ ENDS: dict[str, tuple[bool, Part]] = {
         lambda c, z: jnp.sum((z**2).sum(1) * c.batch["mask"]) / (c.batch["mask"].sum() + 1e-3),
     ),
 }
+
+
+def right(c: Context, z: Any) -> Any:
+    """Return what is right, as booleans; the mean of these is float32 in all programs."""
+    found = jnp.argmax(z, 1) == c.batch["label"]
+    return found if z.dtype != jnp.float64 else found * 1.0
+
+
 METRICS: dict[str, tuple[bool, Part]] = {
     "none": (True, lambda c, z: {}),
-    "accuracy": (True, lambda c, z: {"right": jnp.argmax(z, 1) == c.batch["label"]}),
+    "accuracy": (True, lambda c, z: {"right": right(c, z)}),
     "mean": (True, lambda c, z: {"size": jnp.mean(jnp.abs(z))}),
     "largest": (False, lambda c, z: {"largest": jnp.max(z)}),
     "spread": (False, lambda c, z: {"spread": jnp.std(z)}),

@@ -37,8 +37,8 @@ EVERY_END = {**ENDS, **WEIGHED_ENDS}
 APARTS = {*APART, *LINEAR, *STATE, *(name for name, (fine, _) in DRAWN.items() if fine)}
 WEIGHED = {*CAREFUL, *CARELESS, *WEIGHED_ENDS}
 LOW = {"in bfloat16", "in float16"}
-DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
-DTYPES |= {"float32": jnp.float32, "float64": jnp.float64}
+DTYPES = {name: jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")}
+
 Told = list[dict[str, np.ndarray]]
 """What is compared after each step, by name, in float64."""
 
@@ -143,8 +143,8 @@ class Program:
             size = 2 * float(jnp.finfo(DTYPES[self.dtype]).eps)
             noise = np.random.default_rng(self.jitter).uniform(-size, size, np.shape(array))
             array = array * (1 + noise)
-        rounded = jnp.asarray(array, DTYPES[self.given or self.dtype])
-        return np.asarray(rounded.astype(DTYPES[self.dtype]))
+        wide = np.asarray(array, np.float64)
+        return wide.astype(DTYPES[self.given or self.dtype]).astype(DTYPES[self.dtype])
 
     def model(self, step: int) -> dict[str, Any]:
         """Return the parameters of a step; a gate is closed in the first."""

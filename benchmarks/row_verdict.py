@@ -27,7 +27,7 @@ def gaps(found: Told, plain: Told) -> Iterator[tuple[float, int, str]]:
             size = np.abs(value).max()
             least = TINY * max(largest, 1e-6) if name.startswith("gradient") else 1e-6
             gap = np.abs(one[name] - value).max() / max(size, least)
-            if gap:
+            if not gap <= 0:
                 yield (np.inf if np.isnan(gap) else float(gap)), step, name
 
 
@@ -68,7 +68,9 @@ def verdict(program: Program, case: Case, found: Told, plain: Told) -> Verdict:
 
 def _wide(program: Program) -> Program:
     """Return a program with the same numbers that computes in float64."""
-    wide = tuple((gate, "in float64" if name in LOW else name) for gate, name in program.parts)
+    wide = tuple(
+        (gate, "in its own precision" if name in LOW else name) for gate, name in program.parts
+    )
     return dataclasses.replace(
         program, parts=wide, dtype="float64", given=program.given or program.dtype
     )
