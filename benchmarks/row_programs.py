@@ -317,7 +317,7 @@ def _kept_gradient() -> optax.GradientTransformation:
 
 
 def _named(means: Any, gradient: Any, memory: Any) -> dict[str, np.ndarray]:
-    found = {**means, **{f"gradient of {name}": leaf for name, leaf in gradient.items()}}
+    found = {**means, **{f"gradient.{name}": leaf for name, leaf in gradient.items()}}
     if memory is not None:
-        found["rows of state"] = memory
+        found["memory"] = memory
     return {name: np.asarray(value, np.float64) for name, value in found.items()}

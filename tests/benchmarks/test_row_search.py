@@ -27,7 +27,7 @@ def test_the_reference_uses_nothing_of_replicax(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delattr(rx, word)
     [plain] = STATED.plain()
     assert not why
-    assert plain.keys() == found[0].keys() >= {"loss", "gradient of w", "rows of state"}
+    assert plain.keys() == found[0].keys() >= {"loss", "gradient.w", "memory"}
     assert max((gap for gap, _, _ in gaps(found, [plain])), default=0) < 1e-5
 
 
@@ -41,15 +41,15 @@ def test_the_second_opinion_is_in_float64_on_the_same_numbers() -> None:
     assert not jax.config.jax_enable_x64
 
 
-LEAF = {"loss": np.float64(2), "gradient of w": np.ones(2), "gradient of gate": np.float64(1e-4)}
+LEAF = {"loss": np.float64(2), "gradient.w": np.ones(2), "gradient.gate": np.float64(1e-4)}
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("gradient of gate", 1.1e-4, 0.1),  # relative to its own size
+        ("gradient.gate", 1.1e-4, 0.1),  # relative to its own size
         ("loss", np.nan, np.inf),
-        ("gradient of w", np.array([1, np.nan]), np.inf),
+        ("gradient.w", np.array([1, np.nan]), np.inf),
     ],
 )
 def test_differences_are_relative_to_the_size_of_each(
@@ -67,7 +67,7 @@ def test_numbers_that_are_not_finite_on_one_device_are_not_compared() -> None:
 def test_a_wrong_gradient_is_silent_and_its_rounding_is_not() -> None:
     program, case = Program((("always", "dense"),), rows=(4,)), Case("jit", 1, 1)
     plain, off = program.plain(), [{**step} for step in program.plain()]
-    off[0]["gradient of w"] = off[0]["gradient of w"] * 1.0001
+    off[0]["gradient.w"] = off[0]["gradient.w"] * 1.0001
 
     class Wrong(Program):
         def found(self, case: Case) -> tuple[list[dict[str, np.ndarray]], str]:
