@@ -67,7 +67,7 @@ def drawn(seed: int) -> Program:
         closure=own and draw.random() < 0.3,
         updates=draw.randint(1, 2) if own else 1,
         rows=rows,
-        numbers=draw.choice(["normal", "normal", "other sign", "larger", "far"]),
+        numbers=draw.choice(["normal", "normal", "other sign", "larger", "smaller", "far"]),
         dtype=draw.choices(["float32", "bfloat16", "float16", "float64"], [70, 12, 8, 10])[0],
         memory=memory,
     )

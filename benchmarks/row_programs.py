@@ -160,7 +160,10 @@ class Program:
         mask = np.ones(ROWS) if step == 0 else numbers.integers(0, 2, ROWS)
         x, y = numbers.normal(size=(ROWS, 4)), numbers.normal(size=ROWS)
         if self.numbers == "larger":
-            x, y = (each * (1 if step < 2 else 6) for each in (x, y))
+            x, y = (each * (1 if step < 4 else 6) for each in (x, y))
+        elif self.numbers == "smaller":
+            away = 0.2 if step >= 4 else 6 * np.where(np.arange(ROWS) < 4, 0.1, -1)
+            x, y = (x if step >= 4 else np.abs(x)) * np.reshape(away, (-1, 1)), y * away
         elif self.numbers == "far":
             x, y = (each / 2 + (1 if step % 2 else -1) * 3 for each in (x, y))
         elif self.numbers == "other sign":
