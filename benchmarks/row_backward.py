@@ -88,6 +88,7 @@ CURVED: dict[str, Part] = {
     "clipped gradient": of_rows(lambda x, g: jnp.clip(g, -0.05, 0.05)),
     "clipped widely": of_rows(lambda x, g: jnp.clip(g, -1, 1)),
     "gradient by its norm": of_each_row(_shrunk),
+    "gradient by its norm alone": of_each_row(lambda x, g: g / jnp.linalg.norm(g)),
     "gradient by the norm of all": of_rows(_shrunk),
     "sign of the gradient": of_rows(lambda x, g: jnp.sign(g) / 16),
     "clipped gradient of parameters": of_parameters(lambda x, g: jnp.clip(g, -0.1, 0.1)),

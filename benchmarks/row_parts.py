@@ -134,6 +134,7 @@ MIXING: dict[str, Part] = {
     "softmax of rows": lambda c, z: z * jax.nn.softmax(z[:, 0])[:, None],
     "contrast": lambda c, z: z * jnp.tanh(jax.nn.logsumexp(z @ z.T, axis=1) / 4)[:, None],
     "by their number": lambda c, z: z * 4 / len(z),
+    "by the number of gathered": lambda c, z: z * 4 / len(c.words.gather(z)),
     "by place": lambda c, z: z * (1 + 0.1 * jnp.arange(len(z)))[:, None],
     "cumulative over rows": lambda c, z: jnp.cumsum(z, axis=0) / 8,
     "pairs": lambda c, z: (

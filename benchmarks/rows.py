@@ -1,11 +1,11 @@
 """Draw steps and losses at random, and compare what is accepted with one device.
 
-    python benchmarks/rows.py --programs 1700 --workers 2
+    python benchmarks/rows.py --programs 1300 --workers 2
 
 Each program is built from parts that keep rows apart and, in about half of the programs, one that
 mixes them, with or without care for padding, draws random numbers, or has a backward pass of its
 own: always, by a schedule, a gate, an `rx.Shared`, a branch, a loop, in the gradient only, or a
-mask of some rows. It runs in up to three cases (a mode, devices, micro-batches) on a sequence of
+mask of some rows. It runs in up to four cases (a mode, devices, micro-batches) on a sequence of
 full and short batches, whose later numbers may be unlike those of the first. Means, gradients and
 rows of a state of each step are compared with plain JAX on the real rows. A silent difference is a
 program that is accepted and has other numbers. Writes `results/rows.json` as it goes.
@@ -41,7 +41,7 @@ from timing import environment, save
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.jaxprs.row_evaluation import Undecided
 
-CASES_OF_EACH = 3
+CASES_OF_EACH = 4
 CLEARED_EVERY, SHOWN_EVERY_SECONDS = 25, 30
 
 
