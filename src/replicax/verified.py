@@ -27,6 +27,7 @@ def verify(
     micro_batches: Count = checks.MICRO_BATCHES_TRIED,
     target: str | Target | None = None,
     seed: Seed = 0,
+    surrogates: Sequence[str] = (),
     show: stages.Show | None = None,
     found: stages.OnCheck | None = None,
 ) -> Verification:
@@ -57,6 +58,9 @@ def verify(
         target: hardware to compile for when inspecting those sums, as for `rx.plan`: `h100:8`. By
             default the attached devices. It does not affect the other checks.
         seed: of the model's random numbers, as for `dp.init`.
+        surrogates: names of functions of the loss whose own rule (`jax.custom_vjp`, `custom_jvp`)
+            is on purpose not the derivative of what they compute, such as a straight-through
+            estimator's.
         show: called with one line of progress at a time.
         found: called with each row as soon as it is known.
 
@@ -81,6 +85,7 @@ def verify(
         batch_size=size,
         elsewhere=None if target is None else compiling_for(target, show),
         seed=seed,
+        surrogates=surrogates,
         show=show,
         found=found,
     )

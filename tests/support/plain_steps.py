@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import replicax as rx
+from replicax.verify.plain import plain_means
 
 
 def mean_of_rows(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
@@ -236,9 +237,8 @@ def _means_and_gradient(loss: Any, rows: bool = False) -> Callable[..., Any]:
     def means(params: Any, batch: Any, key: Any) -> Any:
         found = loss(params, _value(batch), key)
         values, metrics = found if isinstance(found, tuple) else (found, {})
-        of_rows = {"loss": values, **metrics}
-        found = {name: jnp.mean(each) for name, each in of_rows.items() if not _by_row(each)}
-        return found["loss"], (found, {name: _plain(each) for name, each in of_rows.items()})
+        means, of_rows = plain_means(found), {"loss": values, **metrics}
+        return means["loss"], (means, {name: _plain(each) for name, each in of_rows.items()})
 
     def found(params: Any, batch: Any, key: Any = None) -> Any:
         (_, (found, of_rows)), gradient = jax.value_and_grad(means, has_aux=True)(

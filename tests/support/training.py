@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import replicax as rx
+from replicax.verify.plain import plain_means
 
 
 def normals(seed: int) -> Callable[..., np.ndarray]:
@@ -64,15 +65,14 @@ def by_hand(
     """Return what `train` does, of the parameters alone, from plain JAX on one device."""
 
     def means(params: Any, batch: Any) -> Any:
-        found = loss(params, batch, None)
-        values, metrics = found if isinstance(found, tuple) else (found, {})
-        return jnp.mean(values), jax.tree.map(jnp.mean, metrics)
+        found = plain_means(loss(params, batch, None))
+        return found["loss"], found
 
     @jax.jit
     def step(params: Any, moments: Any, batch: Any) -> Any:
-        (value, metrics), gradient = jax.value_and_grad(means, has_aux=True)(params, batch)
+        gradient, metrics = jax.grad(means, has_aux=True)(params, batch)
         updates, moments = optimizer.update(gradient, moments, params)
-        return optax.apply_updates(params, updates), moments, {"loss": value, **metrics}
+        return optax.apply_updates(params, updates), moments, metrics
 
     params, told = jax.tree.map(jnp.asarray, params), []
     moments = optimizer.init(params)

@@ -14,6 +14,7 @@ from verify import zoo_recipes as zoo
 from replicax.core.modes import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
+from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import FULL, ProgramCases
 from replicax.verify.stages import run_stages
 from replicax.verify.subject import Case, Subject
@@ -94,11 +95,10 @@ def test_an_optimizer_that_is_skipped_is_seen() -> None:
 def test_one_device_and_several_are_told_apart() -> None:
     of = subject(zoo.Entry(zoo.dropout))
     batch = of.full
-    alone = of.measured(of.single, batch)
-    emulated = of.measured(Case(of.emulated), batch)
-    assert not np.allclose(alone["loss"], emulated["loss"])
+    (_, alone), (_, several) = (PlainStep(of, count)(of.state, batch) for count in (1, 4))
+    assert not np.allclose(alone["loss"], several["loss"])
     found = of.measured(of.own, batch)
-    np.testing.assert_allclose(found["loss"], emulated["loss"], rtol=1e-6)
+    np.testing.assert_allclose(found["loss"], several["loss"], rtol=1e-6)
 
 
 def test_a_loss_that_differs_by_run_compares_nothing() -> None:

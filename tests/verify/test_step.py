@@ -53,6 +53,7 @@ def test_every_subject_has_a_row(correct: Verification) -> None:
         ("parity", "padded batch"),
         ("parity", "indivisible batch"),
         ("replicas", "8 replicas"),
+        ("reduction", "full batch"),
         ("traffic", "full batch"),
         ("redundant work", "full batch"),
         ("parameters", "3 steps"),

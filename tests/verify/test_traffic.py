@@ -111,7 +111,7 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
     (check,) = check_traffic(of, examine_subject(of), read_programs(of, [of.own]))
     assert check.verdict == "pass"
-    assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 8)
+    assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 12)
 
 
 @pytest.mark.parametrize(

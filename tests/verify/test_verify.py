@@ -17,8 +17,10 @@ def plain() -> Verification:
 def test_it_checks_everything(plain: Verification) -> None:
     assert [*dict.fromkeys(check.subject for check in plain.checks)] == [
         "parity",
+        "reduction",
         "traffic",
         "redundant work",
+        "gradient",
         "parameters",
         "replicas",
         "determinism",

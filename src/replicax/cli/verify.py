@@ -72,6 +72,8 @@ class VerifyOptions(JsonOptions, StepOptions, RoundOptions, ModeOptions, DeviceO
     """Modes to compare with one device; an unsupported one is skipped unless --mode names it."""
     target: Annotated[str | None, shown_as("TARGET", "the attached devices")] = None
     """Hardware to compile for when looking for sums in 16 bits, such as h100:8."""
+    surrogates: Annotated[str | None, shown_as("NAMES", "none")] = None
+    """Functions of the loss whose own rule is on purpose not their derivative, by name."""
     seed: Seed = 0
     """Seed of the initial model, and of all other randomness."""
 
@@ -167,6 +169,7 @@ def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
         batch_size=recipe.batch_size,
         target=options.target,
         seed=options.seed,
+        surrogates=() if options.surrogates is None else words(options.surrogates),
         show=live,
         found=table.add,
     )

@@ -37,6 +37,8 @@ class Facts:
     rows: Independence
     takes_padding: bool
     """Whether the loss ignores padded rows or accounts for them."""
+    weighs: bool
+    """Whether the loss excludes padding itself, with `rx.row_weights`."""
     scalars: frozenset[str]
     """Names of results that are one number for the whole batch, regardless of weights."""
     asked: list[str]
@@ -64,6 +66,7 @@ def examine_subject(subject: Subject) -> Facts:
         examination.draws_alone,
         _rows(subject, examination),
         examination.takes_padding or examination.weighs,
+        examination.weighs,
         examination.scalars,
         asked,
     )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,10 @@ from replicax.verify.copies import Copies
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts, dead_and_stopped
 from replicax.verify.form import host
+from replicax.verify.gradient_checks import NOT_LINEAR, GradientChecks
 from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
-from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
+from replicax.verify.plain_step import PlainStep
+from replicax.verify.program_trial import AsGiven, ProgramTrial
 from replicax.verify.residual import check_residual
 from replicax.verify.stages import VerifyStage
 from replicax.verify.step_checks import (
@@ -33,6 +35,7 @@ from replicax.verify.subject import Case, SkippedStepError, Subject
 from replicax.wording import first_line, named
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
+NEGATED = "padded, other signs"
 _STEPS = 3
 """Steps before every copy is compared."""
 NOT_REPEATABLE = "two runs on one device differ, so there is nothing to compare with"
@@ -43,11 +46,15 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 class ProgramCases:
     """A program in each of its cases, compared with one device."""
 
-    def __init__(self, subject: Subject, facts: Facts) -> None:
+    def __init__(self, subject: Subject, facts: Facts, surrogates: Collection[str] = ()) -> None:
         self._subject, self._facts = subject, facts
+        self._gradients = GradientChecks(PlainStep(subject), surrogates)
         self._known: dict[Any, Any] = {}
         self._own_copies: Copies | None = None
+        self._pads = facts.takes_padding
         batches = {FULL: subject.full, PADDED: subject.padded}
+        if facts.weighs:  # the largest of values and zeros is right if one is positive
+            batches[NEGATED] = subject.negated
         # A scalar loss has no row weights.
         self._batches = batches if LOSS in facts.scalars else batches | {WEIGHTED: subject.weighted}
 
@@ -58,13 +65,13 @@ class ProgramCases:
         self._subject.compile_ahead(case, self._subject.full)
         reference = self._reference(case)
         for batch in self._batches.values():
-            self._subject.compile_ahead(reference.case, reference.given(batch))
+            reference.compile_ahead(batch)
 
     def trial(self, case: Case) -> ProgramTrial:
         """Return a case together with its reference."""
         subject, facts = self._subject, self._facts
         reference = self._reference(case)
-        emulates = reference.case.mode != subject.single.mode
+        emulates = reference.replicas > 1
         return ProgramTrial(
             AsGiven(
                 lambda state, batch: subject.run(case, batch, state),
@@ -84,15 +91,15 @@ class ProgramCases:
             case=case,
         )
 
-    def _reference(self, case: Case) -> OneDevice:
-        subject, facts, single = self._subject, self._facts, self._subject.single
-        by_batch = facts.random or facts.writes  # results depend on how rows are batched
-        draws_apart = case.mode.per_replica and not case.mode.bitwise
-        if facts.random and draws_apart and subject.replicas > 1:
-            single = Case(subject.emulated, case.micro_batches)
-        elif by_batch:
-            single = dataclasses.replace(single, micro_batches=case.micro_batches)
-        return OneDevice(subject, single, real_rows=not by_batch)
+    def _reference(self, case: Case) -> PlainStep:
+        subject, facts = self._subject, self._facts
+        own_draws = case.mode.per_replica and not case.mode.bitwise
+        if facts.random and own_draws and subject.replicas > 1:
+            return PlainStep(subject, subject.replicas, case.micro_batches, real_rows=False)
+        if facts.writes or (facts.random and case.micro_batches > 1):
+            # Results depend on how rows are batched.
+            return PlainStep(subject, parts=case.micro_batches, real_rows=False)
+        return PlainStep(subject)
 
     def stages(self, case: Case) -> list[VerifyStage]:
         """Return the stages of a case, one for each batch."""
@@ -113,12 +120,15 @@ class ProgramCases:
                 name,
                 [self._batches[kind]],
                 weights=None if kind == FULL else ".mask",
-                known=self._known_cause,
+                known=functools.partial(self._known_cause, kind),
             )
         except SkippedStepError as skipped:
+            if kind == NEGATED:
+                return Check("parity", name, SKIP, "not finite if all floats have the other sign")
             return Check("parity", name, FAIL, f"{skipped}: the step is skipped", SKIPPED)
         except ReplicaxError as error:
-            fails = own and (kind != PADDED or self._facts.takes_padding)
+            self._pads &= not (own and kind == PADDED)
+            fails = own and (kind not in (PADDED, NEGATED) or self._facts.takes_padding)
             return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
         except Exception as error:
             return Check("parity", name, FAIL, first_line(error))
@@ -126,6 +136,11 @@ class ProgramCases:
             self._own_copies = copies
         if check.verdict == FAIL and self._facts.rows.kind == DEPENDENT and not own:
             return dataclasses.replace(check, verdict=SKIP)
+        if check.verdict == FAIL and kind == WEIGHTED and self._gradients.unlinear:
+            text = (
+                f"{NOT_LINEAR.format(self._gradients.unlinear)}: rows of a run have weight 1 or 0"
+            )
+            return Check("parity", name, SKIP, text)
         return check
 
     def _not_compared(self, case: Case) -> str:
@@ -137,12 +152,16 @@ class ProgramCases:
             return "its batch statistics are per micro-shard; see the bits of exact"
         return ""
 
-    def _known_cause(self, differing: Sequence[Difference]) -> str:
-        rows = self._facts.rows
+    def _known_cause(self, kind: str, differing: Sequence[Difference]) -> str:
+        rows, unlinear = self._facts.rows, self._gradients.unlinear
+        if unlinear and differing[0].path.startswith("gradient"):
+            return f"{NOT_LINEAR.format(unlinear)}: {SEEDED}"
         if rows.kind in (WEIGHTED_SCALAR, DEPENDENT):
             return rows.cause
         if rows.kind == ADDED_UP and differing[0].ratio is not None:
             return rows.cause
+        if self._facts.weighs and kind in (PADDED, NEGATED):
+            return PADDING_COUNTS
         return CONSTANT_KEY if self._facts.constant_key else ""
 
     @functools.cached_property
@@ -168,6 +187,7 @@ class ProgramCases:
             )
 
         return [
+            ("gradient", self.gradient),
             ("parameters", self.parameters),
             *(replicas(case) for case in dict.fromkeys(single) if case.devices > 1),
             ("residual", lambda: check_residual(self.trial(own), subject.full)),
@@ -181,6 +201,11 @@ class ProgramCases:
         assert self._own_copies is not None
         yield determinism(trial, self._subject.full, self._own_copies)
         yield self.traces(trial)
+
+    def gradient(self) -> Iterator[Check]:
+        """Yield the rows on the gradient of one device."""
+        if self._facts.repeatable:
+            yield from self._gradients.checks()
 
     def parameters(self) -> Iterator[Check]:
         """Yield rows on leaves without a gradient and leaves that the optimizer does not change."""
@@ -207,7 +232,7 @@ class ProgramCases:
 
     def recompilation(self, trial: ProgramTrial) -> Check:
         """Check that further batches of the same shape, including a padded one, compile nothing."""
-        padded = [self._subject.padded] if self._facts.takes_padding else []
+        padded = [self._subject.padded] if self._pads else []
         batches = [*shuffled(self._subject.full, 3), *padded]
         return recompilation(trial, batches, str(trial.case))
 
@@ -234,6 +259,12 @@ def program_text(traced: Any) -> tuple[str, list[bytes]]:
 SKIPPED = (
     "the loss or its gradient is not finite, and a run skips such a step: find what becomes NaN "
     "or infinite, also in rows of weight 0 (jax_debug_nans finds the operation)"
+)
+SEEDED = "give it the mean over all rows, without weights of your own, or make it linear"
+PADDING_COUNTS = (
+    "padding counts in what the loss, or its gradient, takes of several rows: replace it there by "
+    "what changes nothing, jnp.where(real > 0, x, -jnp.inf) before a maximum or softmax, 0 before "
+    "a sum; real = rx.row_weights(x)"
 )
 CONSTANT_KEY = (
     "a constant key: the loss draws random numbers (for example a dropout mask) that do not depend "

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
-from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
 from replicax.verify.form import Form
@@ -28,30 +26,6 @@ class AsGiven(Form):
     def again(self, returned: Any) -> Any:
         """Return the state unchanged."""
         return returned
-
-
-@dataclasses.dataclass(frozen=True)
-class OneDevice:
-    """A step on one device, with or without padded rows."""
-
-    subject: Subject
-    case: Case
-    real_rows: bool
-    """Whether it gets only the real rows."""
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Return state and metrics after one step; the state's reduction is unchanged."""
-        alone = dataclasses.replace(state, reduction=())
-        after, metrics = self.subject.run(self.case, self.given(batch), alone)
-        return dataclasses.replace(after, reduction=state.reduction), metrics
-
-    def given(self, batch: Batch) -> Batch:
-        """Return the rows that it gets of a batch."""
-        real = np.flatnonzero(np.asarray(batch.mask))
-        if not self.real_rows or len(real) in (0, batch.size):
-            return batch
-        some: Batch = jax.tree.map(lambda leaf: leaf[real], batch)
-        return dataclasses.replace(some, rows=len(real))
 
 
 @dataclasses.dataclass(frozen=True)

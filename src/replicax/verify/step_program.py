@@ -1,5 +1,6 @@
 """Check the compiled program of a hand-written step: reductions and redundant work."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from replicax.verify.program_judge import (
     judge_step_traffic,
     judge_work,
 )
+from replicax.verify.reduced import check_reduced, unreduced
 from replicax.verify.trial import Trial, arguments_of
 from replicax.wording import first_line
 
@@ -25,10 +27,11 @@ _CASE = "full batch"
 def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Check]:
     """Return the rows on traffic and redundant work of the step on one batch."""
     try:
-        step = _compiled(trial.form.step, trial.form.arguments(trial.state, batch, trial.key))
+        compiled = _compiled(trial.form.step, trial.form.arguments(trial.state, batch, trial.key))
     except Exception as error:
         reason = f"the step cannot be compiled as a whole: {first_line(error)}"
         return [Check(subject, _CASE, SKIP, reason) for subject in ("traffic", "redundant work")]
+    step = inspect(compiled)
     work = _work(trial, batch, step)
     judged = judge_step_traffic(
         step.collectives, trial.replicas, gradient_bytes, repeats=work.verdict == FAIL
@@ -40,12 +43,18 @@ def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Che
         "bytes": sum(each.bytes for each in step.collectives),
         "gradient_bytes": gradient_bytes,
     }
-    return [Check("traffic", _CASE, *judged, figures), work]
+    reduced = []
+    with contextlib.suppress(Exception):  # compiled by another way than jit
+        checked = ("state",) if trial.form.state_stacked else ()
+        found = unreduced(compiled, trial.state, checked=checked)
+        reduced = [] if found is None or work.verdict == FAIL else [check_reduced(found, _CASE)]
+    return [*reduced, Check("traffic", _CASE, *judged, figures), work]
 
 
-def _compiled(function: Any, arguments: tuple[Any, ...]) -> CompiledStep:
+def _compiled(function: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
     lowerable = function if hasattr(function, "lower") else jax.jit(function)
-    return inspect(lowerable.lower(*arguments).compile())
+    compiled: jax.stages.Compiled = lowerable.lower(*arguments).compile()
+    return compiled
 
 
 def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
@@ -58,7 +67,8 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
     N, rows = trial.replicas, rows_of_batch(batch)
 
     def of_one(batch: PyTree) -> int:
-        return _compiled(trial.reference, arguments_of(trial.state, batch, trial.key)).flops
+        arguments = arguments_of(trial.state, batch, trial.key)
+        return inspect(_compiled(trial.reference, arguments)).flops
 
     try:
         whole = of_one(batch)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,7 +34,7 @@ from replicax.core.step.objective import Objective
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, coarsest_eps, step_changes
-from replicax.verify.emulation import emulated, magnitudes
+from replicax.verify.magnitudes import magnitudes
 
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
@@ -86,7 +86,7 @@ class Subject:
         usual = dp.configuration.compiler_options is None
         self.quick = quick_options(dp.mesh.devices.flat[0].platform) if usual else None
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._compiling: dict[tuple[Case, int], Future[Any]] = {}
+        self._compiling: dict[Any, Future[Any]] = {}
         program = dp.program(model)
         if self.quick and self._work(program) > _LONG:
             self.quick = {**self.quick, **_OPTIMIZED}
@@ -143,7 +143,7 @@ class Subject:
         metrics = {name: value_of(metric) for name, metric in metrics.items()}
         if bool(metrics.pop(NOT_FINITE)) or overflows(after) > overflows(before):
             raise SkippedStepError(str(case))
-        return after, _plain(metrics, batch.mask)
+        return after, as_arrays(metrics, batch.mask)
 
     def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
         """Return the results of one step by path: loss, metrics, gradient and changes."""
@@ -179,12 +179,17 @@ class Subject:
 
     def _begun(self, case: Case, state: TrainState, batch: Batch) -> Future[jax.stages.Compiled]:
         """Return the step of a case as one program, which is being compiled."""
-        key = case, batch.size
+        # In a mode with fixed bits, this program is only read, never run.
+        options = self.quick if case.mode.bitwise else None
+        lower = functools.partial(self.parallel(case).lower, state, batch)
+        return self.begun((case, batch.size), lower, options)
+
+    def begun(
+        self, key: Any, lower: Callable[[], jax.stages.Lowered], options: Any = None
+    ) -> Future[jax.stages.Compiled]:
+        """Return the program that `lower` traces, once for a key; it is being compiled."""
         if key not in self._compiling:
-            # In a mode with fixed bits, this program is only read, never run.
-            options = self.quick if case.mode.bitwise else None
-            lowered = self.parallel(case).lower(state, batch)
-            self._compiling[key] = self._pool.submit(lowered.compile, options)
+            self._compiling[key] = self._pool.submit(lower().compile, options)
         return self._compiling[key]
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
@@ -223,6 +228,15 @@ class Subject:
         return pad(self.some(real).data, self.rows, real)
 
     @functools.cached_property
+    def negated(self) -> Batch:
+        """Return the padded batch with the other sign of all floats."""
+        data = jax.tree.map(
+            lambda leaf: -leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
+            self.padded.data,
+        )
+        return dataclasses.replace(self.padded, data=data)
+
+    @functools.cached_property
     def weighted(self) -> Batch:
         """Return all rows with weights from 0.1 to 10, so that no two replicas have equal sums."""
         low, high = np.log(_LEAST_WEIGHT), np.log(_MOST_WEIGHT)
@@ -244,13 +258,14 @@ class Subject:
 
     @property
     def single(self) -> Case:
-        """Return the case of the reference."""
+        """Return the step's case on one device."""
         return Case(MODES["single"])
 
-    @functools.cached_property
-    def emulated(self) -> Mode:
-        """Return a mode with all replicas of a per-replica mode on one device."""
-        return emulated(self.replicas, self.objective)
+    @property
+    def first_device(self) -> jax.Device:
+        """Return the device of the reference."""
+        device: jax.Device = self._base.mesh.devices.flat[0]
+        return device
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -284,7 +299,7 @@ class Subject:
             lambda path, leaf: results[f"gradient{keystr(path)}"].astype(leaf.dtype), state.params
         )
         _, inner = state.opt_state
-        after = self._apply(state.params, inner, gradient, np.float32(results[LOSS]))
+        after, _ = self.apply(state.params, inner, gradient, np.float32(results[LOSS]))
         return {f"params{path}": value for path, value in step_changes(state.params, after).items()}
 
     def with_job(self, case: Case, job: Job) -> DataParallel:
@@ -296,11 +311,13 @@ class Subject:
     # Helpers.
 
     @functools.cached_property
-    def _apply(self) -> Any:
-        def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> PyTree:
+    def apply(self) -> Any:
+        """The optimizer's update: parameters and its state after a gradient, of a loss."""
+
+        def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
             value = {"value": loss} if self._updater.takes_value else {}
-            updates, _ = self._optimizer.update(gradient, opt_state, params, **value)
-            return optax.apply_updates(params, updates)
+            updates, after = self._optimizer.update(gradient, opt_state, params, **value)
+            return optax.apply_updates(params, updates), after
 
         return jax.jit(apply, compiler_options=self.quick)
 
@@ -333,7 +350,7 @@ NAMES = (
 )
 
 
-def _plain(metrics: Metrics, mask: Any) -> Metrics:
+def as_arrays(metrics: Metrics, mask: Any) -> Metrics:
     """Return metrics as arrays: rows without padding, and the values of those that are no means.
 
     The latter count rows, and are left out of a batch with other weights than 0 and 1.

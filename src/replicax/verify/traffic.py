@@ -43,9 +43,14 @@ from replicax.verify.program_judge import (
     judge_traffic,
     judge_work,
 )
+from replicax.verify.reduced import unreduced
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
+_UPDATED = ("state.params", "state.opt_state")
+"""Results of a step that hold sums over all rows, also where a layout splits them."""
+_DIVISOR_BYTES = 4
+"""Bytes of what the gradient is divided by, next to the loss and its weight."""
 _RECOMPUTED = 4 / 3
 """Relative work of a stage that recomputes its forward pass in the backward pass."""
 
@@ -94,6 +99,8 @@ class CompiledCase:
     step: CompiledStep
     sent: tuple[SentOverAxes, ...]
     """Its collectives, by kind and mesh axes."""
+    unreduced: list[str] | None = None
+    """Results that rows reach without a reduction; None if its program cannot be followed."""
 
     @property
     def between(self) -> tuple[int, float]:
@@ -112,8 +119,11 @@ def read_programs(subject: Subject, cases: Iterable[Case]) -> dict[Case, Compile
             continue  # parity reports why
         except Exception:  # the user's loss: parity reports it
             continue
-        sent = read_sent(compiled.as_text() or "", subject.parallel(case).mesh)
-        programs[case] = CompiledCase(case, inspect(compiled), sent)
+        mesh = subject.parallel(case).mesh
+        sent = read_sent(compiled.as_text() or "", mesh)
+        several, state = replica_count(mesh) > 1, subject.placed(case, subject.state)
+        found = unreduced(compiled, state, mesh.shape, _UPDATED) if several else None
+        programs[case] = CompiledCase(case, inspect(compiled), sent, found)
     return programs
 
 
@@ -183,7 +193,7 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     dp = subject.parallel(case)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
     count = len(_sums(subject).weighted)
-    return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh))
+    return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh)) + _DIVISOR_BYTES
 
 
 def _sums(subject: Subject) -> StepSums:

@@ -178,7 +178,8 @@ class Trial:
 def _with_other_key(path: Any, leaf: Any) -> Any:
     """Return a leaf of the state, replaced if it holds random keys."""
     raw = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf)[-1:] == (2,)
-    if raw and any(name in last_name(path).lower() for name in _KEY_NAMES):
+    named = any(name in last_name(path).lower() for name in _KEY_NAMES)
+    if raw and (named or np.ndim(leaf) == 1):
         return np.asarray(leaf) ^ np.uint32(1)
     if not is_random_key(leaf):
         return leaf

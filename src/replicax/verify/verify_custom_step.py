@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.checks import FAIL, SKIP, Check
@@ -13,11 +14,13 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes import Mode
 from replicax.core.placement.mesh import make_mesh
+from replicax.core.step.base import StepProgram, StepResult
 from replicax.errors import ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.devices_asked import check_devices_asked, devices_asked
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
 from replicax.verify.form import StepFile
+from replicax.verify.plain_custom import PlainCustomStep
 from replicax.verify.step import verify_step
 from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
 from replicax.verify.verification import failed_on_one_device
@@ -34,7 +37,7 @@ def verify_custom_step(
 ) -> Iterator[Check]:
     """Yield a row for each check of a custom step, in each of `modes`.
 
-    Each mode's compiled step is compared with that of mode `single`, as in `verify_step`. The mask
+    Each mode's compiled step is compared with the step in plain JAX, as in `verify_step`. The mask
     serves as the row weights, so padding is one of the cases.
     """
     rows = len(jax.tree.leaves(data)[0])
@@ -54,7 +57,7 @@ def verify_custom_step(
     full_only = _without_padding(alone, state, data)
     if full_only is not None:
         yield full_only
-    reference = alone.program(state).step
+    reference = PlainCustomStep(alone, state)
     state = jax.tree.map(np.asarray, state)
     for mode in modes:
         own = whole if mode != dp.mode else {}
@@ -71,7 +74,7 @@ def verify_custom_step(
                 continue
             show(name)
             found = verify_step(
-                program.step, reference, state, batch, micro_batches=parts, show=show
+                _Counted(program.step), reference, state, batch, micro_batches=parts, show=show
             )
             for check in found.checks:
                 left_out = (INDIVISIBLE, *(UNEQUAL if full_only else ()))  # feeds pad
@@ -88,6 +91,26 @@ def verify_custom_step(
                 return bits_of(counted.program(model), state, batch)
 
             yield check_exactness(mode, replica_counts(dp), bits, mode == dp.mode)
+
+
+class _Counted:
+    """A step that is called with batches whose mask was changed."""
+
+    def __init__(self, step: StepProgram) -> None:
+        self._step = step
+
+    def __call__(self, state: TrainState, batch: Batch) -> StepResult:
+        return self._step(state, _counted(batch))
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        return self._step.lower(state, _counted(batch))
+
+
+def _counted(batch: Batch) -> Batch:
+    """Return a batch that knows the number of its real rows, as those of a feed do."""
+    return dataclasses.replace(
+        batch, count=jnp.full_like(batch.mask, jnp.count_nonzero(batch.mask))
+    )
 
 
 def _if_random(reference: StepFile, state: TrainState, batch: Batch) -> dict[str, Any]:

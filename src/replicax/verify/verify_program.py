@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -15,10 +15,12 @@ from replicax.core.data.batch import row_count, values_of_sets
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.core.placement.mesh import platform_of, replica_count
+from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError
 from replicax.known_wrong.findings import lines_once
 from replicax.train.streams import alarm
 from replicax.verify.devices_asked import check_devices_asked
+from replicax.verify.evaluated import check_evaluated
 from replicax.verify.exactness import (
     bits_of_islands,
     bits_on,
@@ -31,6 +33,7 @@ from replicax.verify.exactness import (
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
+from replicax.verify.reduced import check_reduced
 from replicax.verify.round_checks import check_rounds
 from replicax.verify.stages import OnCheck, Show, VerifyStage, run_stages
 from replicax.verify.subject import Case, Subject
@@ -57,6 +60,7 @@ def verify_program(
     batch_size: int | None = None,
     elsewhere: Elsewhere | None = None,
     seed: int = 0,
+    surrogates: Collection[str] = (),
     show: Show | None = None,
     found: OnCheck | None = None,
 ) -> Verification:
@@ -94,7 +98,7 @@ def verify_program(
         dp = dp.replace(islands=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:
-        look = partial(_checks, chosen=modes is not None)
+        look = partial(_checks, chosen=modes is not None, surrogates=surrogates)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (batch_size or rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -133,6 +137,7 @@ def _checks(
     show: Show,
     *,
     chosen: bool,
+    surrogates: Collection[str],
 ) -> Iterator[Check]:
     show("one device")
     try:
@@ -149,7 +154,9 @@ def _checks(
     if facts.constant_key and not facts.rows.positional:
         yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
-    cases_of = ProgramCases(subject, facts)
+    if LOSS not in facts.scalars:
+        yield from check_evaluated(subject)
+    cases_of = ProgramCases(subject, facts, surrogates)
     stages = _stages(subject, facts, cases_of, modes, replica_counts(dp), chosen=chosen)
     yield from run_stages(stages, show)
 
@@ -224,7 +231,11 @@ def _traffic(
     subject: Subject, facts: Facts, cases: Sequence[Case], programs: dict[Case, CompiledCase]
 ) -> Iterator[Check]:
     """Yield the rows on the compiled steps of all cases, which are added to `programs`."""
-    programs.update(read_programs(subject, cases))
+    of_several = [case for case in cases if case.devices > 1 or case == subject.own]
+    programs.update(read_programs(subject, of_several))
+    for case, program in programs.items():
+        if program.unreduced is not None:
+            yield check_reduced(program.unreduced, str(case))
     yield from check_traffic(subject, facts, programs)
     single = inspect(subject.compiled(subject.single, subject.full))
     yield from check_work(subject, programs, single)
@@ -254,9 +265,9 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
 
 
 def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
-    """Return the chosen modes; by default all multi-device modes and the step's own."""
+    """Return the chosen modes; by default all, those of one device last."""
     if modes is None:
-        return [mode for mode in MODES.values() if mode.most_devices != 1 or mode == dp.mode]
+        return sorted(MODES.values(), key=lambda mode: mode.most_devices == 1)
     return list(dict.fromkeys(map(as_mode, modes)))
 
 
