@@ -20,6 +20,7 @@ from replicax.core.data.per_row import PerRow
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics
+from replicax.core.jaxprs.row_free import free_of_rows
 from replicax.core.models.definition import CallContext, Definition
 from replicax.core.models.metric_objects import as_metric
 from replicax.core.placement.mesh import DATA
@@ -117,7 +118,7 @@ class PlainLoss:
         if self.parts == 1:
             after, sums = of_part(extras, (jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], cut)))
         else:
-            after, sums = lax.scan(of_part, extras, (jnp.arange(self.parts), cut))
+            after, sums = _in_turn(of_part, extras, cut, self.parts)
         return sums, after
 
     def with_constants(self, params: PyTree) -> PyTree:
@@ -142,6 +143,43 @@ class PlainLoss:
                 lambda model: call(self.loss, model, data, context.key, whole=context.whole),
                 *(self.precision.to_compute(params), extras, context),
             )
+
+
+def _in_turn(
+    of_part: Callable[[PyTree, tuple[jax.Array, Batch]], tuple[PyTree, Any]],
+    extras: PyTree,
+    rows: Batch,
+    parts: int,
+) -> tuple[PyTree, Any]:
+    """Return the extras after all `parts`, and the sums of each; `rows` has `[parts, replicas]`.
+
+    Extras are passed from part to part, but for those that depend on no rows, as a counter: these
+    are what they are after one part, as on a whole batch.
+    """
+
+    def traced(times: int) -> Any:
+        part = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[1], times * leaf.shape[2], *leaf.shape[3:]), leaf.dtype
+            ),
+            rows,
+        )
+        of_rows = lambda extras, number, rows: of_part(extras, (number, rows))[::-1]  # noqa: E731
+        return jax.make_jaxpr(of_rows)(extras, jnp.int32(0), part)
+
+    counts = len(jax.tree.leaves(extras)), len(jax.tree.leaves(rows))
+    once = jax.tree.unflatten(
+        jax.tree.structure(extras), free_of_rows(traced(1), *counts, lambda: traced(2))
+    )
+
+    def in_turn(handed: PyTree, numbered: tuple[jax.Array, Batch]) -> tuple[PyTree, Any]:
+        begun = jax.tree.map(lambda each, a, b: a if each else b, once, extras, handed)
+        after, sums = of_part(begun, numbered)
+        later = numbered[0] > 0
+        kept = lambda each, a, b: jnp.where(later, a, b) if each else b  # noqa: E731
+        return jax.tree.map(kept, once, handed, after), sums
+
+    return lax.scan(in_turn, extras, (jnp.arange(parts), rows))
 
 
 def _by_name(returned: Any) -> dict[str, Any]:
