@@ -32,6 +32,7 @@ from replicax.core.step.coded import Coded as Coded
 from replicax.core.step.loss import Weighted as Weighted
 from replicax.core.step.loss_context import gather as gather
 from replicax.core.step.loss_context import independent as independent
+from replicax.core.step.loss_context import row_numbers as row_numbers
 from replicax.core.step.loss_context import row_weights as row_weights
 from replicax.core.step.loss_context import step_number as step_number
 from replicax.core.step.reduction import Reduction as Reduction

@@ -174,6 +174,7 @@ def plain_forms(number: Any) -> Any:
         mean=lambda values: jax.tree.map(partial(jnp.mean, axis=0), _value(values)),
         gather=lambda rows: rows,
         row_weights=lambda rows: jnp.ones(len(jax.tree.leaves(rows)[0])),
+        row_numbers=lambda rows: jnp.arange(len(jax.tree.leaves(rows)[0])),
         step_number=lambda: number,
         PerRow=rx.PerRow,
     )

@@ -41,6 +41,10 @@ class OfPart:
     def gather(self) -> Callable[[jax.Array], jax.Array] | None:
         return self.inner.gather
 
+    @property
+    def row_numbers(self) -> Callable[[int], jax.Array] | None:
+        return self.inner.row_numbers
+
     def micro_batches(self, replicas: int) -> int:
         return self.inner.micro_batches(replicas)
 
@@ -56,7 +60,7 @@ class OfPart:
         axis: Axis | None,
     ) -> tuple[StepSums, PyTree]:
         def of_part(params: PyTree, extras: PyTree, rows: Batch, context: Any) -> Any:
-            context = dataclasses.replace(context, part=True, whole=False)
+            context = dataclasses.replace(context, part=True, whole=False, row_numbers=None)
             return function(params, extras, rows, context)
 
         return self.inner(of_part, state, batch, folded(key, self.number), axis)

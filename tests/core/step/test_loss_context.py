@@ -34,6 +34,14 @@ def clip(model: Any, batch: Any, key: Any) -> Any:
     return (of_all(5 * image @ texts.T) + of_all(5 * text @ images.T)) / 2 - 5 * pairs
 
 
+def clip_by_number(model: Any, batch: Any, key: Any) -> Any:
+    """Each image against all texts, as a choice of its own among them."""
+    image, text = (batch[name] @ model[name] for name in ("image", "text"))
+    texts, real = rx.gather((text, rx.row_weights(text)))
+    logits = jnp.where(real > 0, image @ texts.T, -jnp.inf)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, rx.row_numbers(image))
+
+
 def normalised(model: Any, batch: Any, key: Any) -> Any:
     """PPO's advantage, normalised over the real rows of the minibatch."""
     own = batch["image"][:, 0]
@@ -54,7 +62,9 @@ OPTIMIZER = optax.sgd(0.1)
 
 
 @pytest.mark.parametrize("mode", only(["shard_map"], MODES))
-@pytest.mark.parametrize("loss", only([normalised], [clip, normalised]))
+@pytest.mark.parametrize(
+    "loss", only([normalised, clip_by_number], [clip, clip_by_number, normalised])
+)
 def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: str) -> None:
     """The last batch of an epoch has 20 rows."""
     dp = rx.DataParallel(loss, OPTIMIZER, mode=mode)
@@ -99,10 +109,35 @@ def test_gathered_rows_are_in_the_order_of_the_batch_in_their_own_dtypes() -> No
     assert float(metrics["loss"]) == pytest.approx(3.5)
 
 
+NUMBERED = [{"mode": "shard_map", "accumulate": 2}, {"accumulate": 3}, {"mode": "exact"}]
+
+
+@pytest.mark.parametrize("arguments", only(NUMBERED[:1], NUMBERED))
+def test_a_row_has_the_same_number_and_draws_by_it_wherever_it_is(arguments: Any) -> None:
+    def step(model: Any, batch: Any, key: Any) -> Any:
+        def loss(model: Any, rows: Any, key: Any) -> Any:
+            number = rx.row_numbers(rows["x"])
+            noise = jax.vmap(partial(jax.random.fold_in, model["key"]))(number)
+            drawn = jax.vmap(jax.random.uniform)(noise)
+            return drawn * rows["x"], {"apart": (number - rows["own"]) ** 2.0}
+
+        rows = {**batch, "own": rx.row_numbers(batch)}
+        means, _, by_row = rx.value_and_grad(loss, rows=True)(model, rows, None)
+        return model, {**means, "drawn": rx.PerRow(by_row["loss"])}
+
+    model, x = {"w": jnp.ones(()), "key": jax.random.key(3)}, np.ones(29, np.float32)
+    dp = rx.DataParallel(step=step, **arguments)
+    _, metrics = dp.step(dp.init(model), {"x": x})
+    _, expected = step(model, {"x": x}, None)
+    np.testing.assert_allclose(metrics["drawn"].whole(), expected["drawn"].value, rtol=1e-6)
+    assert float(metrics["apart"]) == 0
+
+
 def test_outside_of_a_step_all_is_as_on_one_device() -> None:
     rows = {"x": jnp.arange(6.0).reshape(3, 2)}
     assert rx.gather(rows)["x"] is rows["x"]
     assert rx.row_weights(rows).tolist() == [1, 1, 1]
+    assert rx.row_numbers(rows).tolist() == [0, 1, 2]
     assert int(rx.step_number()) == 0
 
 
@@ -140,7 +175,7 @@ def test_what_is_jitted_within_a_loss_gathers_where_it_runs() -> None:
         assert float(metrics["loss"]) == pytest.approx(np.var(batch["x"]))
 
 
-@pytest.mark.parametrize("what", [rx.row_weights, lambda rows: rx.step_number()])
+@pytest.mark.parametrize("what", [rx.row_weights, rx.row_numbers, lambda rows: rx.step_number()])
 def test_what_belongs_to_the_step_is_not_asked_within_another_transformation(what: Any) -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return model * batch["x"] * jax.jit(what)(batch["x"])

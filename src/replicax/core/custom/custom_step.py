@@ -56,7 +56,8 @@ def custom_update(
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    context = CallContext(key, axis, step=state.step, gather=accumulator.gather)
+    gather, row_numbers = accumulator.gather, accumulator.row_numbers
+    context = CallContext(key, axis, step=state.step, gather=gather, row_numbers=row_numbers)
     before = state.params
     if examiner is None:
         before, batch = with_copies(before, batch, primitives.summing.gather)

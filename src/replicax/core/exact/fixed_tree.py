@@ -52,6 +52,7 @@ class FixedTree:
     micro_shards: int
     wire: Wire
     gather: ClassVar[None] = None
+    row_numbers: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
@@ -178,6 +179,10 @@ class MicroShardAccumulator:
         """Return `rows` of all micro-shards, in order."""
         return micro_shard_primitives.gather_micro_shards(rows, dim=0, count=self.piece.count)
 
+    def row_numbers(self, rows: int) -> jax.Array:
+        """Return the numbers in the whole batch of a micro-shard's so many rows."""
+        return _numbers(self.piece.number, rows)
+
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         return key
 
@@ -196,6 +201,11 @@ def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
     return rows if axis is None else lax.all_gather(rows, axis, tiled=True)
 
 
+def _numbers(number: Any, rows: int) -> jax.Array:
+    found: jax.Array = number * rows + jnp.arange(rows, dtype=jnp.int32)
+    return found
+
+
 def _local(
     function: SumsFunction,
     state: TrainState,
@@ -207,7 +217,13 @@ def _local(
     """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)
     context = CallContext(
-        folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
+        folded(key, number),
+        alone=True,
+        part=True,
+        step=state.step,
+        scale=scale,
+        gather=gather,
+        row_numbers=partial(_numbers, number),
     )
     sums, after = function(state.params, state.extras, batch, context)
     if isinstance(after, Stateful):  # depends on gathered rows, or on none

@@ -88,7 +88,12 @@ class RowExaminer:
         watched = dataclasses.replace(objective, loss=observed)
         gather = self.gather if own else _itself
         context = dataclasses.replace(
-            context, axis=AXIS, gather=gather, only_read=True, whole=self.whole
+            context,
+            axis=AXIS,
+            gather=gather,
+            row_numbers=lambda _: rows.index,
+            only_read=True,
+            whole=self.whole,
         )
         returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)

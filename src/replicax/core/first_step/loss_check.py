@@ -203,6 +203,7 @@ class LossExamination:
         self, division: Division, labels: list[str], state: TrainState, batch: Batch
     ) -> dict[str, Found]:
         """Compute values on parts and on the whole; may raise `Undecided`."""
+        batch = dataclasses.replace(batch, index=np.arange(self._rows, dtype=np.int32))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             raise Undecided(
                 "inside a transformation there are no values to decide: call dp.step on a batch "

@@ -77,7 +77,7 @@ def run_step(
     try:
         after, metrics, _ = custom_step(
             *(state, batch, None),
-            accumulator=Sequential(gather=examiner.gather),
+            accumulator=Sequential(gather=examiner.gather, row_numbers=lambda _: batch.index),
             reduce=no_reduction,
             apply=keep,
             examiner=examiner,

@@ -31,6 +31,8 @@ class Sequential:
     """Micro-batches that the objective makes of each, as a pipelined one does."""
     gather: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
     """Gathers the rows of all parts of a batch, if no axis does."""
+    row_numbers: Callable[[int], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
+    """Returns the numbers of their rows in it, if no axis does."""
 
     def micro_batches(self, _replicas: int) -> int:
         return self.parts * self.within
@@ -59,8 +61,12 @@ class Sequential:
                 step=state.step,
                 scale=scale,
                 gather=self.gather,
+                row_numbers=partial(strided, number) if some else self.row_numbers,
             )
             return function(state.params, extras, rows, context)
+
+        def strided(number: Any, rows: int) -> jax.Array:
+            return split_rows(numbers_on(axis, rows * self.parts), self.parts)[number]
 
         if not some:
             return one(state.extras, 0, batch)
@@ -140,6 +146,12 @@ def scale_of(state: Any) -> jax.Array | None:
 def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
     """Return `key` with `number` folded in; None in evaluation."""
     return None if key is None else jax.random.fold_in(key, number)
+
+
+def numbers_on(axis: Axis | None, rows: int) -> jax.Array:
+    """Return int32 `[rows]`: the numbers in the whole batch of a replica's so many rows."""
+    first = 0 if axis is None else lax.axis_index(axis) * rows
+    return first + jnp.arange(rows, dtype=jnp.int32)
 
 
 def split_rows(array: jax.Array, parts: int) -> jax.Array:

@@ -76,6 +76,10 @@ class Accumulator(Protocol):
     def gather(self) -> Callable[[jax.Array], jax.Array] | None:
         """Gathers the rows of all parts of a batch, if no axis does."""
 
+    @property
+    def row_numbers(self) -> Callable[[int], jax.Array] | None:
+        """Returns the numbers, in the whole batch, of a part's so many rows, if no axis does."""
+
     def micro_batches(self, replicas: int, /) -> int:
         """Return the number of micro-batches each of `replicas` computes in sequence."""
 

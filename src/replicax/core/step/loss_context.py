@@ -1,4 +1,4 @@
-"""Functions for use in a loss: rows of other replicas, the padding mask, and the step number.
+"""Functions for use in a loss: rows of other replicas, padding, and numbers of rows and steps.
 
 Outside a step, each function behaves as on one device, so a loss can be tested by itself.
 """
@@ -20,6 +20,7 @@ from replicax.arguments import answered
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree, by_dtype
 from replicax.core.models.definition import CallContext
+from replicax.core.step.accumulate import numbers_on
 from replicax.errors import LossError
 
 
@@ -156,6 +157,48 @@ def row_weights(rows: PyTree) -> jax.Array:
     _check_trace("row_weights", here)
     here.weighs = True
     return here.mask
+
+
+@answered
+def row_numbers(rows: PyTree) -> jax.Array:
+    """Return the number of each row in the global batch: its place in what `gather` returns.
+
+    For what belongs to a row among all: its own column in a matrix of all pairs, or a random key.
+    Padding is numbered too, after the real rows.
+
+    Examples:
+        >>> def contrastive(model, batch, key):
+        ...     image, text = model(batch["image"]), model(batch["text"])
+        ...     texts, weights = rx.gather((text, rx.row_weights(text)))
+        ...     logits = jnp.where(weights > 0, image @ texts.T, -jnp.inf)
+        ...     own = rx.row_numbers(image)
+        ...     return optax.softmax_cross_entropy_with_integer_labels(logits, own)
+        >>> print(rx.row_numbers(jnp.zeros((3, 2))))
+        [0 1 2]
+
+    Args:
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
+
+    Returns:
+        int32 `[rows]`, from 0; `jnp.arange(rows)` where the loss sees the global batch (one device,
+        mode `jit`, outside a step). A micro-batch has every K-th number.
+
+    Raises:
+        LossError: the loss sees some of the rows of a stage, or of an island's exchanged parts.
+    """
+    here = _seeing("row_numbers", rows)
+    if here is None:
+        return numbers_on(None, row_count(rows))
+    _check_trace("row_numbers", here)
+    context, count = here.context, here.mask.shape[0]
+    if context.row_numbers is not None:
+        return context.row_numbers(count)
+    if context.part:
+        raise LossError(
+            "rx.row_numbers in a loss computed on micro-batches of stages or of parts that islands "
+            "exchange, which are not numbered: pass row numbers in the batch"
+        )
+    return numbers_on(context.axis, count)
 
 
 @answered
