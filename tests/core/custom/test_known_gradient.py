@@ -72,6 +72,68 @@ def test_the_derivative_of_anything_else_is_refused(of: Any) -> None:
         dp.step(begun, rows())
 
 
+def means_of(model: Any, batch: Any) -> Any:
+    return rx.value_and_grad(loss)(model, batch)[0]["loss"]
+
+
+def forward(model: Any, batch: Any) -> Any:
+    return jax.jvp(lambda m: means_of(m, batch), (model,), (model,))[1]
+
+
+def linear(model: Any, batch: Any) -> Any:
+    return jax.linearize(lambda m: means_of(m, batch), model)[1](model)
+
+
+def twice(model: Any, batch: Any) -> Any:
+    return optax.tree.norm(jax.hessian(means_of)(model, batch))
+
+
+@jax.custom_vjp
+def halved(x: Any) -> Any:
+    return x / 2
+
+
+halved.defvjp(lambda x: (halved(x), None), lambda _, slope: (slope / 2,))
+
+
+def of_anothers(model: Any, batch: Any) -> Any:
+    return jax.jvp(halved, (jnp.float32(1),), (jnp.float32(1),))[1]
+
+
+@pytest.mark.parametrize(
+    ("of", "fix"),
+    [
+        (forward, r"jax\.jvp\(lambda"),
+        (linear, r"jax\.jvp\(lambda"),
+        (twice, "once"),
+        (of_anothers, r"jax\.custom_jvp"),
+    ],
+)
+def test_other_derivatives_of_it_are_one_line(of: Any, fix: str) -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        return state, {"loss": of(state["model"], batch)}
+
+    dp = rx.DataParallel(step=step)
+    begun = dp.init(state())
+    with pytest.raises(rx.LossError, match=fix):
+        dp.step(begun, rows())
+
+
+def test_outside_of_a_step_they_are_too() -> None:
+    with pytest.raises(rx.LossError, match=r"jax\.jvp\(lambda"):
+        forward(model(), rows())
+
+
+def test_what_is_differentiated_forward_and_not_used_is_no_error() -> None:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        value, _ = jax.jvp(lambda m: means_of(m, batch), (state["model"],), (state["model"],))
+        return state, {"loss": value}
+
+    dp = rx.DataParallel(step=step)
+    _, metrics = dp.step(dp.init(state()), rows())
+    assert float(metrics["loss"]) == pytest.approx(float(means_of(model(), rows())))
+
+
 def test_the_derivative_of_the_loss_is_its_gradient() -> None:
     found = jax.grad(lambda m: 3 * rx.value_and_grad(loss)(m, rows())[0]["loss"])(model())
     _, gradient = rx.value_and_grad(loss)(model(), rows())

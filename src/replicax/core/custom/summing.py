@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from replicax.arguments import answered, typed
+from replicax.core.custom.known_gradient import FORWARD, of_known_gradient, sums_of_all_replicas
 from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count, row_count
 from replicax.core.data.merged import Merged
 from replicax.core.ground.leaves import PyTree
@@ -21,7 +21,7 @@ from replicax.core.models.split import split_model
 from replicax.core.models.stateful import Stateful
 from replicax.core.step.accumulate import Sequential
 from replicax.core.step.base import StepSums, no_reduction
-from replicax.core.step.loss import LOSS, Weighted, weighted_sum
+from replicax.core.step.loss import Weighted, weighted_sum
 from replicax.core.step.loss_context import LossContext, current
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient
@@ -93,10 +93,10 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
         `rx.Stateful` it is `(means, gradient of its model, state)`, with the state that the loss
         wrote, and for a Linen module with more collections than params these. `means["loss"]` may
-        be differentiated once by `model`, as a line search does; no other result may be. With
-        `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"` and the
-        metrics that have rows, and of each `rx.PerRow` among them: those of the rows that the step
-        sees, not differentiated. For an `rx.RowSet` it is an `rx.RowSet` of that dict.
+        be differentiated once by `model` in reverse mode, as a line search does; no other result
+        may be. With `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"`
+        and the metrics that have rows, and of each `rx.PerRow` among them: those of the rows that
+        the step sees, not differentiated. For an `rx.RowSet` it is an `rx.RowSet` of that dict.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
@@ -121,7 +121,10 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         # The state of a Stateful is equal on all replicas only if the loss computes it so.
         own, alike = ((after,), ()) if isinstance(model, Stateful) else ((), (after,))
         results = *sums_of_all_replicas((total.means(), mean_gradient(total, params), *alike)), *own
-        means, gradient, after = _of_known_gradient(given, *results)
+        try:
+            means, gradient, after = of_known_gradient(given, *results)
+        except TypeError as error:  # raised by JAX outside of jit; `examiner` finds it in a trace
+            raise LossError(FORWARD) from error
         found = means, definition.as_model(gradient), *definition.written(model, after)
         if not rows:
             return found
@@ -212,47 +215,3 @@ def _seen(
         batch = rows.rows if of_set else dataclasses.replace(whole, data=rows)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
     return primitives, state, batch
-
-
-@jax.custom_vjp
-def _of_known_gradient(_params: PyTree, *results: Any) -> Any:
-    """Return `results`, the means, gradient and state; that is the loss's gradient by `params`."""
-    return results
-
-
-def _remembered(_params: Any, *results: Any) -> tuple[Any, PyTree]:
-    perturbed = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
-    values = jax.tree.map(lambda leaf: leaf.value, results, is_leaf=perturbed)
-    return values, values[1]
-
-
-def _derivative(gradient: PyTree, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    of_loss, others = cotangents[0][LOSS], ({**cotangents[0], LOSS: None}, cotangents[1:])
-    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(others)):
-        _refuse()
-    of_params = jax.tree.map(lambda leaf: (of_loss * leaf).astype(leaf.dtype), gradient)
-    return of_params, None, None, None
-
-
-_of_known_gradient.defvjp(_remembered, _derivative, symbolic_zeros=True)
-
-
-@jax.jit
-def sums_of_all_replicas(outputs: PyTree) -> PyTree:
-    """Return `outputs`, equal on all replicas; `jaxprs.row_dependence` finds it by name."""
-    return _constant(outputs)
-
-
-@jax.custom_jvp
-def _constant(outputs: PyTree) -> PyTree:
-    """Return `outputs`, not differentiable: a replica's derivative is not the total derivative."""
-    return outputs
-
-
-@_constant.defjvp
-def _refuse(*_: Any) -> Any:
-    raise LossError(
-        "rx.value_and_grad or rx.mean was differentiated, and only the loss of the former has a "
-        "known derivative, by its model: pass rx.value_and_grad a loss that returns one value per "
-        "row, and differentiate only means['loss'], by the model"
-    )

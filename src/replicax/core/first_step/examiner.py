@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
+from replicax.core.first_step.forward_mode import check_reverse
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
@@ -237,6 +238,7 @@ def trace(run: LossRun, state: TrainState, batch: Batch, rows: int, examiner: Ro
             return_shape=True,
         )
         jaxpr, (shapes, _) = make(state, sized)
+    check_reverse(jaxpr)
     found = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
