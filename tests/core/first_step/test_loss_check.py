@@ -1,5 +1,6 @@
 """A loss whose rows depend on one another is found before the first step."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -57,6 +58,20 @@ def total(model: Any, batch: Any, key: Any) -> Any:
 def masked_mean(model: Any, batch: Any, key: Any) -> Any:
     real = batch["x"][:, 0] > 0
     return jnp.sum(errors(model, batch, key) * real) / jnp.sum(real)
+
+
+def guarded_mean(model: Any, batch: Any, key: Any) -> Any:
+    real = batch["x"][:, 0] > 0
+    return jnp.sum(errors(model, batch, key) * real) / jnp.maximum(jnp.sum(real), 1)
+
+
+def hardest_half(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(jnp.sort(errors(model, batch, key))[ROWS // 2 :])
+
+
+def all_pairs(model: Any, batch: Any, key: Any) -> Any:
+    scores = batch["x"] @ model["w"]
+    return jnp.mean(jnp.exp(-jnp.sum((scores[:, None] - scores[None]) ** 2, axis=2)))
 
 
 def mean(model: Any, batch: Any, key: Any) -> Any:
@@ -141,7 +156,8 @@ MEET = [
     *(contrastive, normalised, by_count, by_place, by_largest_weight, normalised_where_true),
     *(mixed_up, first_row, column_by_count, beside_a_huge_one),
 ]
-MEAN_OTHERWISE = [total, masked_mean, mean_mixed_up, mean_mixed_up_by_keys_of_rows, at_least]
+MEAN_OTHERWISE = [total, masked_mean, guarded_mean, at_least]
+ORDERED = [mean_mixed_up, mean_mixed_up_by_keys_of_rows, hardest_half, all_pairs]
 GATHER_WRONGLY = [gathered_of_some, own_logit, one_sign_for_all]
 STAY_APART = [errors, mean, dropped, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
@@ -155,7 +171,7 @@ def step(loss: Loss, model: Any = MODEL, rows: int = ROWS, **arguments: Any) -> 
 
 
 @pytest.mark.parametrize("arguments", only([DIVIDED[0]], DIVIDED))
-@pytest.mark.parametrize("loss", [*MEET, *MEAN_OTHERWISE])
+@pytest.mark.parametrize("loss", [*MEET, *MEAN_OTHERWISE, *ORDERED])
 def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
     loss: Loss, arguments: dict[str, Any]
 ) -> None:
@@ -163,10 +179,11 @@ def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
         step(loss, **arguments)
     said = str(caught.value)
     assert " - [" not in said  # nothing was broadcast
-    if loss in MEAN_OTHERWISE:
-        assert "rx.Weighted" in said
-    else:
+    assert ("rx.Weighted" in said) == (loss in MEAN_OTHERWISE)
+    if loss not in MEAN_OTHERWISE:
         assert ("rx.gather" in said) == (arguments.get("mode") in ("shard_map", "pmap", "exact"))
+    if loss is hardest_half:
+        assert f"sort at {Path(__file__).name}:" in said
 
 
 @pytest.mark.parametrize("loss", GATHER_WRONGLY)
@@ -175,7 +192,7 @@ def test_what_is_gathered_must_be_that_of_one_device(loss: Loss) -> None:
         step(loss, mode="shard_map")
 
 
-@pytest.mark.parametrize("loss", only([contrastive], [*MEET, *MEAN_OTHERWISE]))
+@pytest.mark.parametrize("loss", only([contrastive], [*MEET, *MEAN_OTHERWISE, *ORDERED]))
 def test_it_trains_where_it_sees_all_rows(loss: Loss) -> None:
     step(loss)
     step(loss, mode="single")
@@ -228,6 +245,31 @@ def test_gathered_rows_with_padding_among_them_are_refused() -> None:
     step(gathering, mode="shard_map")
 
 
+@jax.custom_vjp
+def centred_behind(rows: Any) -> Any:
+    return rows
+
+
+centred_behind.defvjp(lambda rows: (rows, None), lambda _, slope: (slope - jnp.mean(slope),))
+
+
+def test_no_declaration_is_advised_where_gradients_of_rows_meet() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return centred_behind(errors(model, batch, key)) ** 2
+
+    with pytest.raises(rx.LossError, match="gradient") as caught:
+        step(loss, mode="shard_map")
+    assert "rx.independent" not in str(caught.value)
+
+
+def test_a_key_that_is_the_same_on_every_replica_is_named() -> None:
+    def noisy(model: Any, batch: Any, key: Any) -> Any:
+        return errors(model, batch, key) * jax.random.normal(jax.random.key(3), (len(batch["x"]),))
+
+    with pytest.raises(rx.LossError, match=r"key of the state.*rx\.row_numbers"):
+        step(noisy, mode="shard_map")
+
+
 def rows_first(key: Any, rows: int) -> Any:
     return jax.random.normal(key, (rows, 4)).T
 
@@ -240,7 +282,13 @@ def rows_behind(key: Any, rows: int) -> Any:
     return jax.random.normal(key, (4, rows))
 
 
-@pytest.mark.parametrize("draw", [rows_first, one_key_for_each_sample, rows_behind])
+def first_by_a_key_of_its_own(key: Any, rows: int) -> Any:
+    return jax.random.normal(jax.random.key(3), (rows, 4)).T
+
+
+@pytest.mark.parametrize(
+    "draw", [rows_first, one_key_for_each_sample, rows_behind, first_by_a_key_of_its_own]
+)
 def test_padding_changes_no_random_numbers_in_jit(draw: Any) -> None:
     def noisy(model: Any, batch: Any, key: Any) -> Any:
         return errors(model, batch, key) * draw(key, len(batch["x"])).mean(0)

@@ -23,6 +23,7 @@ from replicax.core.first_step.examiner import (
 from replicax.core.first_step.row_errors import Broken
 from replicax.core.first_step.row_trials import Division, Found, Pair, compared
 from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.row_causes import Cause, Causes
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
 from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, LEFT, SUMMED, Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
@@ -75,7 +76,9 @@ class LossExamination:
         """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
         self._seen: dict[str, list[Location]] = {}
-        self._declares = self._drawn_behind = False
+        self._doubting: dict[str, Follow] = {}
+        self._causes: dict[Follow, dict[str, tuple[Cause, ...]]] = {}
+        self._declares = False
 
     @cached_property
     def moves(self) -> bool:
@@ -128,7 +131,9 @@ class LossExamination:
         if division.padded and self.weighs:
             return [], [*labels, *outputs]
         found = [
-            Broken(name, output=True, by_row=isinstance(place, Rows) and place != MIXED)
+            dataclasses.replace(
+                self._broken(name), by_row=isinstance(place, Rows) and place != MIXED
+            )
             for name, place in outputs.items()
         ]
         if division.padded:
@@ -166,8 +171,7 @@ class LossExamination:
             by_place = differs and not mixes
             of_pairs = trial and trial.alone.shape[2:] != trial.together.shape[1:]
             pairs = trial.together.shape if trial and of_pairs else ()
-            drawn = self._drawn_behind and said == UNSHOWN
-            known = dataclasses.replace(self._broken(label), drawn=drawn, pairs=pairs)
+            known = dataclasses.replace(self._broken(label), pairs=pairs)
             found.append(dataclasses.replace(known, by_place=by_place, why=said, raised=raised))
         return found
 
@@ -178,7 +182,20 @@ class LossExamination:
             scalar=label in examiner.scalars,
             merged=label in examiner.merged,
             output=label not in examiner.names,
+            summed=MIXED not in self._seen.get(label, [MIXED]),
+            causes=self._causes_of(label),
         )
+
+    def _causes_of(self, label: str) -> tuple[Cause, ...]:
+        """Return which operations mixed the rows of a value that is doubted, as far as known."""
+        follow = self._doubting.get(label)
+        if follow is None:
+            return ()
+        if follow not in self._causes:
+            causes = Causes(follow, self._rows)
+            outputs = zip(self._one.outputs, causes(self._one.jaxpr), strict=False)
+            self._causes[follow] = {**causes.seen, **dict(outputs)}
+        return self._causes[follow].get(label, ())
 
     def tested(self, division: Division, state: TrainState, batch: Batch) -> dict[str, Tested]:
         """Return what numbers tell of each value, by name, and of rows declared independent.
@@ -242,7 +259,9 @@ class LossExamination:
         for rows in sizes + [1] * (division.size == 1):
             try:
                 follow, places = self._followed(division, rows, known, inputs, shows)
-                labels.update(label for label in names if self._doubts(label, follow, division))
+                found = [label for label in names if self._doubts(label, follow, division)]
+                labels.update(found)
+                self._doubting |= dict.fromkeys(found, follow)
             except Unlike:
                 if rows == 1:
                     continue
@@ -256,10 +275,11 @@ class LossExamination:
                 labels.update(label for label in names if self._doubts(label, follow, division))
             if not division.within:
                 pairs = zip(one.outputs, places, strict=False)
-                outputs |= {name: place for name, place in pairs if place}
+                more = {name: place for name, place in pairs if place}
+                self._doubting |= dict.fromkeys(more, follow)
+                outputs |= more
             self._seen |= follow.seen
             self._declares |= follow.declares
-            self._drawn_behind |= follow.drawn_behind
         doubted = [label for label in (*names, *one.numbers) if label in labels]
         return outputs, [label for label in doubted if label not in outputs]
 

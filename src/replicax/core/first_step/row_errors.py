@@ -2,10 +2,22 @@
 
 import dataclasses
 
+from replicax.core.jaxprs.row_causes import (
+    BACKWARD,
+    DRAWN,
+    DRAWN_ALONE,
+    ORDER,
+    PLACE,
+    REDUCED,
+    SUMS,
+    Cause,
+)
 from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError, LossError, StateError
 
-_DECLARE = "or declare it with rx.independent(values) if it does not"
+_NAMED = 2
+"""The most operations that a line names."""
+_DECLARE = "or declare it with rx.independent(values) if neither it nor its gradient does"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +35,38 @@ class Broken:
     """Whether it is an output with one entry for each row."""
     by_place: bool = False
     """Whether it depends on the number or order of the rows, and not on the others."""
+    summed: bool = False
+    """Whether it is a sum over rows, or a quotient of such: weights can make a mean of it."""
+    causes: tuple[Cause, ...] = ()
+    """The operations that mixed the rows, as far as they are known."""
     why: str = ""
     """Why it is not known whether it would; empty if it is."""
     raised: str = ""
     """The error raised if it is computed on one part."""
-    drawn: bool = False
-    """Whether that may be as random numbers are drawn with rows in another dim than the first."""
     pairs: tuple[int, ...] = ()
     """Its shape, if that has the rows twice; else empty."""
+
+    @property
+    def by(self) -> str:
+        """The operations, to be inserted into a line."""
+        more = " and others" if len(self.causes) > _NAMED else ""
+        found = ", ".join(map(str, self.causes[:_NAMED]))
+        return f" (in {found}{more})" if found else ""
+
+    @property
+    def of_place(self) -> bool:
+        """Whether numbers show that it depends on places, and no operation shows more."""
+        return self.by_place and not self.only(BACKWARD, REDUCED, SUMS, ORDER)
+
+    @property
+    def or_declare(self) -> str:
+        """The declaration that may be right, unless rows do meet, though numbers do not tell."""
+        meets = self.only(BACKWARD, REDUCED, SUMS)
+        return "" if meets else f", {_DECLARE}"
+
+    def only(self, *kinds: str) -> bool:
+        """Whether all operations are known, and of these kinds."""
+        return bool(self.causes) and all(each.kind in kinds for each in self.causes)
 
 
 def mixes_rows(broken: Broken, sees: str, fix: str) -> LossError:
@@ -47,35 +83,63 @@ def mixes_rows(broken: Broken, sees: str, fix: str) -> LossError:
             f"though it can on all of them: accept any number of rows, or {fix}"
         )
     if broken.output:
+        means = "take rx.mean of rows, rx.value_and_grad of a loss of them, "
         return LossError(
-            f"{name} depends on rows that the step sees, which differ between the {sees}, but "
-            "replicas must stay equal: take rx.mean of rows, rx.value_and_grad of a loss of them, "
-            "rx.gather them, or use mode='jit'"
+            f"{name} depends on rows that the step sees{broken.by}, which differ between the "
+            f"{sees}, but replicas must stay equal: {'' if broken.only(ORDER) else means}rx.gather "
+            "them, or use mode='jit'"
         )
     some = f"each of {sees} sees only some of the rows"
-    if broken.why:
-        some += f" ({broken.why})"
-    if broken.scalar and name == LOSS:
-        return LossError(
-            "the loss is one number, and averaging it over equal parts of a batch differs from "
-            f"the loss of the whole batch; {some}: return one value per row, as "
-            "rx.Weighted(values, weights) if they have different weights"
-        )
     if broken.scalar:
-        return LossError(
-            f"the metric {name!r} is one number, and not the mean over rows; {some}: return its "
-            "values per row, or compute it from means after the step"
-        )
+        return _of_numbers(broken, some, fix)
     what = _of_a_row(broken)
-    if broken.why:
-        return LossError(f"{what} may depend on other rows, and {some}: {fix}, {_DECLARE}")
-    if broken.by_place:
+    if broken.only(BACKWARD):
         return LossError(
-            f"{what} depends on its position in the batch or on the number of rows, and {some}: "
-            "draw from the step's key and not from a constant one, pass row numbers in the batch, "
-            f"and do not divide by len(x); or {fix}"
+            f"the gradient of {what} may depend on other rows{broken.by}, and {some}: let the "
+            f"backward pass use each row alone, or {fix}"
         )
-    return LossError(f"{what} depends on the other rows, and {some}, which changes it: {fix}")
+    if broken.why:
+        said = f"{some} ({broken.why})"
+        return LossError(
+            f"{what} may depend on other rows{broken.by}, and {said}: {fix}{broken.or_declare}"
+        )
+    if broken.of_place and broken.only(DRAWN_ALONE):
+        return LossError(
+            f"{what} depends on random numbers from a key of the state, or a constant one, which "
+            f"is the same on every replica, and {some}: draw from the step's key, or for each row "
+            "by its number, jax.vmap(partial(jax.random.fold_in, key))(rx.row_numbers(x))"
+        )
+    if broken.of_place:
+        return LossError(
+            f"{what} depends on its position in the batch or on the number of rows{broken.by}, and "
+            f"{some}: draw from the step's key and not from one of the state or a constant, number "
+            f"rows by rx.row_numbers(x), and do not divide by len(x); or {fix}"
+        )
+    return LossError(
+        f"{what} depends on the other rows{broken.by}, and {some}, which changes it: {fix}"
+    )
+
+
+def _of_numbers(broken: Broken, some: str, fix: str) -> LossError:
+    """Return the error for one number that is no mean of those of parts."""
+    some += f" ({broken.why})" if broken.why else ""
+    if broken.name != LOSS:
+        more = "" if broken.summed else f"; or {fix}"
+        return LossError(
+            f"the metric {broken.name!r} is one number, and not the mean over rows{broken.by}; "
+            f"{some}: return its values per row, or compute it from means after the step{more}"
+        )
+    first = (
+        "the loss is one number, and averaging it over equal parts of a batch differs from "
+        f"the loss of the whole batch{broken.by}; {some}: "
+    )
+    if broken.summed:
+        return LossError(
+            f"{first}return one value per row, as rx.Weighted(values, weights) if they have "
+            "different weights"
+        )
+    weights = "return one value per row, as rx.Weighted(values, weights), or "
+    return LossError(f"{first}{weights if broken.only(SUMS) else ''}{fix}")
 
 
 def drawn(sees: str) -> LossError:
@@ -121,7 +185,7 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
     name, where = broken.name, f"{padding} of {size} rows in a batch of this feed are padding"
     if broken.output:
         return LossError(
-            f"{name} depends on the rows, and {where}: take rx.mean of them, "
+            f"{name} depends on the rows{broken.by}, and {where}: take rx.mean of them, "
             "exclude padding with rx.row_weights(rows), or choose a batch size that divides the "
             "rows"
         )
@@ -133,24 +197,34 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
         )
     if broken.scalar:
         return LossError(
-            f"{name} is one number per batch, and {where}, which it cannot exclude: return one "
-            "value per row, or choose a batch size that divides the rows"
+            f"{name} is one number per batch{broken.by}, and {where}: return one value per row, "
+            "exclude them with rx.row_weights(rows), 0 on padding, or choose a batch size that "
+            "divides the rows"
         )
     if broken.raised:
         return LossError(
             f"{name} cannot be computed without padding ({broken.raised}), and {where}: accept any "
             "number of rows, or choose a batch size that divides the rows"
         )
-    if broken.drawn:
+    if broken.only(DRAWN) and broken.why:
         return LossError(
             f"{name} depends on random numbers [..., rows], which are others with another number "
             f"of rows, and {where}: draw them [rows, ...] and transpose, or choose a batch size "
             "that divides the rows"
         )
     what = _of_a_row(broken)
-    depends, declare = "depends on the other rows", ""
-    if broken.why:
-        depends, declare = f"may depend on the other rows ({broken.why})", f", {_DECLARE}"
+    if broken.of_place or broken.only(PLACE):
+        return LossError(
+            f"{what} depends on the number of rows or on its position{broken.by}, and {where}: "
+            "count real rows by rx.row_weights(rows), 0 on padding, number them by "
+            "rx.row_numbers(rows), or choose a batch size that divides the rows"
+        )
+    depends, declare = f"depends on the other rows{broken.by}", ""
+    if broken.only(BACKWARD):
+        depends = f"has a gradient that may depend on the other rows{broken.by}"
+    elif broken.why:
+        depends, declare = f"may depend on the other rows{broken.by}", broken.or_declare
+        where += f" ({broken.why})"
     return LossError(
         f"{what} {depends}, and {where}: exclude them with rx.row_weights(rows), 0 on padding, or "
         f"choose a batch size that divides the rows{declare}"

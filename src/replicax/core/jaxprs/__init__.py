@@ -7,6 +7,7 @@ Read in this order:
     row_counts.py       values of all rows: sums, means, counts, positions
     row_inner.py        loops, branches, solvers and derivatives that code defines
     row_dependence.py   `Follow`: the three above, applied to two traces side by side
+    row_causes.py       which operations mixed the rows, and on which lines
     symbol_rules.py     hashes of expressions, and rules for combining them
     row_symbols.py      rows that were moved: equal expressions in the whole and in its parts
     row_evaluation.py   evaluate a trace on numbers, with some of its values replaced

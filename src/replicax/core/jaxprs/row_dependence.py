@@ -97,8 +97,6 @@ class Follow:
         """Whether rows are declared independent."""
         self.draws = self.draws_alone = False
         """Whether it draws random numbers by the step's key, and by another one."""
-        self.drawn_behind = False
-        """Whether a draw had rows in another dim, with `drawn_first`."""
         self.mixing: set[str] = set()
         """Names of the primitives that may have mixed rows."""
         self.mixed: dict[Any, int] = {}
@@ -240,13 +238,18 @@ class Follow:
                 return NUMBER
             return GIVEN if any(place is not None for place in places) else None
         if len(grown) == 1 and name in RANDOM | DRAWING:
-            by_row = keyed or any(isinstance(each, Rows) for each in places)
+            # Numbers of a row do not depend on later rows, so padding is none to any key's.
+            whole = self._drawn_first and "fry" in str(eqn.invars[0].aval.dtype)
+            by_row = keyed or whole or any(isinstance(each, Rows) for each in places)
             if keyed or (by_row and name in DRAWING):
                 self.drawn[out] = grown[0]
             each, left = divmod(shape[grown[0]], rows)
             of_each_key = len(eqn.invars[0].aval.shape)  # the dims before are those of the keys
-            behind = keyed and name in DRAWING and math.prod(shape[of_each_key : grown[0]]) > 1
-            self.drawn_behind |= behind and self._drawn_first
+            behind = (
+                (keyed or whole)
+                and name in DRAWING
+                and math.prod(shape[of_each_key : grown[0]]) > 1
+            )
             apart = by_row and not left and not (behind and self._drawn_first)
             return Rows(grown[0], each) if apart else MIXED
         if grown and not any(place and not isinstance(place, RowCount) for place in places):
