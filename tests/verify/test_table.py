@@ -23,6 +23,7 @@ def test_passes_of_one_mode_are_one_line_and_failures_stay_apart() -> None:
     assert line.found.endswith("one device, 3e-07")
     alone = dataclasses.replace(PASSED[0], case="jit")
     assert [each.case for each in merged_checks([alone, PASSED[0]])] == ["jit (full)"]
+    assert [each.case for each in merged_checks([alone, alone])] == ["jit"]
     assert merged_checks([FAILED, FAILED]) == [FAILED, FAILED]
     assert len(merged_checks([*PASSED, FAILED, *PASSED])) == 3
 

@@ -64,8 +64,8 @@ class JsonOptions:
             raise ConfigError(f"--json {self.json}: there is no folder {folder}; create it first")
         if self.json not in (None, "-") and not _may_be_replaced(Path(self.json)):
             raise ConfigError(
-                f"--json {self.json} would replace a file that is not JSON; name another, or - for "
-                "stdout"
+                f"--json {self.json} would replace a file that is no result of Replicax, or cannot "
+                "be read; name another, or - for stdout"
             )
         with standard_error() if self.shows_json else contextlib.nullcontext():
             live = Live(piped=piped)
@@ -81,20 +81,27 @@ class JsonOptions:
 
     def write_json(self, content: dict[str, Any]) -> None:
         """Print `content` as JSON, or write it to the file, according to the flag."""
+        text = json.dumps({**_MARK, **content}, indent=2)
         if self.shows_json:
-            print(json.dumps(content, indent=2), flush=True)
+            print(text, flush=True)
         elif self.json is not None:
-            Path(self.json).write_text(json.dumps(content, indent=2) + "\n")
+            Path(self.json).write_text(f"{text}\n")
+
+
+_MARK = {"written_by": "replicax"}
 
 
 def _may_be_replaced(path: Path) -> bool:
+    """Whether it is no file, is empty, or begins as a result does, even if it was cut off."""
     if not path.is_file():
         return True
+    mark = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
     try:
-        json.loads(path.read_bytes() or "{}")
-    except (ValueError, RecursionError):
+        with path.open("rb") as file:
+            begun = file.read(len(mark))
+    except OSError:
         return False
-    return True
+    return mark.startswith(begun)
 
 
 @contextlib.contextmanager

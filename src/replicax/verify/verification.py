@@ -122,7 +122,7 @@ def _one(checks: Sequence[Check]) -> Check:
     first_parts = dict.fromkeys(part for each in parts for part in each[:1])
     split = [part for part in first_parts if part.endswith("micro-batches")]
     also = f"; and in {' and '.join(split)}" if split else ""
-    case = f"{_mode(first)} ({', '.join(batches)}{also})"
+    case = f"{_mode(first)} ({', '.join(batches)}{also})" if batches else _mode(first)
     worst = max(checks, key=lambda check: float(check.figures.get("largest", 0)))
     return dataclasses.replace(worst, case=case)
 
