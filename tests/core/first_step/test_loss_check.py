@@ -270,6 +270,21 @@ def test_a_key_that_is_the_same_on_every_replica_is_named() -> None:
         step(noisy, mode="shard_map")
 
 
+def test_a_key_of_the_state_that_a_loss_gets_is_another_on_every_replica() -> None:
+    def noisy(model: Any, batch: Any, key: Any) -> Any:
+        return jax.random.normal(key, (len(batch["x"]),)) * jnp.sum(model["w"])
+
+    def own(state: Any, batch: Any, key: Any) -> Any:
+        key, drawn_by = jax.random.split(state["key"])
+        means, _, by_row = rx.value_and_grad(noisy, rows=True)(state, batch, drawn_by)
+        return {**state, "key": key}, {**means, "all": rx.PerRow(by_row["loss"])}
+
+    dp = parallel(step=own, mode="shard_map", devices=2)
+    _, metrics = dp.step(dp.init({**MODEL, "key": jax.random.key(1)}), DATA)
+    drawn = metrics["all"].whole().reshape(2, -1)
+    assert not np.isclose(*drawn).any()
+
+
 def rows_first(key: Any, rows: int) -> Any:
     return jax.random.normal(key, (rows, 4)).T
 

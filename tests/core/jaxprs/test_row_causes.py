@@ -59,6 +59,7 @@ MIXING: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda x: x / jnp.max(x), "reduce_max", REDUCED),
     (lambda x: jnp.sqrt(jnp.sum(x)), "sqrt", REDUCED),
     (lambda x: x * jnp.arange(len(x)), "mul", PLACE),
+    (lambda x: x / len(x) + 1, "add", PLACE),
     (lambda x: jnp.fft.fft(x), "fft", OTHER),
     (guarded, "max", SUMS),
     (lambda x: centred_behind(x), "custom_vjp_call", BACKWARD),

@@ -99,6 +99,7 @@ APART = {
     ),
     "solved": lambda x, _: jnp.linalg.solve(TABLE[:, :4] + jnp.eye(4), x[:, :, 0].T).T,
     "sign of a mean's share": lambda x, _: jnp.sign(x / len(x)),
+    "whether a mean's share is positive": lambda x, _: jnp.where(x / len(x) > 0, 1.0, -1.0),
     "a mean's share by its norm": lambda x, _: (
         (x / len(x)) / jnp.linalg.norm(x / len(x), axis=1, keepdims=True)
     ),

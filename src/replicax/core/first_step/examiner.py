@@ -22,7 +22,7 @@ from replicax.core.first_step.forward_mode import check_reverse
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, LEFT, SEEN
+from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, has_weights, merged_of, rows_of, sums, values_by_name
@@ -88,8 +88,10 @@ class RowExaminer:
 
         watched = dataclasses.replace(objective, loss=observed)
         gather = self.gather if own else _itself
+        key = context.key
         context = dataclasses.replace(
             context,
+            key=key if key is None else _call(KEYED, _itself, key),
             axis=AXIS,
             gather=gather,
             row_numbers=lambda _: rows.index,

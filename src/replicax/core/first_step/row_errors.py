@@ -98,22 +98,24 @@ def mixes_rows(broken: Broken, sees: str, fix: str) -> LossError:
             f"the gradient of {what} may depend on other rows{broken.by}, and {some}: let the "
             f"backward pass use each row alone, or {fix}"
         )
+    if broken.of_place and broken.only(DRAWN_ALONE):
+        return LossError(
+            f"{what} depends on random numbers from a key of the state, or a constant one, which "
+            f"is the same on every replica, and {some}: draw in a loss from the key that it gets, "
+            "or for each row by its number, "
+            "jax.vmap(partial(jax.random.fold_in, key))(rx.row_numbers(x))"
+        )
+    if broken.of_place or broken.only(PLACE):
+        return LossError(
+            f"{what} depends on its position in the batch or on the number of rows{broken.by}, and "
+            f"{some}: draw from the step's key and not from one of the state or a constant, number "
+            "rows by rx.row_numbers(x), and do not divide by len(x), as the derivative of jnp.mean "
+            f"does, and that of jnp.sum does not; or {fix}"
+        )
     if broken.why:
         said = f"{some} ({broken.why})"
         return LossError(
             f"{what} may depend on other rows{broken.by}, and {said}: {fix}{broken.or_declare}"
-        )
-    if broken.of_place and broken.only(DRAWN_ALONE):
-        return LossError(
-            f"{what} depends on random numbers from a key of the state, or a constant one, which "
-            f"is the same on every replica, and {some}: draw from the step's key, or for each row "
-            "by its number, jax.vmap(partial(jax.random.fold_in, key))(rx.row_numbers(x))"
-        )
-    if broken.of_place:
-        return LossError(
-            f"{what} depends on its position in the batch or on the number of rows{broken.by}, and "
-            f"{some}: draw from the step's key and not from one of the state or a constant, number "
-            f"rows by rx.row_numbers(x), and do not divide by len(x); or {fix}"
         )
     return LossError(
         f"{what} depends on the other rows{broken.by}, and {some}, which changes it: {fix}"

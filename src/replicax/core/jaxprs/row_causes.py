@@ -129,7 +129,8 @@ class Causes:
         rows = {place for place in places if isinstance(place, Rows)}
         if rows and name in _ORDERING:
             return ORDER
-        if any(isinstance(place, Index | RowCount) for place in places) or not any(places):
+        counts = any(isinstance(place, Index | RowCount) for place in places)
+        if counts or any(place.power for place in rows) or not any(places):
             return PLACE
         pairs = any(out.aval.shape.count(self.rows) > 1 for out in eqn.outvars)
         if pairs or len(rows) > 1:

@@ -141,6 +141,8 @@ def quantity(
     if name in _DEGREES and isinstance(place := places[0], Rows):
         degree = params["y"] if name == "integer_pow" else _DEGREES[name]
         return _along(name, params, places, shapes, out, degree * place.power)
+    if name in _COMPARISONS and zero and isinstance(places[0], Rows):
+        return _along(name, params, places, shapes, out, 0)
     if name in _LINEAR and len(places) == 1:
         place = places[0]
         if isinstance(place, Rows):
@@ -257,3 +259,5 @@ _LINEAR |= {"squeeze", "stop_gradient", "transpose"}
 _DEGREES = {"abs": 1, "sign": 0, "square": 2, "sqrt": 1 / 2, "rsqrt": -1 / 2, "cbrt": 1 / 3}
 _DEGREES |= {"reduce_max": 1, "reduce_min": 1, "integer_pow": 0}
 """Functions `f(n x) = n**degree f(x)` of an array, for the positive number of rows n."""
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+"""With 0, these ask for the sign."""

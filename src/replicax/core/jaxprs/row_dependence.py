@@ -58,6 +58,8 @@ ENTERED = "rows_enter_a_loss"
 """Name of the function whose results are the rows that a loss in a custom step is given."""
 LEFT = "rows_leave_a_loss"
 """Name of the function whose results are rows that a custom step gets back from a loss."""
+KEYED = "key_of_a_loss"
+"""Name of the function whose result is a loss's key, which each part of a batch has for itself."""
 DECLARED = "rows_declared_independent"
 """Name of the function that declares rows independent."""
 SEEN = "rows_seen_"
@@ -174,6 +176,8 @@ class Follow:
             return [
                 known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
             ]
+        if label == KEYED and places[0] != MIXED:
+            return [FROM_STEP_KEY]
         if label == DECLARED:
             self.declares = True
             return [Rows(row_dim(called(eqn))), Total()]
