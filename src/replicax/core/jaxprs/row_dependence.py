@@ -176,7 +176,7 @@ class Follow:
             return [
                 known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
             ]
-        if label == KEYED and places[0] != MIXED:
+        if label == KEYED and not places[0]:
             return [FROM_STEP_KEY]
         if label == DECLARED:
             self.declares = True
