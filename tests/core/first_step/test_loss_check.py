@@ -266,7 +266,7 @@ def test_a_key_that_is_the_same_on_every_replica_is_named() -> None:
     def noisy(model: Any, batch: Any, key: Any) -> Any:
         return errors(model, batch, key) * jax.random.normal(jax.random.key(3), (len(batch["x"]),))
 
-    with pytest.raises(rx.LossError, match=r"key of the state.*rx\.row_numbers"):
+    with pytest.raises(rx.LossError, match=r"rx\.row_numbers"):
         step(noisy, mode="shard_map")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-import replicax
 from replicax.core.jaxprs.jaxpr import called, closed
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, Index, Location, Ratio, RowCount, Total
 from replicax.core.jaxprs.row_dependence import (
@@ -37,7 +36,7 @@ _ORDERING = {
 _OF_SUMS = {"add", "clamp", "div", "max", "min", "mul", "select_n"}
 GATHERED_BY = "rx.gather"
 """Name of what gathers rows, and padding with them."""
-_LIBRARIES = tuple(str(Path(each.__file__).parent) for each in (jax, replicax) if each.__file__)
+_LIBRARIES = str(Path(jax.__file__).parent), str(Path(__file__).parents[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Causes:
     rows: int
     """The number of rows in the trace."""
     seen: dict[str, _Causes] = dataclasses.field(default_factory=dict)
-    """Those of the argument of each function in `SEEN`, by name."""
+    """Causes of the argument of each function in `SEEN`, by name."""
     line: str = ""
     """The user's line around."""
 
@@ -82,8 +81,8 @@ class Causes:
             within = self._within(eqn, given)
             for n, out in enumerate(eqn.outvars):
                 if self.follow.places.get(out) == MIXED:
-                    own = within[n] if len(within) == len(eqn.outvars) else joined(within)
-                    known[out] = own or joined(given) or (self._cause(eqn),)
+                    own = within[n] if len(within) == len(eqn.outvars) else _every(within)
+                    known[out] = own or _every(given) or (self._cause(eqn),)
         return list(map(of, inner.outvars))
 
     def _within(self, eqn: Any, given: list[_Causes]) -> list[_Causes]:
@@ -92,7 +91,7 @@ class Causes:
         if label in self.follow.known:
             return []
         if label.startswith(SEEN):
-            self.seen[label] = joined([self.seen.get(label, ()), *given])
+            self.seen[label] = _every([self.seen.get(label, ()), *given])
         if line := _line(eqn):
             return dataclasses.replace(self, line=line)._inside(eqn, given)
         return self._inside(eqn, given)
@@ -113,7 +112,7 @@ class Causes:
 
     def _each(self, jaxprs: Sequence[Any], given: list[_Causes]) -> list[_Causes]:
         """Return the causes of any result: in a loop, each may be that of the next turn."""
-        found = joined([each for jaxpr in jaxprs for each in self(jaxpr, given)])
+        found = _every([each for jaxpr in jaxprs for each in self(jaxpr, given)])
         return [found] if found else []
 
     def _cause(self, eqn: Any) -> Cause:
@@ -140,7 +139,7 @@ class Causes:
         return REDUCED if name.startswith("reduce_") else OTHER
 
 
-def joined(causes: Sequence[_Causes]) -> _Causes:
+def _every(causes: Sequence[_Causes]) -> _Causes:
     """Return all of several causes, each once."""
     return tuple(dict.fromkeys(cause for each in causes for cause in each))
 
