@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from replicax.arguments import typed
@@ -190,6 +192,17 @@ def shard_axis(mesh: AnyMesh) -> str:
 def replica_count(mesh: AnyMesh) -> int:
     """Return the number of replicas: the devices along the row axes."""
     return int(mesh.shape[DATA] * mesh.shape.get(FSDP, 1))
+
+
+def numbers_on(axis: Axis | None, rows: int, part: tuple[Any, int] = (0, 1)) -> jax.Array:
+    """Return int32 `[rows]`: the numbers in the whole batch of so many rows on a replica.
+
+    `part`: which of how many micro-batches has them, as `accumulate.split_rows` splits.
+    """
+    number, parts = part
+    first = 0 if axis is None else lax.axis_index(axis) * rows * parts
+    found: jax.Array = first + number + parts * jnp.arange(rows, dtype=jnp.int32)
+    return found
 
 
 def is_data_only(mesh: AnyMesh) -> bool:

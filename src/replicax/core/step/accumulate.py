@@ -14,7 +14,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_free import free_of_rows
 from replicax.core.models.definition import CallContext
-from replicax.core.placement.mesh import Axis
+from replicax.core.placement.mesh import Axis, numbers_on
 from replicax.core.step.base import StepSums, SumsFunction
 
 
@@ -53,6 +53,7 @@ class Sequential:
         some, scale = self.parts > 1, scale_of(state)
 
         def one(extras: PyTree, number: Any, rows: Batch) -> tuple[StepSums, PyTree]:
+            part = number, self.parts
             context = CallContext(
                 folded(key, number),
                 axis,
@@ -61,12 +62,9 @@ class Sequential:
                 step=state.step,
                 scale=scale,
                 gather=self.gather,
-                row_numbers=partial(strided, number) if some else self.row_numbers,
+                row_numbers=self.row_numbers or partial(numbers_on, axis, part=part),
             )
             return function(state.params, extras, rows, context)
-
-        def strided(number: Any, rows: int) -> jax.Array:
-            return split_rows(numbers_on(axis, rows * self.parts), self.parts)[number]
 
         if not some:
             return one(state.extras, 0, batch)
@@ -146,12 +144,6 @@ def scale_of(state: Any) -> jax.Array | None:
 def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
     """Return `key` with `number` folded in; None in evaluation."""
     return None if key is None else jax.random.fold_in(key, number)
-
-
-def numbers_on(axis: Axis | None, rows: int) -> jax.Array:
-    """Return int32 `[rows]`: the numbers in the whole batch of a replica's so many rows."""
-    first = 0 if axis is None else lax.axis_index(axis) * rows
-    return first + jnp.arange(rows, dtype=jnp.int32)
 
 
 def split_rows(array: jax.Array, parts: int) -> jax.Array:

@@ -20,7 +20,7 @@ from replicax.arguments import answered
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree, by_dtype
 from replicax.core.models.definition import CallContext
-from replicax.core.step.accumulate import numbers_on
+from replicax.core.placement.mesh import numbers_on
 from replicax.errors import LossError
 
 
@@ -163,15 +163,12 @@ def row_weights(rows: PyTree) -> jax.Array:
 def row_numbers(rows: PyTree) -> jax.Array:
     """Return the number of each row in the global batch: its place in what `gather` returns.
 
-    For what belongs to a row among all: its own column in a matrix of all pairs, or a random key.
-    Padding is numbered too, after the real rows.
+    For a row's own column in a matrix of all pairs, or its random key. Padding comes last.
 
     Examples:
         >>> def contrastive(model, batch, key):
-        ...     image, text = model(batch["image"]), model(batch["text"])
-        ...     texts, weights = rx.gather((text, rx.row_weights(text)))
-        ...     logits = jnp.where(weights > 0, image @ texts.T, -jnp.inf)
-        ...     own = rx.row_numbers(image)
+        ...     logits = model(batch["image"]) @ rx.gather(model(batch["text"])).T
+        ...     own = rx.row_numbers(logits)
         ...     return optax.softmax_cross_entropy_with_integer_labels(logits, own)
         >>> print(rx.row_numbers(jnp.zeros((3, 2))))
         [0 1 2]
@@ -180,25 +177,20 @@ def row_numbers(rows: PyTree) -> jax.Array:
         rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
 
     Returns:
-        int32 `[rows]`, from 0; `jnp.arange(rows)` where the loss sees the global batch (one device,
-        mode `jit`, outside a step). A micro-batch has every K-th number.
+        int32 `[rows]`, from 0; `jnp.arange(rows)` outside a step. A micro-batch has every K-th.
 
     Raises:
         LossError: the loss sees some of the rows of a stage, or of an island's exchanged parts.
     """
-    here = _seeing("row_numbers", rows)
-    if here is None:
+    if (here := _seeing("row_numbers", rows)) is None:
         return numbers_on(None, row_count(rows))
     _check_trace("row_numbers", here)
-    context, count = here.context, here.mask.shape[0]
-    if context.row_numbers is not None:
-        return context.row_numbers(count)
-    if context.part:
+    numbers = here.context.row_numbers or partial(numbers_on, here.context.axis)
+    if here.context.part and here.context.row_numbers is None:
         raise LossError(
-            "rx.row_numbers in a loss computed on micro-batches of stages or of parts that islands "
-            "exchange, which are not numbered: pass row numbers in the batch"
+            "rx.row_numbers of rows of stages or of islands' parts: pass row numbers in the batch"
         )
-    return numbers_on(context.axis, count)
+    return numbers(here.mask.shape[0])
 
 
 @answered
