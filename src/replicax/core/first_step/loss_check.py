@@ -27,6 +27,7 @@ from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Locati
 from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, LEFT, SUMMED, Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.jaxprs.row_inner import Unlike
+from replicax.core.jaxprs.row_padding import COUNTED, WEIGHTS, as_padded
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
 
@@ -75,6 +76,7 @@ class LossExamination:
         """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
         self._seen: dict[str, list[Location]] = {}
+        self._padding: dict[str, list[Location]] = {}
         self._declares = self._drawn_behind = False
 
     @cached_property
@@ -87,7 +89,7 @@ class LossExamination:
     def takes_padding(self) -> bool:
         """Whether the traces show that padding changes nothing."""
         some = Division(np.zeros((1, self._rows // 2), int), padded=True)
-        return not any(self._doubted(some, shows=False))
+        return not any(self._left_open(some, shows=False))
 
     @cached_property
     def is_apart(self) -> bool:
@@ -123,10 +125,12 @@ class LossExamination:
 
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
         """Return what differs on parts of `division`, and names or labels of what may."""
-        outputs, labels = self._doubted(division)
+        outputs, labels = self._left_open(division)
         examiner = self._one.examiner
         if division.padded and self.weighs:
-            return [], [*labels, *outputs]
+            counted = [label for label in labels if COUNTED in self._padding.get(label, [])]
+            counted += [name for name, place in outputs.items() if place == COUNTED]
+            return list(map(self._broken, counted)), [*labels, *outputs]
         found = [
             Broken(name, output=True, by_row=isinstance(place, Rows) and place != MIXED)
             for name, place in outputs.items()
@@ -185,7 +189,7 @@ class LossExamination:
 
         May raise `Undecided`.
         """
-        _, doubted = self._doubted(division)
+        _, doubted = self._left_open(division)
         names, merged = self._one.examiner.names, self._one.examiner.merged
         wanted = [label for label in names if label not in self._one.examiner.apart]
         wanted = [label for label in wanted if division.padded or label not in merged]
@@ -261,6 +265,33 @@ class LossExamination:
             self._drawn_behind |= follow.drawn_behind
         doubted = [label for label in (*names, *one.numbers) if label in labels]
         return outputs, [label for label in doubted if label not in outputs]
+
+    def _left_open(
+        self, division: Division, shows: bool = True
+    ) -> tuple[dict[str, Location], list[str]]:
+        """Return what the traces do not show to be the same, if weights of padding are 0."""
+        outputs, labels = self._doubted(division, shows)
+        if not (division.padded and self.weighs and (outputs or labels)):
+            return outputs, labels
+        one, rows = self._one, division.size if 1 < division.size < self._rows else 2 * self._rows
+        follow = Follow((self._rows, rows), {SUMMED: GIVEN}, drawn_first=self._whole, pads=True)
+        mask = self._given[1].mask
+        leaves = jax.tree.leaves(self._given)
+        pairs = zip(leaves, self._places(division), strict=True)
+        inputs = [WEIGHTS if leaf is mask else as_padded(place) for leaf, place in pairs]
+        try:
+            places = follow(one.jaxpr, self._twin(rows, alone=True).jaxpr, inputs)
+        except Unlike:
+            self._padding = {label: [MIXED] for label in labels}
+            return outputs, labels
+        self._padding, by_row = follow.seen, one.examiner.scalars | one.examiner.merged
+        rows_of = {label: None if label in by_row else Total(0) for label in labels}
+        left = dict(zip(one.outputs, places, strict=False))
+        return {name: left[name] for name in outputs if left[name]}, [
+            label
+            for label in labels
+            if any(place and place != rows_of[label] for place in follow.seen.get(label, [MIXED]))
+        ]
 
     def _followed(
         self,

@@ -11,7 +11,7 @@ import optax
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged, merged_in_order
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import PyTree, in_one_call
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
@@ -88,20 +88,21 @@ class Summing:
         return total, extras, reduction_state
 
     @property
-    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
-        """Gathers the rows of all replicas; None if they are all here."""
+    def gather(self) -> Callable[[list[jax.Array]], list[jax.Array]] | None:
+        """Gathers the rows of all replicas, as in `CallContext`; None if they are all here."""
         if self.accumulator.gather is None and self.axis is not None:
-            return partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
+            return in_one_call(partial(jax.lax.all_gather, axis_name=self.axis, tiled=True))
         return self.accumulator.gather
 
     def of_all_rows(self, rows: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Merged]]:
         """Return what has rows, and metrics that are no means, merged over all replicas."""
         gather = self.gather
+        of_all = gather and (lambda leaf: gather([leaf])[0])
         others, merged = dict(rows), dict[str, Merged]()
         for name, value in rows.items():
             if isinstance(value, Merged):
                 own = merged_in_order(others.pop(name))  # of micro-batches
-                merged[name] = merged_in_order(jax.tree.map(gather, own)) if gather else own
+                merged[name] = merged_in_order(jax.tree.map(of_all, own)) if of_all else own
         return others, merged
 
 
