@@ -97,12 +97,15 @@ class Summing:
     def of_all_rows(self, rows: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Merged]]:
         """Return what has rows, and metrics that are no means, merged over all replicas."""
         gather = self.gather
-        of_all = gather and (lambda leaf: gather([leaf])[0])
         others, merged = dict(rows), dict[str, Merged]()
         for name, value in rows.items():
             if isinstance(value, Merged):
                 own = merged_in_order(others.pop(name))  # of micro-batches
-                merged[name] = merged_in_order(jax.tree.map(of_all, own)) if of_all else own
+                leaves, structure = jax.tree.flatten(own)
+                if gather is not None:
+                    leaves = [each for leaf in leaves for each in gather([leaf])]
+                    own = merged_in_order(jax.tree.unflatten(structure, leaves))
+                merged[name] = own
         return others, merged
 
 
