@@ -14,7 +14,7 @@ from support.training import assert_near, normals, parallel
 import replicax as rx
 from replicax.core.first_step_checks import FirstStepChecks
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS
+from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
 from replicax.verify.evaluated import check_evaluated
 from replicax.verify.facts import Facts
@@ -90,9 +90,8 @@ def test_a_sum_that_is_differentiated_and_divided_afterwards(
     assert verdict(subject(clipped), FULL) == "pass"
     objective = "replicax.core.step.objective"
     monkeypatch.setattr(f"{objective}.differentiated", lambda sums, *_: sums[LOSS].total)
-    monkeypatch.setattr(
-        f"{objective}.sums_of", lambda gradient, sums, _, rows: StepSums(gradient, sums, rows)
-    )
+    undivided = lambda sums: {LOSS: WeightedSum(sums[LOSS].total, sums[LOSS].weight)}  # noqa: E731
+    monkeypatch.setattr(f"{objective}.summed", undivided)
     assert verdict(subject(clipped), FULL) == "fail"
 
 

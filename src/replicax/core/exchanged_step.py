@@ -38,7 +38,7 @@ class OfPart:
     number: jax.Array
 
     @property
-    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
+    def gather(self) -> Callable[[list[jax.Array]], list[jax.Array]] | None:
         return self.inner.gather
 
     @property

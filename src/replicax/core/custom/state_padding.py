@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.per_row import map_rows_of_state, rows_of_state
-from replicax.core.ground.leaves import PyTree, is_random_key, numbers
-from replicax.core.step.loss_context import gathered_together
+from replicax.core.ground.leaves import PyTree, by_dtype, is_random_key, numbers
 
 
 def with_copies(
-    params: PyTree, batch: Batch, gather: Callable[[jax.Array], jax.Array] | None
+    params: PyTree,
+    batch: Batch,
+    gather: Callable[[list[jax.Array]], list[jax.Array]] | None,
 ) -> tuple[PyTree, Batch]:
     """Return a state and a batch whose padded rows are copies of the first real row of all.
 
@@ -26,7 +27,7 @@ def with_copies(
     own = states, dataclasses.replace(batch, count=None, shared=(), sets=())
     one = jax.tree.map(lambda leaf: _picked(numbers(leaf), batch.mask), own)
     if gather is not None:
-        of_each = gathered_together(gather, jax.tree.map(lambda leaf: leaf[None], one))
+        of_each = by_dtype(gather, jax.tree.map(lambda leaf: leaf[None], one))
         mask = of_each[1].mask
         one = jax.tree.map(lambda leaf: _picked(leaf, mask), of_each)
     states, filled = jax.tree.map(lambda leaf, row: _where(batch.mask, leaf, row), own, one)

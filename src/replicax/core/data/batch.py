@@ -199,9 +199,12 @@ class Batch:
         return int(self.mask.shape[0])
 
     @property
-    def real_rows(self) -> Any:
-        """Number of real rows of the batch that it is, or is a part of; its own size if unknown."""
-        return self.size if self.count is None else self.count.reshape(-1)[0]
+    def shares(self) -> Any:
+        """float32 `[rows]`: the share of a real row in a mean over the whole batch, 0 for padding.
+
+        If the number of real rows is unknown, that of all rows of this batch stands for it.
+        """
+        return self.mask / (self.size if self.count is None else self.count)
 
 
 register_dataclass(

@@ -15,7 +15,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.exact import micro_shard_primitives
 from replicax.core.exact.ordered_reduction import add_in_order
 from replicax.core.exact.sharded_update import MicroShard
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import PyTree, in_one_call
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
@@ -31,7 +31,7 @@ MICRO_SHARDS = 8
 
 _MICRO_SHARDS = "micro_shards"
 """Name of the axis over a replica's micro-shards."""
-_Gather = Callable[[jax.Array], jax.Array]
+_Gather = Callable[[list[jax.Array]], list[jax.Array]]
 
 THREADS_VARIABLE = "NPROC"
 """The environment variable from which XLA reads the number of cores at startup."""
@@ -103,7 +103,7 @@ class FixedTree:
         try:
             local, floats = self._tree_sum(alone, 0, own)
         except _SeesOthers:
-            gather = partial(_gathered, axis=axis)
+            gather = in_one_call(partial(_gathered, axis=axis))
             together = jax.vmap(partial(micro_shard, gather), axis_name=_MICRO_SHARDS)
             each, after, results = together(jnp.arange(own))
             by_row = jax.tree.map(jnp.concatenate, results)
@@ -175,9 +175,12 @@ class MicroShardAccumulator:
         sums = dataclasses.replace(sums, rows=rows)
         return sums, with_means(extras, floats, self.piece.count)
 
-    def gather(self, rows: jax.Array) -> jax.Array:
+    def gather(self, rows: list[jax.Array]) -> list[jax.Array]:
         """Return `rows` of all micro-shards, in order."""
-        return micro_shard_primitives.gather_micro_shards(rows, dim=0, count=self.piece.count)
+        count = self.piece.count
+        return in_one_call(partial(micro_shard_primitives.gather_micro_shards, dim=0, count=count))(
+            rows
+        )
 
     def row_numbers(self, rows: int) -> jax.Array:
         """Return the numbers in the whole batch of a micro-shard's so many rows."""
@@ -191,7 +194,7 @@ class _SeesOthers(Exception):  # noqa: N818
     """Raised if a micro-shard needs rows of others: they are then computed together."""
 
 
-def _seen_alone(_rows: jax.Array) -> jax.Array:
+def _seen_alone(_rows: list[jax.Array]) -> list[jax.Array]:
     raise _SeesOthers
 
 

@@ -69,7 +69,7 @@ def _check_sharded_update(
     params = only_read(shapes.params, parts.objective.read)
     sums = jax.tree.map(partial(jax.eval_shape, to_sum), params)
     any_piece, number = MicroShard(None, count), jax.ShapeDtypeStruct((), jnp.int32)
-    total = StepSums(any_piece.shapes(sums, dims), {LOSS: WeightedSum(one, one, one)})
+    total = StepSums(any_piece.shapes(sums, dims), {LOSS: WeightedSum(one, one, divisor=one)})
     state = any_piece.shapes(shapes, shard_dims)
     try:
         jax.eval_shape(of_piece, number, state, total, shapes.extras, shapes.reduction)

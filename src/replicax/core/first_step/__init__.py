@@ -9,6 +9,7 @@ Read in this order:
     step_run.py          a custom step, with its rows, those of its state, or one of its sets
     loss_check.py        is a value the same if replicas, micro-batches or padding see some rows?
     trial_inputs.py      other parameters, rows, masks and step numbers
+    row_gradients.py     gradients with padding, and of the real rows alone
     row_trials.py        if it is not, or the trace does not tell: compare numbers
     row_errors.py        one line that names the value and what to write
 

@@ -22,7 +22,7 @@ from replicax.core.first_step.forward_mode import check_reverse
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_dependence import ENTERED, GATHERED, KEYED, LEFT, SEEN
+from replicax.core.jaxprs.row_labels import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, has_weights, merged_of, rows_of, sums, values_by_name
@@ -69,6 +69,11 @@ class RowExaminer:
     merges: bool = False
     """Whether it returns a metric that is no mean."""
 
+    @property
+    def losses(self) -> set[str]:
+        """Labels of what is differentiated: values of losses."""
+        return {label for label, name in self.names.items() if self.learns and name == LOSS}
+
     def step_sums(
         self,
         objective: Objective,
@@ -101,9 +106,11 @@ class RowExaminer:
         returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)
         if self.learns and has_weights(returned):
+            names = dict(self.names)  # what is gathered again belongs to another trace
             self._check_weights(
                 objective, params, lambda own: watched.returned(own, extras, rows, context)
             )
+            self.names = names
         merged = merged_of(returned, rows.mask)
         for name, value in values_by_name(returned).items():
             before = len(self.names)
@@ -160,12 +167,14 @@ class RowExaminer:
             self.merged.add(label)
             _call(label, _itself, jax.lax.stop_gradient(to_sum(leaf[0])))
 
-    def gather(self, rows: jax.Array) -> jax.Array:
-        """Return as many rows as the global batch has, whatever the number of `rows`."""
+    def gather(self, rows: list[jax.Array]) -> list[jax.Array]:
+        """Return as many rows as the global batch has, whatever the number of `rows`.
+
+        Each array by itself, unlike where it runs: what is known of one is not of the others.
+        """
         self.gathers = True
         self.see(GATHER, rows)
-        found: jax.Array = _call(GATHERED, partial(_resized, count=self.gathered), rows)
-        return found
+        return [_call(GATHERED, partial(_resized, count=self.gathered), each) for each in rows]
 
     def step(self, here: LossContext) -> None:
         """Record which functions a custom step itself called."""
@@ -196,12 +205,12 @@ def _zeros(leaf: jax.Array) -> jax.Array:
     return leaf if is_random_key(leaf) else jnp.zeros_like(to_sum(leaf))
 
 
-def _itself(array: jax.Array) -> jax.Array:
+def _itself(array: Any) -> Any:
     return array
 
 
 def _with_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `array` and its sum over rows; see `replicax.core.jaxprs.row_dependence.row_dim`."""
+    """Return `array` and its sum over rows; see `replicax.core.jaxprs.row_labels.row_dim`."""
     return array, jnp.sum(array, axis=0)
 
 

@@ -25,9 +25,11 @@ from replicax.core.first_step.row_trials import Division, Found, Pair, compared
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_causes import Cause, Causes
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
-from replicax.core.jaxprs.row_dependence import DECLARED, ENTERED, GATHERED, LEFT, SUMMED, Follow
+from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.jaxprs.row_inner import Unlike
+from replicax.core.jaxprs.row_labels import DECLARED, ENTERED, GATHERED, LEFT, SUMMED
+from replicax.core.jaxprs.row_padding import COUNTED, WEIGHTS, as_padded
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
 
@@ -78,6 +80,7 @@ class LossExamination:
         self._seen: dict[str, list[Location]] = {}
         self._doubting: dict[str, Follow] = {}
         self._causes: dict[Follow, dict[str, tuple[Cause, ...]]] = {}
+        self._padding: dict[str, list[Location]] = {}
         self._declares = False
 
     @cached_property
@@ -90,7 +93,7 @@ class LossExamination:
     def takes_padding(self) -> bool:
         """Whether the traces show that padding changes nothing."""
         some = Division(np.zeros((1, self._rows // 2), int), padded=True)
-        return not any(self._doubted(some, shows=False))
+        return not any(self._left_open(some, shows=False))
 
     @cached_property
     def is_apart(self) -> bool:
@@ -126,10 +129,12 @@ class LossExamination:
 
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
         """Return what differs on parts of `division`, and names or labels of what may."""
-        outputs, labels = self._doubted(division)
+        outputs, labels = self._left_open(division)
         examiner = self._one.examiner
         if division.padded and self.weighs:
-            return [], [*labels, *outputs]
+            counted = [label for label in labels if COUNTED in self._padding.get(label, [])]
+            counted += [name for name, place in outputs.items() if place == COUNTED]
+            return list(map(self._broken, counted)), [*labels, *outputs]
         found = [
             dataclasses.replace(
                 self._broken(name), by_row=isinstance(place, Rows) and place != MIXED
@@ -202,7 +207,7 @@ class LossExamination:
 
         May raise `Undecided`.
         """
-        _, doubted = self._doubted(division)
+        _, doubted = self._left_open(division)
         names, merged = self._one.examiner.names, self._one.examiner.merged
         wanted = [label for label in names if label not in self._one.examiner.apart]
         wanted = [label for label in wanted if division.padded or label not in merged]
@@ -282,6 +287,33 @@ class LossExamination:
             self._declares |= follow.declares
         doubted = [label for label in (*names, *one.numbers) if label in labels]
         return outputs, [label for label in doubted if label not in outputs]
+
+    def _left_open(
+        self, division: Division, shows: bool = True
+    ) -> tuple[dict[str, Location], list[str]]:
+        """Return what the traces do not show to be the same, if weights of padding are 0."""
+        outputs, labels = self._doubted(division, shows)
+        if not (division.padded and self.weighs and (outputs or labels)):
+            return outputs, labels
+        one, rows = self._one, division.size if 1 < division.size < self._rows else 2 * self._rows
+        follow = Follow((self._rows, rows), {SUMMED: GIVEN}, drawn_first=self._whole, pads=True)
+        mask = self._given[1].mask
+        leaves = jax.tree.leaves(self._given)
+        pairs = zip(leaves, self._places(division), strict=True)
+        inputs = [WEIGHTS if leaf is mask else as_padded(place) for leaf, place in pairs]
+        try:
+            places = follow(one.jaxpr, self._twin(rows, alone=True).jaxpr, inputs)
+        except Unlike:
+            self._padding = {label: [MIXED] for label in labels}
+            return outputs, labels
+        self._padding, by_row = follow.seen, one.examiner.scalars | one.examiner.merged
+        rows_of = {label: None if label in by_row else Total(0) for label in labels}
+        left = dict(zip(one.outputs, places, strict=False))
+        return {name: left[name] for name in outputs if left[name]}, [
+            label
+            for label in labels
+            if any(place and place != rows_of[label] for place in follow.seen.get(label, [MIXED]))
+        ]
 
     def _followed(
         self,

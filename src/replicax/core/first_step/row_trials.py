@@ -7,6 +7,7 @@ step numbers, and whatever `replicax.core.jaxprs.row_evaluation` replaces.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.examiner import Trace
+from replicax.core.first_step.row_gradients import gradients_differ
 from replicax.core.first_step.trial_inputs import moved_to_one_device, other_inputs
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import TrainState
@@ -95,8 +97,10 @@ def compared(
     other = compiled(partial(other_inputs, division.parts))
     whole = compiled(partial(_whole, pair, division, wanted))
     verdict = compiled(partial(_verdict, pair, division, wanted))
+    losses = pair.whole.examiner.losses & {*wanted} if division.padded else set()
+    slopes = losses and compiled(partial(_gradients, pair, division, sorted(losses)))
     state, batch = moved_to_one_device(state, batch)
-    verdicts, none = [], np.int32(-1)
+    verdicts, none, wrong = [], np.int32(-1), False
     for number, step in enumerate(_STEPS):
         first = np.int32(number % len(division.parts))
         trial = np.int32(number)
@@ -108,12 +112,23 @@ def compared(
         pinned, gathered = whole(*given, np.bool_(True), none, None)
         judged = verdict(*given, gathered, first, together, again, pinned)
         verdicts.append(jax.device_get(judged))
+        wrong |= bool(slopes and slopes(*given))
     found = {}
     for label in wanted:
         alone, together, *_ = verdicts[0][label]
         flags = (any(bool(each[label][n]) for each in verdicts) for n in (2, 3, 4))
-        found[label] = Found(alone, together, *flags)
+        mixes, differs, decided = flags
+        apart = wrong and label in losses
+        found[label] = Found(alone, together, mixes or apart, differs or apart, decided)
     return found
+
+
+def _gradients(pair: Pair, division: Division, losses: Sequence[str], *given: Any) -> jax.Array:
+    traces, follows = (pair.whole, pair.part), (pair.of_whole, pair.of_part)
+    try:
+        return gradients_differ(traces, follows, losses, jnp.asarray(division.parts[0]), *given)
+    except Exception as error:  # JAX's, of what has no derivative
+        raise Undecided(f"its gradient: {error}".partition("\n")[0]) from error
 
 
 def _whole(
@@ -144,7 +159,9 @@ def _whole(
         batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
     enter = mixed if division.within else None
     gathers = not division.padded
-    run = RowEvaluation(pair.of_whole, trial, changes, pinned, rows, enter, given, gathers)
+    run = RowEvaluation(
+        pair.of_whole, trial, changes, pinned, rows, enter, given, gathers, division.padded
+    )
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -168,7 +185,9 @@ def _verdict(
         enter = (lambda leaf: leaf[rows]) if division.within else None
         of_part, pinned = pair.of_part, jnp.asarray(True)
         gathers = not division.padded
-        run = RowEvaluation(of_part, trial, changes, pinned, rows, enter, given, gathers)
+        run = RowEvaluation(
+            of_part, trial, changes, pinned, rows, enter, given, gathers, division.padded
+        )
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
@@ -183,7 +202,8 @@ def _verdict(
             judged = [_judged_merged(share, pinned, of[0]) for _, _, pinned, of in each]
         else:
             is_by_row = label in by_row
-            judged = [_judged(division, pair.eps, is_by_row, first, *values) for values in each]
+            eps = _EPS if division.padded else pair.eps
+            judged = [_judged(division, eps, is_by_row, first, *values) for values in each]
         mixes, differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
         flags = jnp.any(mixes), jnp.any(mixes | differs), jnp.all(finite)
         found[label] = alone[label][0], whole[-1][label][0], *flags

@@ -46,6 +46,8 @@ def other_inputs(
     def drawn(leaf: jax.Array) -> jax.Array:
         """Return a leaf of uniform numbers in the range of its own.
 
+        With padding, floats of later trials have the other sign, and both, and are larger.
+
         Of integers, later trials have all lowest but for one row, and all highest: what asks for
         any or for all of the rows must change.
         """
@@ -64,7 +66,13 @@ def other_inputs(
         same = low == high
         low = jnp.where(same, jnp.minimum(low, 0), low)
         high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
-        return jnp.where(change, (low + share * (high - low)).astype(leaf.dtype), leaf)
+        found = low + share * (high - low)
+        if len(pads) and floating:  # weights of 0 are right for a maximum, if all are positive
+            flags = jnp.all((leaf == 0) | (leaf == 1))
+            reach = 3 * jnp.maximum(jnp.abs(low), jnp.abs(high))
+            found = jnp.where((trial == 2) & ~flags, -3 * found, found)
+            found = jnp.where((trial == 3) & ~flags, (2 * share - 1) * reach, found)
+        return jnp.where(change, found.astype(leaf.dtype), leaf)
 
     def with_padding(leaf: jax.Array) -> jax.Array:
         if not len(pads):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Sharding
 
 PyTree = Any
@@ -48,6 +49,19 @@ def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) 
         for place, leaf in zip(places, changed, strict=True):
             leaves[place] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def in_one_call(function: Callable[[jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
+    """Return a function of arrays `[rows, ...]` of one dtype that calls `function` only once."""
+
+    def of_all(leaves: list[jax.Array]) -> list[jax.Array]:
+        if len(leaves) == 1:
+            return [function(leaves[0])]
+        _, unpack = ravel_pytree([leaf[0] for leaf in leaves])
+        whole = function(jax.vmap(lambda row: ravel_pytree(row)[0])(leaves))
+        return list(jax.vmap(unpack)(whole))
+
+    return of_all
 
 
 def divided(values: Iterable[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:

@@ -4,9 +4,13 @@ Read in this order:
 
     jaxpr.py            evaluate, inline and prune a jaxpr
     row_rules.py        where each primitive leaves rows that are still separate
+    row_padding.py      what padded rows hold, and whether it counts
     row_counts.py       values of all rows: sums, means, counts, positions
+    row_labels.py       names of functions that say where rows are
     row_inner.py        loops, branches, solvers and derivatives that code defines
-    row_dependence.py   `Follow`: the three above, applied to two traces side by side
+    padding_values.py   the number on padding after an elementwise operation, and signs
+    padding_rules.py    where each primitive leaves padding
+    row_dependence.py   `Follow`: those above, applied to two traces side by side
     row_causes.py       which operations mixed the rows, and on which lines
     symbol_rules.py     hashes of expressions, and rules for combining them
     row_symbols.py      rows that were moved: equal expressions in the whole and in its parts

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax.core.jaxprs.row_padding import COUNTED, FixedNumber, Padded, joined_padding
 from replicax.core.jaxprs.row_rules import MIXED, ROW_RULES, Dims, Rows
 
 
@@ -69,8 +70,8 @@ FROM_STEP_KEY = Origin("key")
 NUMBER = Origin("number")
 """Values derived from the step number, such as schedules."""
 
-Location = Rows | Total | Ratio | RowCount | Index | Columns | Origin | None
-"""Falsy for a value that depends on neither rows nor their number: an origin, or None."""
+Location = Rows | Padded | Total | Ratio | RowCount | Index | Columns | Origin | FixedNumber | None
+"""Falsy for a value that depends on neither rows nor their number: an origin, known, or None."""
 
 
 def constant(one: Any, two: Any, rows: tuple[int, int]) -> Location:
@@ -87,10 +88,19 @@ def constant(one: Any, two: Any, rows: tuple[int, int]) -> Location:
 
 def either(places: Sequence[Location]) -> Location:
     """Return the place of a sum of values, or of a choice between them."""
+    if COUNTED in places or any(isinstance(each, Padded) for each in places):
+        joined: Location = joined_padding(places)
+        return joined
+    if any(isinstance(each, FixedNumber) for each in places):
+        places = places[:1] if len(set(places)) == 1 else [_unknown(each) for each in places]
     found = {each for each in places if each}
     if len(found) > 1 or (not all(places) and not all(map(_may_shift, found))):
         return MIXED
     return next(iter(found), next((each for each in places if each is not None), None))
+
+
+def _unknown(place: Location) -> Location:
+    return GIVEN if isinstance(place, FixedNumber) else place
 
 
 def _may_shift(place: Location) -> bool:

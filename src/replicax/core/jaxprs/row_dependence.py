@@ -32,6 +32,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, closed, simple_params
+from replicax.core.jaxprs.padding_rules import padded_output, signed
 from replicax.core.jaxprs.row_counts import (
     FROM_STEP_KEY,
     GIVEN,
@@ -47,23 +48,21 @@ from replicax.core.jaxprs.row_counts import (
     quantity,
 )
 from replicax.core.jaxprs.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moved
+from replicax.core.jaxprs.row_labels import DECLARED, KEYED, SEEN, label_of, row_dim
+from replicax.core.jaxprs.row_padding import (
+    COUNTED,
+    FixedNumber,
+    Padded,
+    allows,
+    allows_back,
+    as_padded,
+    cotangent_of_padded,
+    plain_rows,
+    tangent,
+)
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.errors import LossError
 
-GATHERED = "rows_gathered_already"
-"""Name of the function that stands for `gather` if one device has the whole batch."""
-SUMMED = "sums_of_all_replicas"
-"""Name of the function that returns sums over the rows of all replicas."""
-ENTERED = "rows_enter_a_loss"
-"""Name of the function whose results are the rows that a loss in a custom step is given."""
-LEFT = "rows_leave_a_loss"
-"""Name of the function whose results are rows that a custom step gets back from a loss."""
-KEYED = "key_of_a_loss"
-"""Name of the function whose result is a loss's key, which each part of a batch has for itself."""
-DECLARED = "rows_declared_independent"
-"""Name of the function that declares rows independent."""
-SEEN = "rows_seen_"
-"""Prefix of the names of functions whose last result is recorded, in the place it has."""
 STEPPED = CALLS | REMATS | RULED
 """Primitives that only call a jaxpr."""
 
@@ -75,7 +74,8 @@ class Follow:
     results of functions, by name, `drawn_for_all` that of random numbers that no row has for
     itself, and `shown` those of variables that are known otherwise. `ruled`: whether derivatives
     that code defines are followed, too. `drawn_first`: whether a draw must have rows in its first
-    dim, since its numbers depend on its shape.
+    dim, since its numbers depend on its shape. `pads`: whether rows of the first trace that are
+    not in the second are padding, so that places are those of `row_padding`.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class Follow:
         shown: Mapping[Any, Rows] = MappingProxyType({}),
         ruled: bool = True,
         drawn_first: bool = False,
+        pads: bool = False,
     ) -> None:
-        self._drawn_first = drawn_first
+        self._drawn_first, self._pads = drawn_first, pads
         self._rows, self._drawn_for_all = rows, drawn_for_all
         self.known = known
         self._shown, self._ruled = shown, ruled
@@ -148,6 +149,13 @@ class Follow:
         return list(map(place_of, first.jaxpr.outvars, second.jaxpr.outvars))
 
     def _constant(self, one: Any, two: Any) -> Location:
+        found = self._same_or_not(one, two)
+        if not self._pads:
+            return found
+        number = found is None and np.ndim(one) == 0 and not _is_key(jnp.result_type(one))
+        return FixedNumber(float(one)) if number and np.isrealobj(one) else as_padded(found)
+
+    def _same_or_not(self, one: Any, two: Any) -> Location:
         if one is two:
             return None
         if _is_key(jnp.result_type(one)):
@@ -173,14 +181,16 @@ class Follow:
         if label in self.known or name in SUMS_OF_REPLICAS:
             known = self.known.get(label, GIVEN)
             pairs = zip(eqn.outvars, twin.outvars, strict=True)
-            return [
+            found = [
                 known if not _grown(*pair) else known or Rows(_grown(*pair)[0]) for pair in pairs
             ]
+            return list(map(as_padded, found)) if self._pads else found
         if label == KEYED and not places[0]:
             return [FROM_STEP_KEY]
         if label == DECLARED:
             self.declares = True
-            return [Rows(row_dim(called(eqn))), Total()]
+            rows = Rows(row_dim(called(eqn)))
+            return [as_padded(rows) if self._pads else rows, Total()]
         if name in ("device_put", "optimization_barrier"):
             return places
         if name in WITH_INNER:
@@ -200,6 +210,8 @@ class Follow:
             self.draws, self.draws_alone = self.draws or by_key, self.draws_alone or not by_key
         if name == "select_n" and isinstance(places[0], Index) and places[0].negative:
             return [places[1]]
+        if COUNTED in places:
+            return [COUNTED] * count
         if MIXED in places or simple_params(eqn.params) != simple_params(twin.params):
             return [MIXED] * count
         return list(map(partial(self._output, eqn, places), eqn.outvars, twin.outvars))
@@ -217,6 +229,9 @@ class Follow:
         except Exception:  # the user's own refusal, of any type
             return False
         by = [places[n] for n in inputs]
+        if self._pads:
+            forward = eqn.primitive.name == "custom_jvp_call"
+            return self._keeps_padding(forward, rules, places, inputs, found)
         if eqn.primitive.name == "custom_jvp_call":
             same = self(*rules, [*places, *by])
             return all(not one or one == two for one, two in zip(same, found * 2, strict=False))
@@ -228,7 +243,45 @@ class Follow:
             for n, (place, want) in enumerate(matched)
         )
 
+    def _keeps_padding(
+        self,
+        forward: bool,
+        rules: tuple[ClosedJaxpr, ClosedJaxpr],
+        places: list[Location],
+        inputs: Sequence[int],
+        found: list[Location],
+    ) -> bool:
+        """Whether a derivative that code defines leaves padding out where the values do."""
+        by = [places[n] for n in inputs]
+        if any(each and not isinstance(each, Padded) for each in found):
+            return COUNTED in found
+        if forward:
+            derived = self(*rules, [*places, *map(tangent, by)])[len(found) :]
+            return all(map(allows, derived, found))
+        back = [cotangent_of_padded(each) if each else GIVEN for each in found]
+        derived = self(*rules, [*places, *back])[len(found) :]
+        return all(map(allows_back, derived, by))
+
     def _output(self, eqn: Any, places: list[Location], out: Any, twin: Any) -> Location:
+        if not self._pads:
+            return self._plain_output(eqn, places, out, twin)
+        grown = _grown(out, twin)
+        found = padded_output(eqn, places, out.aval, grown, self._rows[0])
+        if found is None:
+            plain = list(map(plain_rows, places))
+            found = MIXED
+            if MIXED not in plain:
+                found = as_padded(self._plain_output(eqn, plain, out, twin))
+            if found is None and any(places):  # numbers of rows that cancel
+                found = GIVEN
+        if isinstance(found, Padded):
+            sizes = [[each.each * rows for each in found.dims] for rows in self._rows]
+            own = [[var.aval.shape[each.dim] for each in found.dims] for var in (out, twin)]
+            if sizes != own or [each.dim for each in found.dims] != grown:
+                return MIXED
+        return signed(eqn, places, out.aval, found)
+
+    def _plain_output(self, eqn: Any, places: list[Location], out: Any, twin: Any) -> Location:
         name, shape, rows = eqn.primitive.name, out.aval.shape, self._rows[0]
         grown = _grown(out, twin)
         keyed = FROM_STEP_KEY in places
@@ -281,17 +334,6 @@ def _grown(out: Any, twin: Any) -> list[int]:
         raise Unlike
     pairs = enumerate(zip(out.aval.shape, twin.aval.shape, strict=True))
     return [dim for dim, (size, other) in pairs if size != other]
-
-
-def label_of(eqn: Any) -> str:
-    """Return the name of the function that `eqn` calls, or nothing."""
-    return eqn.params.get("name", "") if eqn.primitive.name in CALLS else ""
-
-
-def row_dim(jaxpr: ClosedJaxpr) -> int:
-    """Return the dim of the rows in a function that sums over them."""
-    sums = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "reduce_sum")
-    return int(next(sums).params["axes"][0])
 
 
 def _dims(place: Location) -> list[int]:

@@ -12,26 +12,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from replicax.core.jaxprs.jaxpr import bind_eqn, called, evaluate_jaxpr, of_scan
 from replicax.core.jaxprs.row_counts import NUMBER, Origin
-from replicax.core.jaxprs.row_dependence import (
+from replicax.core.jaxprs.row_dependence import DRAWING, RANDOM, STEPPED, SUMS_OF_REPLICAS, Follow
+from replicax.core.jaxprs.row_inner import RULED
+from replicax.core.jaxprs.row_labels import (
     DECLARED,
-    DRAWING,
     ENTERED,
     GATHERED,
     LEFT,
-    RANDOM,
     SEEN,
-    STEPPED,
     SUMMED,
-    SUMS_OF_REPLICAS,
-    Follow,
     label_of,
     row_dim,
 )
+from replicax.core.jaxprs.row_rules import ROW_RULES
 
 _Values = dict[str, list[tuple[jax.Array, int | None]]]
 """Values that were seen, by label, and the dim of their rows."""
@@ -60,17 +59,29 @@ class RowEvaluation:
     """Results of `rx.gather`, in order; None for its rows themselves."""
     gathers: bool = True
     """Whether `rx.gather` returns the rows of other parts, too."""
+    widens: bool = False
+    """Whether floats narrower than float32 are computed in float32."""
+    slopes: bool = False
+    """Whether what is seen is differentiated, by the derivatives that code defines."""
     inner: bool = False
     """Whether in a loop or a branch."""
     seen: _Values = dataclasses.field(default_factory=dict)
     gathered: list[jax.Array] = dataclasses.field(default_factory=list)
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
     _sums: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _stopped: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """Inputs of `stop_gradient`, by the id of its result: values are marked behind one."""
 
     def __call__(self, jaxpr: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        return evaluate_jaxpr(jaxpr, values, self._apply, lambda value: value)
+        return evaluate_jaxpr(jaxpr, list(map(self._wide, values)), self._apply, self._wide)
+
+    def _wide(self, value: Any) -> Any:
+        return wide(value) if self.widens else value
 
     def _apply(self, eqn: Any, values: list[Any]) -> list[Any]:
+        return list(map(self._wide, self._applied(eqn, values)))
+
+    def _applied(self, eqn: Any, values: list[Any]) -> list[Any]:
         name, label = eqn.primitive.name, label_of(eqn)
         if label == SUMMED or name in SUMS_OF_REPLICAS:
             pairs = zip(eqn.outvars, values, strict=True)
@@ -89,19 +100,27 @@ class RowEvaluation:
             return self._scan(eqn, values)
         if name == "cond" and not eqn.params.get("branches_platforms"):
             return self._cond(eqn, values)
-        if name in STEPPED:
+        if name in STEPPED and not (name in RULED and self.slopes and self._has_rule(eqn)):
             found = self(called(eqn), values)
             if label == DECLARED or label.startswith(SEEN):
                 dim = row_dim(called(eqn)) if len(found) > 1 else None
-                self.seen.setdefault(label, []).append((found[0], dim))
+                value = self._stopped.get(id(eqn.invars[0]), found[0])
+                self.seen.setdefault(label, []).append((value, dim))
             return found
+        if name == "stop_gradient":
+            self._stopped[id(eqn.outvars[0])] = values[0]
         if eqn.effects and not eqn.outvars:  # such as jax.debug.print
             return []
-        found = bind_eqn(eqn, values)
+        found = wide_eqn(eqn, values) if self.widens else bind_eqn(eqn, values)
         if name in RANDOM | DRAWING and eqn.outvars[0] in self.follow.drawn:
             dim = self.follow.drawn[eqn.outvars[0]]
             found = [jnp.where(self.pinned, self._drawn(eqn, found[0], dim), found[0])]
         return found
+
+    def _has_rule(self, eqn: Any) -> bool:
+        """Whether the code's own derivative is needed, or as good as that of what it calls."""
+        wide = not any(is_narrow(atom.aval.dtype) for atom in eqn.invars)
+        return wide or eqn.primitive.name == "custom_vjp_call"
 
     def _drawn(self, eqn: Any, found: jax.Array, dim: int) -> jax.Array:
         """Return bits that depend on a row's place in the whole batch; of keys, one for all."""
@@ -210,6 +229,39 @@ class RowEvaluation:
         shares = (uniform(self.trial, self._number(eqn), (len(cases),)) + 0.5) / len(cases)
         every = sum(share * case for share, case in zip(shares, cases, strict=True))
         return jnp.where(self.changes & jnp.isfinite(every), every.astype(one.dtype), one)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float narrower than float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[no-untyped-call]
+
+
+def wide(value: Any) -> Any:
+    """Return `value`, in float32 if its dtype is narrower."""
+    return jnp.asarray(value, jnp.float32) if is_narrow(jnp.result_type(value)) else value
+
+
+def wide_eqn(eqn: Any, values: list[Any]) -> list[Any]:
+    """Evaluate an equation in float32 instead of what is narrower, if it may be."""
+    name, params, atoms = eqn.primitive.name, eqn.params, eqn.invars
+    if not any(is_narrow(atom.aval.dtype) for atom in (*atoms, *eqn.outvars)):
+        return bind_eqn(eqn, values)
+    if name == "reduce_precision":
+        return values
+    if name in ROW_RULES and name not in _OF_BITS:
+        dtypes = {each: params.get(each) for each in ("new_dtype", "preferred_element_type")}
+        to_wide = {each: np.dtype("float32") for each, to in dtypes.items() if to and is_narrow(to)}
+        found = eqn.primitive.bind(*values, **params | to_wide)
+        return list(found) if eqn.primitive.multiple_results else [found]
+    pairs = zip(atoms, values, strict=True)
+    return bind_eqn(
+        eqn, [v.astype(a.aval.dtype) if is_narrow(a.aval.dtype) else v for a, v in pairs]
+    )
+
+
+_OF_BITS = {"bitcast_convert_type", "dot_product_attention_bwd_wrapper"}
+_OF_BITS |= {"dot_product_attention_fwd_wrapper", "nextafter"}
+"""Primitives that another dtype makes others."""
 
 
 def _is_float(aval: Any) -> bool:

@@ -13,6 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.jaxprs.jaxpr import bind_eqn, closed, fixed_point, of_scan, shapes_of
 from replicax.core.jaxprs.row_counts import Location, either, is_plain
+from replicax.core.jaxprs.row_padding import FixedNumber, Padded, same_rows, shifted
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 
 
@@ -32,7 +33,12 @@ def moved(eqn: Any, places: list[Location]) -> tuple[int, ...]:
     A constant is never among them: the rule of a solver may refuse the times of its steps.
     """
     inputs = enumerate(zip(eqn.invars, places, strict=True))
-    return tuple(n for n, (atom, place) in inputs if place is not None and moves(atom))
+    return tuple(n for n, (atom, place) in inputs if not is_constant(place) and moves(atom))
+
+
+def is_constant(place: Location) -> bool:
+    """Whether a value is a constant of the program, or computed from weights and constants."""
+    return place is None or isinstance(place, FixedNumber) or getattr(place, "fixed", False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,10 +100,7 @@ def moves(atom: Any) -> bool:
 
 def _scan(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
     fixed, carry, over = of_scan(params, places)
-    steps: list[Location] = []
-    for each in over:
-        rows = isinstance(each, Rows) and each.dim > 0
-        steps.append(Rows(each.dim - 1, each.each, each.power) if rows else each and MIXED)
+    steps = [shifted(each, -1) if _apart(each) else each and MIXED for each in over]
     body = lambda carry: follow(params["jaxpr"], twin["jaxpr"], [*fixed, *carry, *steps])  # noqa: E731
     carry, ys = fixed_point(body, carry, either)
     stacked = [_stacked(each) for each in ys]
@@ -106,9 +109,11 @@ def _scan(follow: Following, params: Any, twin: Any, places: list[Location]) -> 
 
 
 def _stacked(place: Location) -> Location:
-    if isinstance(place, Rows) and place != MIXED:
-        return Rows(place.dim + 1, place.each, place.power)
-    return place if is_plain(place) else MIXED
+    return shifted(place, 1) if _apart(place) or is_plain(place) else MIXED
+
+
+def _apart(place: Location) -> bool:
+    return isinstance(place, Rows | Padded)
 
 
 def _while(follow: Following, params: Any, twin: Any, places: list[Location]) -> list[Location]:
@@ -120,6 +125,8 @@ def _while(follow: Following, params: Any, twin: Any, places: list[Location]) ->
     [goes_on] = follow(*cond, [*places[:of_cond], *carry])
     if isinstance(goes_on, Rows) and goes_on != MIXED:  # under vmap, each row has its own
         return [each if each == goes_on else MIXED for each in carry]
+    if isinstance(goes_on, Padded):
+        return [each if same_rows(each, goes_on) else MIXED for each in carry]
     return [MIXED] * len(carry) if goes_on else carry
 
 

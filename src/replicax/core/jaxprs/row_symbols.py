@@ -26,8 +26,9 @@ from replicax.core.jaxprs.jaxpr import (
     variables,
 )
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, is_plain
-from replicax.core.jaxprs.row_dependence import STEPPED, Follow, label_of
+from replicax.core.jaxprs.row_dependence import STEPPED, Follow
 from replicax.core.jaxprs.row_inner import RULED, called_by, derivative, moves
+from replicax.core.jaxprs.row_labels import label_of
 from replicax.core.jaxprs.row_rules import BY_ENTRY, MIXED, Rows
 from replicax.core.jaxprs.symbol_rules import (
     ONCE,

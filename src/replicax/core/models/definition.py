@@ -36,8 +36,8 @@ class CallContext:
     """int32 scalar: number of previous steps."""
     scale: jax.Array | None = None
     """float32 scalar by which the loss is multiplied before differentiation; None for 1."""
-    gather: Callable[[jax.Array], jax.Array] | None = None
-    """Gathers the rows of all parts of a batch if no axis does."""
+    gather: Callable[[list[jax.Array]], list[jax.Array]] | None = None
+    """Gathers the rows of all parts of a batch, in arrays of one dtype, if no axis does."""
     row_numbers: Callable[[int], jax.Array] | None = None
     """Returns the numbers, in the whole batch, of a part's so many rows, if no axis does."""
 

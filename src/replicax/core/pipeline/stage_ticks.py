@@ -38,6 +38,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree, divided, is_random_key, merged, numbers
+from replicax.core.ground.precision import to_sum
 from replicax.core.jaxprs.jaxpr import only
 from replicax.core.jaxprs.row_dependence import follow
 from replicax.core.jaxprs.row_rules import MIXED
@@ -48,7 +49,7 @@ from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.step.accumulate import folded, zeros_like
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import WeightedSum
-from replicax.core.step.objective import differentiated, only_read, restored, sums_of
+from replicax.core.step.objective import differentiated, only_read, restored, summed
 
 Arrays = list[jax.Array]
 WeightedSums = dict[str, WeightedSum]
@@ -113,7 +114,7 @@ class Stage:
 
         def loss(wanted: PyTree, floats: Arrays, others: Arrays, number: jax.Array) -> Any:
             weighted = self.rest(whole(wanted), together(floats, others), number)
-            return differentiated(weighted, self.rows, self.context), weighted
+            return differentiated(weighted, self.context), weighted
 
         later = Later(layers, wanted, (self._no_carry, jnp.int32(0)))
         turn = SCHEDULES[schedule](self.stages, self.micro_batches)
@@ -135,13 +136,13 @@ class Stage:
                     gradients, weighted = jax.grad(loss, argnums=(0, 1), has_aux=True)(
                         wanted, floats, others, back
                     )
-                    return gradients[1], _add(sums, self._sums(gradients[0], weighted))
+                    return gradients[1], _add(sums, _as_sums(gradients[0], weighted))
 
                 # The last stage makes the first cotangent; the others have received theirs.
                 own, total = lax.cond(self._is_last, at_the_end, lambda: (cotangent, sums))
                 gradient, (by_carry, _) = later.backward(wanted, kept, own)
                 before, _ = divided(by_carry, self._floating)
-                return before, _add(total, self._sums(gradient, self._no_sums))
+                return before, _add(total, _as_sums(gradient, self._no_sums))
 
             # Without a forward pass the slot's own values are written back: the cond returns only
             # one slot, not the ring. This comes before `backward` reads a slot, since in `1f1b`
@@ -160,7 +161,7 @@ class Stage:
         ring = jax.tree.map(
             lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), (floats, others, kept)
         )
-        nothing = self._sums(jax.tree.map(jnp.zeros_like, wanted), self._no_sums)
+        nothing = _as_sums(jax.tree.map(jnp.zeros_like, wanted), self._no_sums)
         ticks = jnp.arange(turn + self.micro_batches + self.stages - 1)
         carried, _ = lax.scan(tick, (self._no_carry, floats, ring, nothing), ticks)
         sums: StepSums = carried[-1]
@@ -197,9 +198,6 @@ class Stage:
         within = [pair for pair in pairs if 0 <= pair[1] < self.stages]
         return [lax.ppermute(array, STAGE, within) for array in arrays]
 
-    def _sums(self, gradient: PyTree, weighted: WeightedSums) -> StepSums:
-        return sums_of(gradient, weighted, self.rows, {})
-
     @cached_property
     def _no_carry(self) -> Arrays:
         found: Arrays = zeros_like(self.parts.carried)
@@ -214,6 +212,10 @@ class Stage:
     def _floating(self) -> list[bool]:
         """Return which arrays of a carry are floats; the others have no gradient."""
         return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
+
+
+def _as_sums(gradient: PyTree, weighted: WeightedSums) -> StepSums:
+    return StepSums(jax.tree.map(to_sum, gradient), summed(weighted))
 
 
 def _add(one: Any, other: Any) -> Any:

@@ -24,6 +24,7 @@ from replicax.core.placement.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.placement.sharding_rules import axes_of
 from replicax.core.step.accumulate import folded, split_rows
 from replicax.core.step.base import StepSums
+from replicax.core.step.loss import sums
 from replicax.core.step.objective import Objective, only_read
 from replicax.errors import ConfigError, LossError
 
@@ -164,12 +165,16 @@ class Staged(Objective):
         size = whole // replica_count(self.mesh) // self.micro_batches
         one = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype))
 
-        def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+        def of_one(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
             context = CallContext(key, part=batch.size < whole, step=step)
-            found, after = super(Staged, self).score_sums(params, extras, batch, context)
-            return found.weighted, after
+            shares = None if key is None else batch.shares
 
-        traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
+            def found(returned: Any) -> Any:
+                return sums(returned, batch.mask, shares)
+
+            return self._called(found, params, extras, batch, context)
+
+        traced, (weighted, after) = jax.make_jaxpr(of_one, return_shape=True)(
             params, extras, one, key, step
         )
         structure: Any = jax.tree.structure(weighted)

@@ -29,8 +29,10 @@ class Sequential:
     parts: int = 1
     within: int = dataclasses.field(default=1, kw_only=True)
     """Micro-batches that the objective makes of each, as a pipelined one does."""
-    gather: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
-    """Gathers the rows of all parts of a batch, if no axis does."""
+    gather: Callable[[list[jax.Array]], list[jax.Array]] | None = dataclasses.field(
+        default=None, kw_only=True
+    )
+    """Gathers the rows of all parts of a batch, as in `CallContext`, if no axis does."""
     row_numbers: Callable[[int], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
     """Returns the numbers of their rows in it, if no axis does."""
 

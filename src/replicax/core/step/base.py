@@ -73,7 +73,7 @@ class Accumulator(Protocol):
     """Sums the micro-batches of a replica."""
 
     @property
-    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
+    def gather(self) -> Callable[[list[jax.Array]], list[jax.Array]] | None:
         """Gathers the rows of all parts of a batch, if no axis does."""
 
     @property

@@ -49,8 +49,8 @@ class Weighted:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["total", "weight", "divisor"],
-    meta_fields=["entries"],
+    data_fields=["total", "weight", "seeded", "divisor"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
@@ -58,24 +58,12 @@ class WeightedSum:
 
     total: jax.Array
     weight: jax.Array
+    seeded: jax.Array | None = None
+    """The total over the number of values in the whole batch, whose gradient a step computes: that
+    of the mean if all weights are 1. So a backward pass that is not linear, such as one that clips,
+    sees what it does if `jnp.mean` is differentiated. None in evaluation."""
     divisor: jax.Array | None = None
-    """The weight as divided by what `over` returns: the divisor of the gradient of that; None for
-    the weight itself."""
-    entries: int = 1
-    """Number of values of each row."""
-
-    def over(self, rows: Any) -> jax.Array:
-        """Return the total over the number of values in a whole batch of so many `rows`.
-
-        It is the mean if all weights are 1. A backward pass that is not linear, such as one that
-        clips, then sees what it does if `jnp.mean` is differentiated.
-        """
-        found: jax.Array = self.total / (rows * self.entries)
-        return found
-
-    def differentiated(self, rows: Any) -> "WeightedSum":
-        """Return it with the divisor of the gradient of `over(rows)`."""
-        return dataclasses.replace(self, divisor=self.weight / (rows * self.entries))
+    """The weight over that number: the divisor of the gradient. None in evaluation."""
 
     def mean(self) -> jax.Array:
         """Return the weighted mean; NaN if the total weight is 0."""
@@ -115,12 +103,13 @@ def is_unbound_axis(error: Exception) -> bool:
     return type(error) is NameError and error.name is None
 
 
-def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
+def sums(returned: Any, mask: jax.Array, shares: jax.Array | None = None) -> dict[str, WeightedSum]:
     """Return the sums behind the return value of a loss, `"loss"` first, then the metrics.
 
     A loss returns float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or
     any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
-    `mask` is 0 on padding. Metrics that are no means are left to `merged_of`.
+    `mask` is 0 on padding, and `shares`, given if the loss is differentiated, are those of the rows
+    in a mean over the whole batch. Metrics that are no means are left to `merged_of`.
     """
     named = values_by_name(returned)
     dtype = jnp.result_type(_values(named[LOSS]))
@@ -129,11 +118,17 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
             f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
             "floats, and report counts as metrics"
         )
-    return {
+    found = {
         name: weighted_sum(name, value, mask)
         for name, value in named.items()
         if not isinstance(value, PerRow) and _as_metric(value) is None
     }
+    if shares is None:
+        return found
+    entries = math.prod(jnp.shape(_values(named[LOSS]))[1:])
+    mean = weighted_sum(LOSS, named[LOSS], shares / entries)
+    loss = dataclasses.replace(found[LOSS], seeded=mean.total, divisor=mean.weight)
+    return {**found, LOSS: loss}
 
 
 def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:
@@ -218,9 +213,7 @@ def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None
     weights = jnp.broadcast_to(weights, values.shape)
     # A value with zero weight may be anything, including NaN and infinity.
     counted = jnp.where(weights != 0, values, 0)
-    entries = math.prod(values.shape[1:])
-    total, weight = jnp.sum(counted * weights, axis), jnp.sum(weights, axis)
-    return WeightedSum(total, weight, entries=entries)
+    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:

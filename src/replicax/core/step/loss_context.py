@@ -5,7 +5,7 @@ Outside a step, each function behaves as on one device, so a loss can be tested 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
-from jax.flatten_util import ravel_pytree
 
 from replicax.arguments import answered
 from replicax.core.data.batch import Batch, row_count
-from replicax.core.ground.leaves import PyTree, by_dtype
+from replicax.core.ground.leaves import PyTree, by_dtype, in_one_call
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import numbers_on
 from replicax.errors import LossError
@@ -96,23 +95,8 @@ def gather(rows: PyTree) -> PyTree:
         )
     if here.context.axis is None and here.context.gather is None:
         return rows_gathered_already(rows)
-    gather_rows = here.context.gather or partial(
-        lax.all_gather, axis_name=here.context.axis, tiled=True
-    )
-
-    return gathered_together(gather_rows, rows)
-
-
-def gathered_together(gather_rows: Callable[[jax.Array], jax.Array], rows: PyTree) -> PyTree:
-    """Return `gather_rows` of each array of `rows`; those of one dtype are gathered together."""
-
-    def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
-        _, unpack = ravel_pytree([leaf[0] for leaf in leaves])
-        packed = jax.vmap(lambda row: ravel_pytree(row)[0])(leaves)
-        whole = gather_rows(packed)
-        return list(jax.vmap(unpack)(whole))
-
-    return by_dtype(gathered, rows)
+    of_axis = partial(lax.all_gather, axis_name=here.context.axis, tiled=True)
+    return by_dtype(here.context.gather or in_one_call(of_axis), rows)
 
 
 @answered

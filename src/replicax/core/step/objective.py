@@ -90,33 +90,30 @@ class Objective:
 
         def found(returned: Any) -> tuple[dict[str, WeightedSum], dict[str, PyTree]]:
             rows = rows_of(returned, batch.size, every=self.every_row)
-            return sums(returned, batch.mask), rows | merged_of(returned, batch.mask)
+            weighted = sums(returned, batch.mask, batch.shares)
+            return weighted, rows | merged_of(returned, batch.mask)
 
         def total(read: PyTree) -> tuple[jax.Array, Any]:
             whole = restored(read, params, self.read)
             (weighted, rows), after = self._called(found, whole, extras, batch, context)
-            return differentiated(weighted, batch, context), (weighted, rows, after)
+            return differentiated(weighted, context), (weighted, rows, after)
 
         gradient, (weighted, rows, after) = jax.grad(total, has_aux=True)(
             only_read(params, self.read)
         )
-        return sums_of(gradient, weighted, batch, rows), after
+        return StepSums(jax.tree.map(to_sum, gradient), summed(weighted), rows), after
 
 
-def differentiated(
-    weighted: dict[str, WeightedSum], batch: Batch, context: CallContext
-) -> jax.Array:
-    """Return the scalar that a step differentiates, of the sums over the rows of `batch`."""
-    value = weighted[LOSS].over(batch.real_rows)
+def differentiated(weighted: dict[str, WeightedSum], context: CallContext) -> jax.Array:
+    """Return the scalar that a step differentiates."""
+    value = weighted[LOSS].seeded
+    assert value is not None
     return value if context.scale is None else value * context.scale
 
 
-def sums_of(
-    gradient: PyTree, weighted: dict[str, WeightedSum], batch: Batch, rows: dict[str, PyTree]
-) -> StepSums:
-    """Return the sums of a step, given the gradient of what `differentiated` returns."""
-    loss = weighted[LOSS].differentiated(batch.real_rows)
-    return StepSums(jax.tree.map(to_sum, gradient), {**weighted, LOSS: loss}, rows)
+def summed(weighted: dict[str, WeightedSum]) -> dict[str, WeightedSum]:
+    """Return what is summed over all rows; what was differentiated is not."""
+    return {**weighted, LOSS: dataclasses.replace(weighted[LOSS], seeded=None)}
 
 
 def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:

@@ -11,7 +11,7 @@ import optax
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged, merged_in_order
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import PyTree, in_one_call
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis
@@ -88,10 +88,10 @@ class Summing:
         return total, extras, reduction_state
 
     @property
-    def gather(self) -> Callable[[jax.Array], jax.Array] | None:
-        """Gathers the rows of all replicas; None if they are all here."""
+    def gather(self) -> Callable[[list[jax.Array]], list[jax.Array]] | None:
+        """Gathers the rows of all replicas, as in `CallContext`; None if they are all here."""
         if self.accumulator.gather is None and self.axis is not None:
-            return partial(jax.lax.all_gather, axis_name=self.axis, tiled=True)
+            return in_one_call(partial(jax.lax.all_gather, axis_name=self.axis, tiled=True))
         return self.accumulator.gather
 
     def of_all_rows(self, rows: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Merged]]:
@@ -101,7 +101,11 @@ class Summing:
         for name, value in rows.items():
             if isinstance(value, Merged):
                 own = merged_in_order(others.pop(name))  # of micro-batches
-                merged[name] = merged_in_order(jax.tree.map(gather, own)) if gather else own
+                leaves, structure = jax.tree.flatten(own)
+                if gather is not None:
+                    leaves = [each for leaf in leaves for each in gather([leaf])]
+                    own = merged_in_order(jax.tree.unflatten(structure, leaves))
+                merged[name] = own
         return others, merged
 
 
