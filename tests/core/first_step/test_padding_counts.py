@@ -59,7 +59,32 @@ def narrow(w: Any, batch: Any, key: Any) -> Any:
     return jnp.float32(jnp.sum(values)) / jnp.sum(real) + 0.002 * jnp.mean(jnp.tanh(h))
 
 
+def saturated(h: Any, y: Any, real: Any) -> Any:
+    """The same number for all but small rows."""
+    return jnp.tanh(5 * jnp.cumsum(jnp.abs(h))[-1]) + 0 * jnp.sum(real)
+
+
+def by_their_number(w: Any, batch: Any, key: Any) -> Any:
+    return (batch["x"] @ w - batch["y"]) ** 2 / len(rx.gather(batch["y"]))
+
+
+@jax.custom_vjp
+def leaking(h: Any) -> Any:
+    return h
+
+
+leaking.defvjp(lambda h: (h, None), lambda _, by: (by + 0.01,))
+
+
+def backward(w: Any, batch: Any, key: Any) -> Any:
+    """A backward pass that is not 0 for padding."""
+    return (leaking(batch["x"] @ w) - batch["y"]) ** 2
+
+
 COUNT = {
+    "saturated": of_batch(saturated),
+    "number": by_their_number,
+    "backward": backward,
     "largest": of_batch(largest),
     "chosen": of_batch(chosen),
     "narrow": narrow,
@@ -67,7 +92,7 @@ COUNT = {
 }
 
 
-@pytest.mark.parametrize("name", only(["largest", "chosen", "narrow"], COUNT))
+@pytest.mark.parametrize("name", only(["largest", "saturated", "number", "backward"], COUNT))
 def test_padding_that_counts_is_refused(name: str) -> None:
     dp = parallel(COUNT[name], optax.sgd(0.1), mode="jit", devices=2)
     with pytest.raises(rx.LossError, match=r"3 of 16 rows"):

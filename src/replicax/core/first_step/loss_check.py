@@ -20,31 +20,20 @@ from replicax.core.first_step.examiner import (
     has_gradient,
     trace,
 )
+from replicax.core.first_step.padding_trace import NOTHING_SHOWN, padding_trace
 from replicax.core.first_step.row_errors import Broken
-from replicax.core.first_step.row_trials import Division, Found, Pair, compared
+from replicax.core.first_step.row_trials import Division, Found, Pair, Tested, compared
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_causes import Cause, Causes
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
-from replicax.core.jaxprs.row_inner import Unlike
+from replicax.core.jaxprs.row_inner import Unlike, defines_backward
 from replicax.core.jaxprs.row_labels import DECLARED, ENTERED, GATHERED, LEFT, SUMMED
-from replicax.core.jaxprs.row_padding import COUNTED, WEIGHTS, as_padded
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
 
 UNSHOWN = "no difference was found, but the trace does not exclude one"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tested:
-    """The results of trials of a value."""
-
-    found: Found
-    weighted: bool
-    """Whether it is a mean over rows with weights."""
-    shown: bool
-    """Whether the traces show that it is the same on parts."""
 
 
 class LossExamination:
@@ -80,7 +69,7 @@ class LossExamination:
         self._seen: dict[str, list[Location]] = {}
         self._doubting: dict[str, Follow] = {}
         self._causes: dict[Follow, dict[str, tuple[Cause, ...]]] = {}
-        self._padding: dict[str, list[Location]] = {}
+        self._padding = NOTHING_SHOWN
         self._declares = False
 
     @cached_property
@@ -132,8 +121,7 @@ class LossExamination:
         outputs, labels = self._left_open(division)
         examiner = self._one.examiner
         if division.padded and self.weighs:
-            counted = [label for label in labels if COUNTED in self._padding.get(label, [])]
-            counted += [name for name, place in outputs.items() if place == COUNTED]
+            counted = [name for name in (*labels, *outputs) if self._padding.counts(name)]
             return list(map(self._broken, counted)), [*labels, *outputs]
         found = [
             dataclasses.replace(
@@ -188,6 +176,7 @@ class LossExamination:
             merged=label in examiner.merged,
             output=label not in examiner.names,
             summed=MIXED not in self._seen.get(label, [MIXED]),
+            leaks=self._padding.leaks and label in examiner.losses,
             causes=self._causes_of(label),
         )
 
@@ -291,29 +280,30 @@ class LossExamination:
     def _left_open(
         self, division: Division, shows: bool = True
     ) -> tuple[dict[str, Location], list[str]]:
-        """Return what the traces do not show to be the same, if weights of padding are 0."""
+        """Return what the traces do not show to be the same, if weights of padding are 0.
+
+        And losses with a derivative that code defines, if it may not be 0 on padding.
+        """
         outputs, labels = self._doubted(division, shows)
-        if not (division.padded and self.weighs and (outputs or labels)):
+        weighs = self.weighs and bool(outputs or labels)
+        one, losses = self._one, self._one.examiner.losses
+        backward = bool(losses) and defines_backward(one.jaxpr.jaxpr)
+        if not (division.padded and (weighs or backward)):
             return outputs, labels
-        one, rows = self._one, division.size if 1 < division.size < self._rows else 2 * self._rows
-        follow = Follow((self._rows, rows), {SUMMED: GIVEN}, drawn_first=self._whole, pads=True)
-        mask = self._given[1].mask
-        leaves = jax.tree.leaves(self._given)
-        pairs = zip(leaves, self._places(division), strict=True)
-        inputs = [WEIGHTS if leaf is mask else as_padded(place) for leaf, place in pairs]
+        rows = division.size if 1 < division.size < self._rows else 2 * self._rows
         try:
-            places = follow(one.jaxpr, self._twin(rows, alone=True).jaxpr, inputs)
+            twin, places = self._twin(rows, alone=True), self._places(division)
+            counts = self._rows, rows
+            found = padding_trace(one, twin, counts, self._given, places, whole=self._whole)
         except Unlike:
-            self._padding = {label: [MIXED] for label in labels}
+            self._padding = NOTHING_SHOWN
             return outputs, labels
-        self._padding, by_row = follow.seen, one.examiner.scalars | one.examiner.merged
-        rows_of = {label: None if label in by_row else Total(0) for label in labels}
-        left = dict(zip(one.outputs, places, strict=False))
-        return {name: left[name] for name in outputs if left[name]}, [
-            label
-            for label in labels
-            if any(place and place != rows_of[label] for place in follow.seen.get(label, [MIXED]))
-        ]
+        self._padding, numbers = found, one.examiner.scalars | one.examiner.merged
+        if weighs:
+            outputs = {name: found.outputs[name] for name in outputs if found.outputs[name]}
+            labels = [each for each in labels if found.opens(each, scalar=each in numbers)]
+        leaks = losses.difference(labels) if found.leaks else ()
+        return outputs, [*labels, *sorted(leaks)]
 
     def _followed(
         self,
@@ -324,7 +314,7 @@ class LossExamination:
         shows: bool,
     ) -> tuple[Follow, list[Location]]:
         """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
-        one, twin = self._one.jaxpr, self._twin(rows, division.within).jaxpr
+        one, twin = self._one.jaxpr, self._twin(rows, division.within, division.padded).jaxpr
         # Where a program draws for all rows at once, padding must not alter the numbers of others.
         following = partial(Follow, known=known, drawn_first=division.padded and self._whole)
         follow, back = following((self._rows, rows)), following((rows, self._rows))

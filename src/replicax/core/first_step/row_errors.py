@@ -45,6 +45,8 @@ class Broken:
     """The error raised if it is computed on one part."""
     pairs: tuple[int, ...] = ()
     """Its shape, if that has the rows twice; else empty."""
+    leaks: bool = False
+    """Whether padding, whose cotangent is 0, may have a derivative."""
 
     @property
     def by(self) -> str:
@@ -213,6 +215,12 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
             f"{name} depends on random numbers [..., rows], which are others with another number "
             f"of rows, and {where}: draw them [rows, ...] and transpose, or choose a batch size "
             "that divides the rows"
+        )
+    if broken.leaks:
+        return LossError(
+            f"{name} has a backward pass of your own (jax.custom_vjp) that is perhaps not 0 where "
+            f"its cotangent is, as that of padding is, and {where}: let it return 0 there, with no "
+            "0 / 0, or choose a batch size that divides the rows"
         )
     what = _of_a_row(broken)
     if broken.of_place or broken.only(PLACE):

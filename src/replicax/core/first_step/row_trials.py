@@ -30,7 +30,7 @@ _OF_SUMS = 128
 """The same of one number for a batch."""
 _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
-_STEPS = (0, 1_000_003, 7, 500)
+_STEPS = (0, 1_000_003, 7, 500, 20)
 """The step number of each trial; 0 for the given state and batch."""
 
 
@@ -82,6 +82,17 @@ class Found:
     """Whether it is another alone, in any trial: it also may by the number or order of rows."""
     decided: bool
     """Whether any of it was finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The results of trials of a value."""
+
+    found: Found
+    weighted: bool
+    """Whether it is a mean over rows with weights."""
+    shown: bool
+    """Whether the traces show that it is the same on parts."""
 
 
 def compared(

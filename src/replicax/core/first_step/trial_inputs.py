@@ -46,7 +46,8 @@ def other_inputs(
     def drawn(leaf: jax.Array) -> jax.Array:
         """Return a leaf of uniform numbers in the range of its own.
 
-        With padding, floats of later trials have the other sign, and both, and are larger.
+        With padding, floats of later trials have the other sign, and both, and are larger, and then
+        so small that what saturates (tanh of a sum over padding) does not hide what it is of.
 
         Of integers, later trials have all lowest but for one row, and all highest: what asks for
         any or for all of the rows must change.
@@ -71,7 +72,8 @@ def other_inputs(
             flags = jnp.all((leaf == 0) | (leaf == 1))
             reach = 3 * jnp.maximum(jnp.abs(low), jnp.abs(high))
             found = jnp.where((trial == 2) & ~flags, -3 * found, found)
-            found = jnp.where((trial == 3) & ~flags, (2 * share - 1) * reach, found)
+            reach = jnp.where(trial == 3, reach, reach / 300)
+            found = jnp.where((trial > 2) & ~flags, (2 * share - 1) * reach, found)
         return jnp.where(change, found.astype(leaf.dtype), leaf)
 
     def with_padding(leaf: jax.Array) -> jax.Array:
@@ -79,7 +81,7 @@ def other_inputs(
             return leaf
         padding = leaf[parts.reshape(-1)[pads]]
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            padding *= jnp.asarray([1, 1, 30, -30], leaf.dtype)[trial]
+            padding *= jnp.asarray([1, 1, 30, -30, 30], leaf.dtype)[trial]
         return jnp.where(change, leaf.at[real == 0].set(padding), leaf)
 
     def moved(leaf: Any) -> Any:

@@ -96,8 +96,9 @@ class Follow:
         """Places of the arguments of each function in `SEEN`, by name."""
         self.places: dict[Any, Location] = {}
         """Places of the variables of the first trace."""
-        self.declares = False
-        """Whether rows are declared independent."""
+        self.declares = self.leaks = False
+        """Whether rows are declared independent, and whether, with `pads`, a backward pass that
+        code defines may not be 0 where its cotangent is."""
         self.draws = self.draws_alone = False
         """Whether it draws random numbers by the step's key, and by another one."""
         self.mixing: set[str] = set()
@@ -260,7 +261,9 @@ class Follow:
             return all(map(allows, derived, found))
         back = [cotangent_of_padded(each) if each else GIVEN for each in found]
         derived = self(*rules, [*places, *back])[len(found) :]
-        return all(map(allows_back, derived, by))
+        keeps = all(map(allows_back, derived, by))
+        self.leaks |= not keeps
+        return keeps
 
     def _output(self, eqn: Any, places: list[Location], out: Any, twin: Any) -> Location:
         if not self._pads:

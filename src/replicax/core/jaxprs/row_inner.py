@@ -68,6 +68,15 @@ def derivative(eqn: Any, by: tuple[int, ...] | None = None) -> ClosedJaxpr:
     return jaxpr
 
 
+def defines_backward(jaxpr: Jaxpr) -> bool:
+    """Whether code defines the backward pass of a function in `jaxpr`."""
+    return any(
+        eqn.primitive.name == "custom_vjp_call"
+        or any(map(defines_backward, called_by(eqn, ruled=False)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
     """Return the jaxprs in an equation's parameters; if `ruled`, and its rule."""
     values = [each for value in eqn.params.values() for each in _each(value)]
