@@ -1,4 +1,4 @@
-"""What two traces show of a padded batch, if its weights of rows are 0 on padding."""
+"""Follow what padded rows hold through two traces, if their weights are 0."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -137,11 +137,12 @@ def tangent(place: Any) -> Any:
 def cotangent_of_padded(place: Any) -> Padded:
     """Return the place of a loss's derivative by `place`: 0 for padding that does not matter.
 
-    By padding that holds a number it may be anything, since no derivative goes further.
+    By padding that holds a number it may be anything, since no derivative goes further. It is
+    `fixed`: a backward pass is not differentiated.
     """
     known = any(map(_finite, place.dims))
     dims = tuple(each._replace(value=None if known else 0.0) for each in place.dims)
-    return Padded(dims, -place.power)
+    return Padded(dims, -place.power, fixed=True)
 
 
 def allows(found: Any, value: Any) -> bool:
