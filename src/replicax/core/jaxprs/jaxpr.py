@@ -15,9 +15,23 @@ REMATS = {"checkpoint", "remat", "remat2"}
 """Primitives that call a jaxpr, and again in the backward pass."""
 
 
+EXPANDS = "call_hi_primitive"
+"""A primitive of jax 0.12 and newer that calls what its operation expands to: searchsorted."""
+
+
 def called(eqn: JaxprEqn) -> ClosedJaxpr:
     """Return the jaxpr called by an equation with one of these primitives."""
+    if eqn.primitive.name == EXPANDS:
+        return _expanded(eqn)
     return closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+@functools.lru_cache(maxsize=256)
+def _expanded(eqn: JaxprEqn) -> ClosedJaxpr:
+    operation = eqn.params["_prim"]
+    expand = lambda *arrays: operation.expand(*jax.tree.unflatten(operation.in_tree, arrays))  # noqa: E731
+    found: ClosedJaxpr = jax.make_jaxpr(expand)(*shapes_of(eqn.invars))
+    return found
 
 
 def closed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import CALLS, REMATS, called, closed, simple_params
+from replicax.core.jaxprs.jaxpr import CALLS, EXPANDS, REMATS, called, closed, simple_params
 from replicax.core.jaxprs.padding_rules import padded_output, signed
 from replicax.core.jaxprs.row_counts import (
     FROM_STEP_KEY,
@@ -47,7 +47,15 @@ from replicax.core.jaxprs.row_counts import (
     is_plain,
     quantity,
 )
-from replicax.core.jaxprs.row_inner import RULED, WITH_INNER, Unlike, derivative, is_zero, moved
+from replicax.core.jaxprs.row_inner import (
+    RULED,
+    WITH_INNER,
+    Unlike,
+    derivative,
+    is_zero,
+    moved,
+    moves,
+)
 from replicax.core.jaxprs.row_labels import DECLARED, KEYED, SEEN, label_of, row_dim
 from replicax.core.jaxprs.row_padding import (
     COUNTED,
@@ -63,7 +71,7 @@ from replicax.core.jaxprs.row_padding import (
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.errors import LossError
 
-STEPPED = CALLS | REMATS | RULED
+STEPPED = CALLS | REMATS | RULED | {EXPANDS}
 """Primitives that only call a jaxpr."""
 
 
@@ -196,7 +204,7 @@ class Follow:
             return places
         if name in WITH_INNER:
             return WITH_INNER[name](self, eqn.params, twin.params, places)
-        if name in STEPPED:
+        if name in STEPPED and not (name == EXPANDS and any(map(moves, eqn.outvars))):
             found = self(called(eqn), called(twin), places)
             if name in RULED and self._ruled:
                 self._ruled = False

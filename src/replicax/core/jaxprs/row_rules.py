@@ -252,8 +252,8 @@ def _last_dim(_params: Any, places: list[_Place], shapes: list[Dims], _out: Dims
 _BY_ENTRY = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi name ne neg
-    nextafter not one_minus_square or polynomial population_count pow pvary real
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
+    name ne neg nextafter not one_minus_square or polynomial population_count pow pvary real
     reduce_precision rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
     sqrt square stop_gradient sub tan tanh xor
