@@ -18,7 +18,7 @@ ROWS, IN, HIDDEN, OUT = 64, 16, 32, 8
 MODEL = {"w1": jnp.ones((IN, HIDDEN)), "w2": jnp.ones((HIDDEN, OUT))}
 BATCH = {"x": np.ones((ROWS, IN), np.float32), "y": np.ones((ROWS, OUT), np.float32)}
 GRADIENT_BYTES = 4 * (IN * HIDDEN + HIDDEN * OUT)
-SCALAR_BYTES = 4 * 2  # the loss's total and its weight
+SCALAR_BYTES = 4 * 3  # the loss's total, its weight, and the divisor of the gradient
 # Forward and both weight gradients, and the gradient that goes back through the second layer.
 FLOPS = 2 * ROWS * (2 * IN * HIDDEN + 3 * HIDDEN * OUT)
 
