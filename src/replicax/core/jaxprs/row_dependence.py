@@ -53,6 +53,7 @@ from replicax.core.jaxprs.row_inner import (
     Unlike,
     derivative,
     is_zero,
+    is_zero_at_zero,
     moved,
     moves,
 )
@@ -270,7 +271,7 @@ class Follow:
         back = [cotangent_of_padded(each) if each else GIVEN for each in found]
         derived = self(*rules, [*places, *back])[len(found) :]
         keeps = all(map(allows_back, derived, by))
-        self.leaks |= not keeps
+        self.leaks |= not (keeps or is_zero_at_zero(rules[0], len(found)))
         return keeps
 
     def _output(self, eqn: Any, places: list[Location], out: Any, twin: Any) -> Location:

@@ -102,6 +102,31 @@ def is_zero(whole: ClosedJaxpr, number: int) -> bool:
         return not np.asarray(found).any()
 
 
+def is_zero_at_zero(rule: ClosedJaxpr, results: int) -> bool:
+    """Whether a backward pass returns 0 for cotangents of 0, as numbers tell.
+
+    `rule` is that of a `custom_vjp_call` with so many results, computed with random inputs of one
+    sign, and then of both, for which it may be undefined. One that cannot be computed here, such
+    as a kernel for another device, is taken to be linear.
+    """
+    values, cotangents = rule.in_avals[:-results], rule.in_avals[-results:]
+    zeros = [np.zeros(aval.shape, aval.dtype) for aval in cotangents]
+
+    def slopes(lowest: float) -> list[np.ndarray]:
+        random = np.random.default_rng(0)
+        drawn = [random.uniform(lowest, 1.5, aval.shape).astype(aval.dtype) for aval in values]
+        with jax.ensure_compile_time_eval():
+            found = jaxpr_as_fun(rule)(*drawn, *zeros)[results:]
+        floats = [each for each in found if jnp.issubdtype(each.dtype, jnp.floating)]
+        return [np.asarray(each, np.float64) for each in floats]
+
+    try:
+        positive, others = slopes(0.5), slopes(-1.5)
+    except Exception:
+        return True
+    return not any(map(np.any, positive)) and not any(np.any(np.nan_to_num(a)) for a in others)
+
+
 def moves(atom: Any) -> bool:
     """Whether a value has a derivative."""
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
