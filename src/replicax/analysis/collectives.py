@@ -81,8 +81,8 @@ def _along(mesh: str, dims: str | None, order: str | None, axes: str) -> tuple[i
 
 SLIGHTLY = 1.02
 """Ratio to the lower bound above which traffic is reported."""
-_SUM_BYTES = 8
-"""Bytes of a metric's total and weight."""
+_SUM_BYTES, _DIVISOR_BYTES = 8, 4
+"""Bytes of a metric's total and weight, and of what the gradient is divided by."""
 _WIDE = 4
 """Minimum bytes per element of a gradient's sum."""
 
@@ -107,11 +107,13 @@ def sums_bytes(
     """Return the bytes of the gradient, loss and metric sums as sent.
 
     `params` are the leaves of the trained parameters or their shapes, and `metrics` is the number
-    of reduced metrics, including the loss. A `reduction` over `replicas` may have a `dtype` that
-    it rounds the gradient to, or `payload_bytes`; otherwise it sends float32 or wider.
+    of reduced metrics, including the loss, or 0 for the gradient alone. A `reduction` over
+    `replicas` may have a `dtype` that it rounds the gradient to, or `payload_bytes`; otherwise it
+    sends float32 or wider.
     """
+    others = _SUM_BYTES * metrics + (_DIVISOR_BYTES if metrics else 0)
     if hasattr(reduction, "payload_bytes"):
-        return int(reduction.payload_bytes(params, replicas)) + _SUM_BYTES * metrics
+        return int(reduction.payload_bytes(params, replicas)) + others
     sent = getattr(reduction, "dtype", None)
 
     def element_bytes(own: np.dtype[Any]) -> int:
@@ -120,7 +122,7 @@ def sums_bytes(
         return int(np.dtype(sent).itemsize) * (2 if own.kind == "c" else 1)
 
     gradient: int = sum(math.prod(leaf.shape) * element_bytes(leaf.dtype) for leaf in params)
-    return gradient + _SUM_BYTES * metrics
+    return gradient + others
 
 
 def wire_bytes_of_all_reduce(size: float, devices: int) -> float:

@@ -49,8 +49,6 @@ from replicax.wording import size_text
 
 _UPDATED = ("state.params", "state.opt_state")
 """Results of a step that hold sums over all rows, also where a layout splits them."""
-_DIVISOR_BYTES = 4
-"""Bytes of what the gradient is divided by, next to the loss and its weight."""
 _RECOMPUTED = 4 / 3
 """Relative work of a stage that recomputes its forward pass in the backward pass."""
 
@@ -193,7 +191,7 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     dp = subject.parallel(case)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
     count = len(_sums(subject).weighted)
-    return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh)) + _DIVISOR_BYTES
+    return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh))
 
 
 def _sums(subject: Subject) -> StepSums:

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiers import EXHAUSTIVE
 from support.training import parallel
 
 import replicax as rx
 from replicax.core.step.update import step_key
 
+pytestmark = EXHAUSTIVE  # one step of all draws, which takes seconds
 ROWS, MICRO_SHARDS = 16, 8
 DATA = {"x": np.arange(ROWS, dtype=np.float32)}
 

@@ -281,7 +281,7 @@ def test_the_compiled_step_sends_the_bytes_of_the_formula(
     part = {2: 11, 4: 6, 8: 3}[devices]  # blocks, of 21
     bits = {"int8": 64 + 2, "int4": 32 + 2}[send]
     assert coded.payload_bytes(leaves, devices) == devices * part * bits
-    expected = wire_bytes_of_all_reduce(devices * part * bits + 8, devices)
+    expected = wire_bytes_of_all_reduce(devices * part * bits + 12, devices)
     assert found(send) == expected
     assert wire_bytes_of_all_reduce(sums_bytes(leaves, 1, coded, devices), devices) == expected
     assert found(send) / found("float32") == pytest.approx(share * part * devices / 20.5, rel=0.05)

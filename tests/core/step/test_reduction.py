@@ -188,13 +188,13 @@ def trained_in_numpy(
         total = {name: np.zeros_like(leaf) for name, leaf in params.items()}
         for replica in range(replicas):
             error = x[replica] @ params["w"] + params["b"] - y[replica]
-            gradient = {"w": error @ x[replica], "b": error.sum(keepdims=True)}
+            gradient = {"w": error @ x[replica] / ROWS, "b": error.sum(keepdims=True) / ROWS}
             for name, leaf in gradient.items():
                 whole = leaf + residuals[name][replica]
                 sent = compress(np, whole)
                 residuals[name][replica] = whole - sent
                 total[name] += sent
-        params = {name: leaf - rate * total[name] / ROWS for name, leaf in params.items()}
+        params = {name: leaf - rate * total[name] for name, leaf in params.items()}
     return params, residuals
 
 

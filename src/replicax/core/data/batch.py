@@ -199,12 +199,9 @@ class Batch:
         return int(self.mask.shape[0])
 
     @property
-    def shares(self) -> Any:
-        """float32 `[rows]`: the share of a real row in a mean over the whole batch, 0 for padding.
-
-        If the number of real rows is unknown, that of all rows of this batch stands for it.
-        """
-        return self.mask / (self.size if self.count is None else self.count)
+    def counts(self) -> Any:
+        """The number of real rows of the whole batch, of each row; that of all these if unknown."""
+        return self.size if self.count is None else self.count
 
 
 register_dataclass(

@@ -167,10 +167,10 @@ class Staged(Objective):
 
         def of_one(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
             context = CallContext(key, part=batch.size < whole, step=step)
-            shares = None if key is None else batch.shares
+            counts = None if key is None else batch.counts
 
             def found(returned: Any) -> Any:
-                return sums(returned, batch.mask, shares)
+                return sums(returned, batch.mask, counts)
 
             return self._called(found, params, extras, batch, context)
 

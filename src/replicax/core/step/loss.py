@@ -103,13 +103,13 @@ def is_unbound_axis(error: Exception) -> bool:
     return type(error) is NameError and error.name is None
 
 
-def sums(returned: Any, mask: jax.Array, shares: jax.Array | None = None) -> dict[str, WeightedSum]:
+def sums(returned: Any, mask: jax.Array, counts: Any = None) -> dict[str, WeightedSum]:
     """Return the sums behind the return value of a loss, `"loss"` first, then the metrics.
 
     A loss returns float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or
     any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
-    `mask` is 0 on padding, and `shares`, given if the loss is differentiated, are those of the rows
-    in a mean over the whole batch. Metrics that are no means are left to `merged_of`.
+    `mask` is 0 on padding, and `counts`, given if the loss is differentiated, is the number of real
+    rows of the whole batch, of each row. Metrics that are no means are left to `merged_of`.
     """
     named = values_by_name(returned)
     dtype = jnp.result_type(_values(named[LOSS]))
@@ -123,10 +123,11 @@ def sums(returned: Any, mask: jax.Array, shares: jax.Array | None = None) -> dic
         for name, value in named.items()
         if not isinstance(value, PerRow) and _as_metric(value) is None
     }
-    if shares is None:
+    if counts is None:
         return found
-    entries = math.prod(jnp.shape(_values(named[LOSS]))[1:])
-    mean = weighted_sum(LOSS, named[LOSS], shares / entries)
+    values = to_sum(jnp.asarray(_values(named[LOSS])))
+    shares = mask.astype(values.dtype) / (counts * math.prod(values.shape[1:]))
+    mean = weighted_sum(LOSS, named[LOSS], shares)
     loss = dataclasses.replace(found[LOSS], seeded=mean.total, divisor=mean.weight)
     return {**found, LOSS: loss}
 

@@ -16,9 +16,8 @@ from replicax.core.step.accumulate import scale_of, zeros_like
 from replicax.core.step.base import Apply, StepFigure, StepSums
 from replicax.core.step.loss import LOSS
 
-FIRST = 2.0**15
-"""The initial scale: of one row, the largest cotangent that is in range, as float16 ends at 65,504;
-of n rows, whose mean is differentiated, it is 1 / n of that."""
+FIRST = 2.0**16
+"""The initial scale of a mean, as in PyTorch's `GradScaler`."""
 LARGEST = 2.0**24
 SMALLEST = 2.0**-14
 """The smallest scale: gradients too large at this scale are not treated as an overflow."""

@@ -90,7 +90,7 @@ class Objective:
 
         def found(returned: Any) -> tuple[dict[str, WeightedSum], dict[str, PyTree]]:
             rows = rows_of(returned, batch.size, every=self.every_row)
-            weighted = sums(returned, batch.mask, batch.shares)
+            weighted = sums(returned, batch.mask, batch.counts)
             return weighted, rows | merged_of(returned, batch.mask)
 
         def total(read: PyTree) -> tuple[jax.Array, Any]:

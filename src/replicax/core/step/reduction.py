@@ -95,8 +95,9 @@ class Reduction(Protocol):
         """Return the sums over all replicas, equal on each, and this replica's next state.
 
         Args:
-            sums: sums over this replica's rows: `gradient`, a pytree like the parameters, and
-                `weighted`, the loss and metrics, whose weights are counts of rows.
+            sums: sums over this replica's rows: `gradient`, a pytree like the parameters, of the
+                losses over the number of values in the whole batch, and `weighted`, the loss and
+                metrics, whose weights are counts of rows.
             state: state of this replica.
             axis: the replica axis or axes, as accepted by `jax.lax.psum`.
         """
