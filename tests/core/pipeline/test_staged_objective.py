@@ -317,7 +317,8 @@ def memory(schedule: str, micro_batches: int) -> int:
 
     @jax.jit
     def sums(state: Any, batch: Any) -> StepSums:
-        return objective.step_sums(state.params, state.extras, batch, CallContext(jax.random.key(0)))[0]
+        context = CallContext(jax.random.key(0))
+        return objective.step_sums(state.params, state.extras, batch, context)[0]
 
     analysis = sums.lower(state, batch).compile().memory_analysis()
     data = sum(leaf.nbytes for leaf in jax.tree.leaves(batch))
