@@ -51,7 +51,7 @@ def test_parts_are_a_power_of_two() -> None:
 def test_a_plan_has_the_exchange() -> None:
     given: dict[str, Any] = {"target": "h100:8", "by_formula": True, "changes": {}}
     found = rx.plan(step(), MODEL, rows(64), **given, islands=2, network="1 Gbit/s, 20 ms")
-    sums = 4 * PARAMETERS + 8
+    sums = 4 * PARAMETERS + 12
     exchange, speed = found.islands, found.speed
     assert (exchange.sums_bytes, exchange.sent_bytes) == (sums, (sums, sums))
     assert exchange.seconds == pytest.approx(sums / 1.25e8 + 0.04)

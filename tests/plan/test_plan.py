@@ -82,7 +82,7 @@ def test_what_fits_and_how_fast(mode: str) -> None:
     assert (asked.batch_size, asked.steps, asked.examples) == (16, 1 + 48 / 16, 1 + 16 / 48)
     assert larger.batch_size == 2 * most.rows
     assert larger.linear == pytest.approx(2 * most.rows / 16)
-    assert found.traffic.wire_bytes == 4 * PARAMETERS + 8  # the gradient, and the loss's two sums
+    assert found.traffic.wire_bytes == 4 * PARAMETERS + 12  # the gradient, and the loss's three sums
     assert found.scaling is None  # this host has no more devices
     assert not found.notes
     plain = strict(found)
@@ -137,14 +137,14 @@ def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
     assert "shard_map" not in found.traffic.warning + found.first  # which splits no state
     # To the other device: half of the gradient with the loss's two sums, and of the parameters,
     # twice in bfloat16.
-    assert found.traffic.least_bytes == (4 * PARAMETERS + 8 + 2 * 2 * PARAMETERS) / 2
+    assert found.traffic.least_bytes == (4 * PARAMETERS + 12 + 2 * 2 * PARAMETERS) / 2
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_reduction_in_bfloat16_sends_half() -> None:
     dp = step(mode="shard_map", reduction="bfloat16")
     found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes={})
-    assert found.traffic.wire_bytes == found.traffic.least_bytes == 2 * PARAMETERS + 8
+    assert found.traffic.wire_bytes == found.traffic.least_bytes == 2 * PARAMETERS + 12
     assert found.about["reduction"] == "bfloat16"
 
 
@@ -157,7 +157,7 @@ def test_of_frozen_parameters_nothing_is_sent() -> None:
     mesh = rx.make_mesh(1, devices=jax.devices())
     dp = rx.DataParallel(loss, optimizer, mesh=mesh, mode="shard_map")
     found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes={})
-    assert found.traffic.wire_bytes == found.traffic.least_bytes == 4 * WIDTH + 8
+    assert found.traffic.wire_bytes == found.traffic.least_bytes == 4 * WIDTH + 12
 
 
 @pytest.mark.usefixtures("alone")

@@ -56,7 +56,7 @@ def test_bfloat16_passes_near_its_bound_and_sends_half(mode: str) -> None:
     assert all(0.2 < check.figures["of_bound"] <= 1 for check in parity)
     programs = read_programs(subject, [subject.own])
     (traffic,) = check_traffic(subject, examine_subject(subject), programs)
-    half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 8)
+    half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 12)
     assert traffic.figures["least_bytes"] == half
     assert traffic.figures["bytes"] <= 1.05 * half
 
@@ -75,7 +75,7 @@ def test_coded_passes_near_its_bound_and_sends_its_bytes(
     assert traffic.verdict == "pass" or layout == "zero1"  # whose guard sends a few bytes
     blocks = {"int8": 64 + 2, "int4": 32 + 2}[send] * 4  # one for each leaf: three, for 4 replicas
     gathered = 4 * (6 * 8 + 8 + 8 * 4) * 3 / 4 if layout == "zero1" else 0
-    assert traffic.figures["least_bytes"] == 2 * 3 / 4 * (blocks + 8) + gathered
+    assert traffic.figures["least_bytes"] == 2 * 3 / 4 * (blocks + 12) + gathered
     assert traffic.figures["bytes"] <= 1.05 * traffic.figures["least_bytes"]
     (kept,) = check_residual(ProgramCases(subject, facts).trial(subject.own), subject.full)
     assert (kept.subject, kept.verdict, kept.figures["differing"]) == ("residual", "pass", 0)
