@@ -68,8 +68,8 @@ def test_processes_are_measured_with_a_core_each(main: Main, folder: Path) -> No
     assert [case["global_batch"] for case in (one, two)] == [8, 16]
     expected = one["rounds"]["seconds_per_step"][0] / two["rounds"]["seconds_per_step"][0]
     assert two["rounds"]["weak_efficiency"] == [pytest.approx(expected)]
-    # The gradient of two numbers, the loss and its weight.
-    assert two["collectives"] == [{"kind": "all-reduce", "count": 1, "bytes": 16}]
+    # The gradient of two numbers, and the loss's three sums.
+    assert two["collectives"] == [{"kind": "all-reduce", "count": 1, "bytes": 20}]
     cores = [
         json.loads(part.read_text())["environment"]["cores"]
         for part in sorted((folder / "runs/it/jobs").glob("*/part.json"))

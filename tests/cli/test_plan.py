@@ -41,7 +41,8 @@ def shown(main: Main, *arguments: object) -> str:
 def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
     out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json", "p.json")
     written: dict[str, Any] = json.loads(Path("p.json").read_text())
-    assert json.loads(Path("runs/mine/plan.json").read_text()) == written
+    in_run = json.loads(Path("runs/mine/plan.json").read_text())
+    assert {"written_by": "replicax", **in_run} == written
     assert written["fits"]
     assert written["asked"]["compiled"]
     assert written["about"]["recipe"] == recipe
