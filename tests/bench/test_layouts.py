@@ -116,7 +116,7 @@ def test_layouts_are_told_apart_by_what_they_hold_and_send(result: Bench) -> Non
     assert whole - figures["fsdp"].state_bytes_per_device == MODEL_BYTES / 2
     assert whole - figures["model=2"].state_bytes_per_device == MODEL_BYTES / 2
     assert figures["zero1"].state_bytes_per_device == whole  # SGD has nothing to split
-    assert figures["data"].sent_bytes == MODEL_BYTES + 12  # a ring of two, and the loss's three sums
+    assert figures["data"].sent_bytes == MODEL_BYTES + 12  # and the loss's three sums
     assert result.cases[1].sent_bytes == figures["data"].sent_bytes
     assert 0 < figures["model=2"].sent_bytes < figures["data"].sent_bytes
     assert {each.bubble for each in figures.values()} == {None}

@@ -82,7 +82,7 @@ def test_what_fits_and_how_fast(mode: str) -> None:
     assert (asked.batch_size, asked.steps, asked.examples) == (16, 1 + 48 / 16, 1 + 16 / 48)
     assert larger.batch_size == 2 * most.rows
     assert larger.linear == pytest.approx(2 * most.rows / 16)
-    assert found.traffic.wire_bytes == 4 * PARAMETERS + 12  # the gradient, and the loss's three sums
+    assert found.traffic.wire_bytes == 4 * PARAMETERS + 12  # and the loss's three sums
     assert found.scaling is None  # this host has no more devices
     assert not found.notes
     plain = strict(found)
