@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+if __name__ == "__main__":  # its tests have devices, and start other processes
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 import jax
 import numpy as np

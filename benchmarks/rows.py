@@ -28,9 +28,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+if __name__ == "__main__":  # not in its tests, which start other processes
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 from row_draws import drawn, smaller
