@@ -233,6 +233,8 @@ class FirstStepChecks:
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
             )
+        if examination.nonlinear:
+            raise row_errors.nonlinear(examination.nonlinear)
         self._check_out(rows=examination.returns_rows, merges=examination.merges)
         apart = program.configuration.mode.per_replica or program.split_objective.per_replica
         for division, sees in self._divisions(batch.size, own):

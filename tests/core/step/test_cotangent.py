@@ -12,6 +12,7 @@ from support.tiers import only
 from support.training import parallel
 
 import replicax as rx
+from replicax.core.jaxprs.row_inner import nonlinear
 
 RNG = np.random.default_rng(0)
 ROWS = {
@@ -102,6 +103,45 @@ def test_of_parameters_it_is_right_or_refused() -> None:
         state = dp.init(W)
         with pytest.raises(rx.LossError):
             dp.step(state, ROWS)
+
+
+def weighted(w: jax.Array, batch: Any, key: Any) -> rx.Weighted:
+    return rx.Weighted(clipped(w, batch, key), batch["y"] > 0)
+
+
+def divided(w: jax.Array, batch: Any, key: Any) -> jax.Array:
+    counts = jnp.float32(batch["y"] > 0)
+    return clipped(w, batch, key) * counts / jnp.mean(rx.gather(counts))
+
+
+def test_a_weighted_mean_divides_before_it() -> None:
+    dp = parallel(weighted, optax.sgd(0.1), mode="single", devices=1)
+    with pytest.raises(rx.LossError, match=r"custom_vjp at test_cotangent.py:\d+ .* rx.gather"):
+        dp.step(dp.init(W), ROWS)
+    dp = parallel(divided, optax.sgd(0.1), mode="shard_map", devices=2)
+    after, _ = dp.step(dp.init(W), ROWS)
+    np.testing.assert_allclose(dp.model(after), plain(divided, ROWS), atol=1e-6)
+
+
+LINEAR: list[Change] = [
+    lambda by: -0.3 * by,
+    lambda by: by - jnp.mean(by),
+    lambda by: jnp.where(W > 0, by, 0),
+    lambda by: by.astype(jnp.float8_e5m2).astype(jnp.float32),
+]
+CURVED: list[Change] = [
+    lambda by: jnp.clip(by, -20, 20),
+    lambda by: by / jnp.linalg.norm(by),
+    lambda by: jnp.where(jnp.abs(by) > 0.1, by, 0),
+    lambda by: by + 0.01,
+    lambda by: W,
+]
+
+
+@pytest.mark.parametrize("change", [*LINEAR, *CURVED])
+def test_backward_passes_that_are_not_linear_are_found(change: Change) -> None:
+    jaxpr = jax.make_jaxpr(jax.jit(lambda w: backward(change, w) ** 2))(W)
+    assert len(list(nonlinear(jaxpr.jaxpr))) == (change in CURVED)
 
 
 @pytest.mark.parametrize(("mode", "devices", "accumulate"), only([PLACES[2]], PLACES))

@@ -25,7 +25,15 @@ from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_labels import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
-from replicax.core.step.loss import LOSS, has_weights, merged_of, rows_of, sums, values_by_name
+from replicax.core.step.loss import (
+    LOSS,
+    Weighted,
+    has_weights,
+    merged_of,
+    rows_of,
+    sums,
+    values_by_name,
+)
 from replicax.core.step.loss_context import LossContext, weighs
 from replicax.core.step.objective import Objective, only_read, restored
 from replicax.errors import LossError
@@ -62,6 +70,8 @@ class RowExaminer:
     """Whether a loss or the step called `rx.gather`, or `rx.row_weights`."""
     learns: bool = False
     """Whether the losses are differentiated, so that their weights must be constants."""
+    divides: bool = False
+    """Whether a loss that is differentiated returns an `rx.Weighted`, whose sum divides after."""
     whole: bool = False
     """Whether it will see the global batch, as in `CallContext.whole`."""
     returns_rows: bool = False
@@ -105,6 +115,7 @@ class RowExaminer:
         )
         returned, after = watched.returned(params, extras, rows, context)
         weighted = sums(returned, rows.mask)
+        self.divides |= self.learns and isinstance(values_by_name(returned)[LOSS], Weighted)
         if self.learns and has_weights(returned):
             names = dict(self.names)  # what is gathered again belongs to another trace
             self._check_weights(

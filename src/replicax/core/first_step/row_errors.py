@@ -146,6 +146,15 @@ def _of_numbers(broken: Broken, some: str, fix: str) -> LossError:
     return LossError(f"{first}{weights if broken.only(SUMS) else ''}{fix}")
 
 
+def nonlinear(cause: Cause) -> LossError:
+    """Return the error for a gradient that is divided by a sum of weights afterwards."""
+    return LossError(
+        f"the backward pass of {cause} is not linear in its cotangent (it clips, normalizes or "
+        "returns a new value), and the sum of an rx.Weighted, known after it, divides the "
+        "gradient: return values * weights / rx.gather(weights).mean(), which divides before"
+    )
+
+
 def drawn(sees: str) -> LossError:
     """Return the error for gathered rows that depend on random numbers of each replica."""
     return LossError(

@@ -1,8 +1,8 @@
 """Follow rows through loops, branches and solvers, and through derivatives that code defines."""
 
 import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def is_constant(place: Location) -> bool:
     return place is None or isinstance(place, FixedNumber) or getattr(place, "fixed", False)
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def derivative(eqn: Any, by: tuple[int, ...] | None = None) -> ClosedJaxpr:
     """Return the rule of an equation in `RULED`: of its inputs, and their or its own derivatives.
 
@@ -77,6 +77,17 @@ def defines_backward(jaxpr: Jaxpr) -> bool:
     )
 
 
+def nonlinear(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the calls of functions with a backward pass that is not linear in its cotangent."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "custom_vjp_call":
+            with contextlib.suppress(Exception):  # the user's own refusal, of any type
+                if not is_linear(derivative(eqn), len(eqn.outvars)):
+                    yield eqn
+        for inner in called_by(eqn, ruled=False):
+            yield from nonlinear(inner)
+
+
 def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
     """Return the jaxprs in an equation's parameters; if `ruled`, and its rule."""
     values = [each for value in eqn.params.values() for each in _each(value)]
@@ -105,26 +116,50 @@ def is_zero(whole: ClosedJaxpr, number: int) -> bool:
 def is_zero_at_zero(rule: ClosedJaxpr, results: int) -> bool:
     """Whether a backward pass returns 0 for cotangents of 0, as numbers tell.
 
-    `rule` is that of a `custom_vjp_call` with so many results, computed with random inputs of one
-    sign, and then of both, for which it may be undefined. One that cannot be computed here, such
-    as a kernel for another device, is taken to be linear.
+    `rule` is that of a `custom_vjp_call` with so many results. One that cannot be computed here,
+    such as a kernel for another device, is taken to be linear.
     """
-    values, cotangents = rule.in_avals[:-results], rule.in_avals[-results:]
-    zeros = [np.zeros(aval.shape, aval.dtype) for aval in cotangents]
-
-    def slopes(lowest: float) -> list[np.ndarray]:
-        random = np.random.default_rng(0)
-        drawn = [random.uniform(lowest, 1.5, aval.shape).astype(aval.dtype) for aval in values]
-        with jax.ensure_compile_time_eval():
-            found = jaxpr_as_fun(rule)(*drawn, *zeros)[results:]
-        floats = [each for each in found if jnp.issubdtype(each.dtype, jnp.floating)]
-        return [np.asarray(each, np.float64) for each in floats]
-
     try:
-        positive, others = slopes(0.5), slopes(-1.5)
+        return not any(map(np.any, _derivatives(rule, results, 0)))
     except Exception:
         return True
-    return not any(map(np.any, positive)) and not any(np.any(np.nan_to_num(a)) for a in others)
+
+
+_SCALES = 2.0**-6, 2.0**6
+"""Factors of cotangents. A linear backward pass scales by them in all bits, and so does one that
+rounds to a format in which they are powers of 2, such as float8_e5m2."""
+
+
+def is_linear(rule: ClosedJaxpr, results: int) -> bool:
+    """Whether a backward pass scales with its cotangents, as numbers tell (`is_zero_at_zero`)."""
+    try:
+        found = _derivatives(rule, results, 1)
+        pairs = [
+            (one * scale, scaled)
+            for scale in _SCALES
+            for one, scaled in zip(found, _derivatives(rule, results, scale), strict=True)
+        ]
+    except Exception:
+        return True
+    return all(np.allclose(*pair, rtol=1e-5, atol=1e-30, equal_nan=True) for pair in pairs)
+
+
+def _derivatives(rule: ClosedJaxpr, results: int, scale: float) -> list[np.ndarray]:
+    """Return derivatives by random inputs of one sign, and of both, where it may be undefined."""
+    values, cotangents = rule.in_avals[:-results], rule.in_avals[-results:]
+    derivatives: list[np.ndarray] = []
+    for lowest in (0.5, -1.5):
+        random = np.random.default_rng(0)
+        drawn = [random.uniform(lowest, 1.5, aval.shape).astype(aval.dtype) for aval in values]
+        ones = [random.uniform(0.5, 1.5, aval.shape).astype(aval.dtype) for aval in cotangents]
+        given = [(each * scale).astype(each.dtype) for each in ones]
+        with jax.ensure_compile_time_eval():
+            found = jaxpr_as_fun(rule)(*drawn, *given)[results:]
+        floats = [each for each in found if jnp.issubdtype(each.dtype, jnp.floating)]
+        arrays = [np.asarray(each, np.float64) for each in floats]
+        defined = partial(np.nan_to_num, posinf=0, neginf=0)
+        derivatives += arrays if lowest > 0 else map(defined, arrays)
+    return derivatives
 
 
 def moves(atom: Any) -> bool:
