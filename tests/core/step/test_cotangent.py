@@ -12,7 +12,7 @@ from support.tiers import only
 from support.training import parallel
 
 import replicax as rx
-from replicax.core.jaxprs.row_inner import nonlinear
+from replicax.core.jaxprs.row_inner import calls_not_linear
 
 RNG = np.random.default_rng(0)
 ROWS = {
@@ -141,7 +141,7 @@ CURVED: list[Change] = [
 @pytest.mark.parametrize("change", [*LINEAR, *CURVED])
 def test_backward_passes_that_are_not_linear_are_found(change: Change) -> None:
     jaxpr = jax.make_jaxpr(jax.jit(lambda w: backward(change, w) ** 2))(W)
-    assert len(list(nonlinear(jaxpr.jaxpr))) == (change in CURVED)
+    assert len(list(calls_not_linear(jaxpr.jaxpr))) == (change in CURVED)
 
 
 @pytest.mark.parametrize(("mode", "devices", "accumulate"), only([PLACES[2]], PLACES))

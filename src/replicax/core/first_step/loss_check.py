@@ -24,11 +24,11 @@ from replicax.core.first_step.padding_trace import NOTHING_SHOWN, padding_trace
 from replicax.core.first_step.row_errors import Broken
 from replicax.core.first_step.row_trials import Division, Found, Pair, Tested, compared
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_causes import BACKWARD, Cause, Causes, line_of
+from replicax.core.jaxprs.row_causes import BACKWARD, Cause, Causes, user_line
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
-from replicax.core.jaxprs.row_inner import Unlike, defines_backward, nonlinear
+from replicax.core.jaxprs.row_inner import Unlike, calls_not_linear, defines_backward
 from replicax.core.jaxprs.row_labels import DECLARED, ENTERED, GATHERED, LEFT, SUMMED
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
@@ -81,8 +81,8 @@ class LossExamination:
     @cached_property
     def nonlinear(self) -> Cause | None:
         """A backward pass that is not linear, if weights divide a gradient after it."""
-        found = nonlinear(self._one.jaxpr.jaxpr) if self._one.examiner.divides else iter(())
-        return next((Cause("jax.custom_vjp", BACKWARD, line_of(eqn)) for eqn in found), None)
+        found = calls_not_linear(self._one.jaxpr.jaxpr) if self._one.examiner.divides else iter(())
+        return next((Cause("jax.custom_vjp", BACKWARD, user_line(eqn)) for eqn in found), None)
 
     @cached_property
     def takes_padding(self) -> bool:

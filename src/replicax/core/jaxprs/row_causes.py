@@ -86,7 +86,7 @@ class Causes:
             return []
         if label.startswith(SEEN):
             self.seen[label] = _every([self.seen.get(label, ()), *given])
-        if line := line_of(eqn):
+        if line := user_line(eqn):
             return dataclasses.replace(self, line=line)._inside(eqn, given)
         return self._inside(eqn, given)
 
@@ -112,7 +112,7 @@ class Causes:
     def _cause(self, eqn: Any) -> Cause:
         name = GATHERED_BY if label_of(eqn) == GATHERED else eqn.primitive.name
         places = [self.follow.places.get(a) for a in eqn.invars if not isinstance(a, Literal)]
-        return Cause(name, self._kind(eqn, name, places), line_of(eqn) or self.line)
+        return Cause(name, self._kind(eqn, name, places), user_line(eqn) or self.line)
 
     def _kind(self, eqn: Any, name: str, places: list[Location]) -> str:
         if name in DRAWING:
@@ -138,7 +138,7 @@ def _every(causes: Sequence[_Causes]) -> _Causes:
     return tuple(dict.fromkeys(cause for each in causes for cause in each))
 
 
-def line_of(eqn: Any) -> str:
+def user_line(eqn: Any) -> str:
     """Return the user's line of an equation; empty if it is in a library."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:

@@ -77,7 +77,7 @@ def defines_backward(jaxpr: Jaxpr) -> bool:
     )
 
 
-def nonlinear(jaxpr: Jaxpr) -> Iterator[Any]:
+def calls_not_linear(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the calls of functions with a backward pass that is not linear in its cotangent."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "custom_vjp_call":
@@ -85,7 +85,7 @@ def nonlinear(jaxpr: Jaxpr) -> Iterator[Any]:
                 if not is_linear(derivative(eqn), len(eqn.outvars)):
                     yield eqn
         for inner in called_by(eqn, ruled=False):
-            yield from nonlinear(inner)
+            yield from calls_not_linear(inner)
 
 
 def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
