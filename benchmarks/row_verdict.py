@@ -55,8 +55,9 @@ def verdict(program: Program, case: Case, found: Told, plain: Told) -> Verdict:
     said = f"{worst[2]} of step {worst[1]}: {worst[0]:.1e}"
     if program.low:
         noise = collections.defaultdict[str, float](float)
-        for gap, _, name in gaps(plain, _wide(program).plain()):
-            noise[name] = max(noise[name], gap)
+        for other in (_wide(program), *map(program.jittered, (1, 2, 3))):
+            for gap, _, name in gaps(plain, other.plain()):
+                noise[name] = max(noise[name], gap)
         off = [each for each in gaps(found, plain) if each[0] > LOW_TOLERANCE + 4 * noise[each[2]]]
         return Verdict("silent" if off else "rounding", said)
     twin = program.at("float64")
