@@ -118,7 +118,7 @@ def test_who_left_in_an_earlier_view_completes_nothing_in_this_one():
     of.hear((0, "a"), Done(0, 0))
     for index in (1, 2):
         assert of.committed == -1
-        of.receive(index, Frame(1, 0, "step", [], ""))
+        of.receive(index, Frame(1, 0, [], ""))
     assert of.committed == 0
 
 

@@ -17,7 +17,7 @@ from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Challenge, Frame
 from replicax.launch.process import free_port
 
-FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
+FRAME = Frame(1, 2, [(0, 1)], "null")
 
 
 def joined_once(started: list[Island]) -> None:

@@ -26,7 +26,7 @@ from replicax.islands.frames import (
 )
 from replicax.islands.messages import CONTROL_DECODER, Control, Data, Frame, Have, Out
 
-FRAME = Frame(1, 2, "a topic", [(0, 2), (5, 1)], '{"note": 1}')
+FRAME = Frame(1, 2, [(0, 2), (5, 1)], '{"note": 1}')
 MOST = 1 << 16
 PIECES = st.lists(st.integers(1, 50), max_size=3)
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

@@ -16,7 +16,7 @@ from replicax.errors import ClusterError
 from replicax.islands import entrance
 from replicax.islands.messages import Beat, Frame, Have, Out
 
-FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
+FRAME = Frame(1, 2, [(0, 1)], "null")
 
 
 @pytest.fixture

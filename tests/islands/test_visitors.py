@@ -17,7 +17,7 @@ from replicax.islands.entrance import MORE_VISITORS, connect
 from replicax.islands.frames import frame_parts, message_bytes, prefixed
 from replicax.islands.messages import Beat, Frame
 
-FRAME = Frame(1, 2, "a topic", [(0, 1)], "null")
+FRAME = Frame(1, 2, [(0, 1)], "null")
 
 
 @pytest.fixture

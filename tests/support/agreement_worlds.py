@@ -85,7 +85,7 @@ class Island:
             return
         blocks, arrays = self._own.missing(chosen)
         ready = sorted(self.asks.items())
-        frame = Frame(view.number, exchange, "step", blocks, "null", True, ready)
+        frame = Frame(view.number, exchange, blocks, "null", admits=True, ready=ready)
         for index in of.members:
             self._send(index, (frame, arrays))
         self._sent.add((exchange, view.number))
@@ -157,7 +157,7 @@ class Island:
         assert of.complete is not None
         assert self._own is not None
         frames = self._frames.pop(exchange)
-        parts, _ = self._own.combined(of.complete, exchange, frames, "step")
+        parts, _ = self._own.combined(of.complete, exchange, frames)
         assert [part for part, *_ in parts] == [*range(PARTS)]
         assert exchange == len(self.history)
         self.history.append((tuple(map(tuple, of.complete.members)), parts))

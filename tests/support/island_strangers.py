@@ -57,7 +57,7 @@ class IslandStrangers:
                     *(b"", b"\0", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(300)),
                     *(prefixed(b"x" * 4097)[:12], prefixed(b"[" * 4096)),
                     *(b"\xff" * 100_000, prefixed(b"{}"), message_bytes(Beat())),
-                    *(message_bytes(Frame(0, 0, "", [], "")), message_bytes(Proof("0" * 64))),
+                    *(message_bytes(Frame(0, 0, [], "")), message_bytes(Proof("0" * 64))),
                     *(hello, hello[: chance.randrange(len(hello))], hello * 3),
                     hello.replace(b"control", b"\xff\xfe\xfd control"),
                 ]

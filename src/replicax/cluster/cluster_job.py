@@ -17,6 +17,7 @@ from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
 from replicax.core.ground.job import Alone, PartsExchange
+from replicax.core.ground.leaves import PyTree
 from replicax.errors import AgreementError, ReplicaxError
 
 _SLOW_SECONDS = 3600.0
@@ -49,12 +50,14 @@ class Linked:
         return lambda: [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        found = field_differences(self.gather(topic, _plain(fields)))
+        found = field_differences(self.gather(topic, plain_fields(fields)))
         if found:
             raise AgreementError(
                 f"the processes disagree on {topic}: {first_of(found)}: "
                 "start all with the same code, data and arguments"
             )
+
+    def compare(self, about: str, arrays: PyTree) -> None: ...
 
     def agree_on_text(self, topic: str, text: str) -> None:
         self.agree(f"the environment of {topic}", compared_environment(os.environ))
@@ -124,7 +127,7 @@ def set_job(job: ClusterJob | None) -> None:
     _current = job
 
 
-def _plain(fields: Any) -> Any:
+def plain_fields(fields: Any) -> Any:
     """Return `fields` after a round trip through JSON, so that tuples compare equal to lists.
 
     Other objects become their `str` without memory addresses, which differ between processes.

@@ -47,6 +47,8 @@ from replicax.core.step.update import step_key
 from replicax.errors import ConfigError, LossError, StateError
 
 STEP, EVALUATION = "the step", "the evaluation"
+_COMPARED_EVERY = 256
+"""Steps between two comparisons of parameters whose bits are promised."""
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
 _traced = jax.disable_jit(False)  # an examination knows functions by the names that jax.jit keeps
 _log = logging.getLogger("replicax")
@@ -86,12 +88,15 @@ class FirstStepChecks:
             self._examination(what, state, batch)
         self._check_padded_sets(examinations, state, batch)
         configuration = self.program.configuration
-        if configuration.job.processes > 1:
+        if _agrees(configuration.job):
             shapes = _shapes(what, batch)
             if shapes not in self._agreed:
                 text = partial(function.text, state, batch)
                 agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
+            configuration.job.compare("the batch", batch)
+            if configuration.mode.bitwise and not int(state.step) % _COMPARED_EVERY:
+                configuration.job.compare("the parameters", state.params)
         return batch
 
     def taken(self, state: TrainState) -> TrainState:
@@ -371,7 +376,7 @@ def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
     """Raise `AgreementError` if the processes start from different models or seeds."""
     leaves = jax.tree.leaves(model)
     shared = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
-    if (job.processes > 1 or job.exchange is not None) and not shared:
+    if _agrees(job) and not shared:
         job.agree("the initial model", {"seed": seed, **describe_leaves(model)})
 
 
@@ -380,9 +385,15 @@ def agree_on_program(
 ) -> None:
     """Raise `AgreementError` if the processes are about to run different programs."""
     job, mesh = configuration.job, configuration.mesh
-    if job.processes > 1:
+    if _agrees(job):
         state, batch = map(shapes_by_path, arguments)
-        devices = [device.id for device in mesh.devices.flat]
+        ids = [device.id for device in mesh.devices.flat]
+        devices = [each - min(ids) for each in ids]  # islands may be anywhere
         where = {"mesh": {**mesh.shape, "devices": devices}}
         job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
         job.agree_on_text(what, text())
+
+
+def _agrees(job: Job) -> bool:
+    """Whether there are other processes, or islands, that could differ."""
+    return job.processes > 1 or job.exchange is not None

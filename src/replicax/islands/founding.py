@@ -3,22 +3,26 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 
-from replicax.cluster.differences import field_differences, first_of
+from replicax.cluster.differences import field_differences, first_of, islands_text
 from replicax.islands.agreement import IslandStart
 from replicax.islands.messages import Ready
 
 Candidates = Mapping[int, tuple[str, Ready]]
 """Start and message of each island that asks to become a member, by index."""
+_START_ALIKE = "start all with the same code, data and arguments, in the same environment"
 FOUND_SECONDS = 30.0
 """How long to wait for all islands before most of them found the group."""
 
 
-def disagreement(mine: str, other: str) -> str | None:
+def disagreement(fields: Mapping[int, str]) -> str | None:
     """Return why islands with these fields, in JSON, cannot train together, if so."""
-    if mine == other:
+    if len(set(fields.values())) == 1:
         return None
-    found = field_differences([json.loads(mine), json.loads(other)])
-    return f"the islands disagree: {first_of(found)}: start all with the same arguments"
+    islands = list(fields)
+    found = field_differences(
+        list(map(json.loads, fields.values())), lambda n: islands_text([islands[i] for i in n])
+    )
+    return f"the islands disagree: {first_of(found)}: {_START_ALIKE}" if found else None
 
 
 def founders(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax.cluster.failure import say
 from replicax.cluster.same_system import boot, ends_at_once
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
@@ -18,12 +19,14 @@ from replicax.islands.group_changes import GroupChange, ReceivedState, packed_st
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Frame, InView, Out, Ready, State, View
-from replicax.islands.own_parts import OwnParts
+from replicax.islands.own_parts import OwnParts, check_same
 from replicax.islands.pace import Pace
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
+_SAYS_SECONDS = 10.0, 60.0
+"""When an island that waits to become a member says so: first, and then again and again."""
 
 
 class Group:
@@ -89,7 +92,7 @@ class Group:
                 case Ready(fields):
                     self._candidates[peer.index] = peer.start, message
                     mine = fields if self._asks is None else self._asks.fields
-                    if why := disagreement(mine, fields):
+                    if why := disagreement({self.place.index: mine, peer.index: fields}):
                         self._disagrees = why
                         peer.send(Out(why, is_final=True))
                 case InView():
@@ -183,7 +186,7 @@ class Group:
             IslandLeftError: it `stops` before that.
         """
         self.network.most_bytes = self.most_bytes
-        text = json.dumps({**fields, "state": has_state}, sort_keys=True)
+        text = json.dumps({**fields, "state": has_state})
         while True:
             with self._changed:
                 self._asks = Ready(text)
@@ -201,7 +204,11 @@ class Group:
 
     def _wait_to_enter(self, has_state: bool) -> None:
         of, began = self.agreement, time.monotonic()
+        says = began + _SAYS_SECONDS[0]
         while of.left is None and self._state is None:
+            if time.monotonic() > says and (why := self._waits_for()):
+                say(f"island {self.place.index} waits for {why}")
+                says += _SAYS_SECONDS[1]
             if self.stops():
                 raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
             if of.view is None:
@@ -213,12 +220,26 @@ class Group:
                     of.left = f"island {of.giver}, which was to give the state, is gone"
             self._changed.wait(_LOOK_SECONDS)
 
+    def _waits_for(self) -> str:
+        """Return which islands this one waits for, and why they are not there."""
+        if self.agreement.view is not None:
+            return f"the state of the run, from island {self.agreement.giver}"
+        others = {n: each for n, each in enumerate(self.place.addresses) if n != self.place.index}
+        reasons = {
+            n: "it has not yet compiled its step"
+            if n in self.network.peers
+            else self.network.troubles.get(n, "it has not connected")
+            for n in others
+            if n not in self._candidates or n not in self.network.peers
+        }
+        return "; ".join(f"island {n} ({others[n]}): {why}" for n, why in reasons.items())
+
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
         assert self._asks is not None
-        others = [asks.fields for _, asks in self._candidates.values()]
-        known = [self._disagrees, *(disagreement(self._asks.fields, each) for each in others)]
-        if why := next(filter(None, known), None):
+        asked = {index: asks.fields for index, (_, asks) in self._candidates.items()}
+        asked[self.place.index] = self._asks.fields
+        if why := self._disagrees or disagreement(asked):
             raise AgreementError(why)
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
         here = self._candidates, self.network.peers, waited_seconds, self.is_over
@@ -305,6 +326,7 @@ class Group:
         parts: Parts[Value],
         note: Any = None,
         *,
+        same: Mapping[str, Any] | None = None,
         topic: str = "parts",
         admits: bool = False,
         slow: bool = False,
@@ -316,8 +338,10 @@ class Group:
         `admits` them, islands that asked all members to join are members, too.
 
         Raises:
+            AgreementError: members differ in `same`, which are JSON values by name.
             IslandLeftError: this island is no longer a member.
         """
+        alike = json.dumps({"exchange": topic, "parts": parts.count, **(same or {})})
         began, exchange = time.monotonic(), self.agreement.committed + 1
         before = self.agreement.view
         own = own_parts(parts, self._note_part)
@@ -332,7 +356,8 @@ class Group:
                     continue
                 ready = [(i, start) for i, (start, _) in self._candidates.items()]
             admits = admits and self.admits
-            frame = Frame(view.number, exchange, topic, blocks, json.dumps(note), admits, ready)
+            head = view.number, exchange, blocks, json.dumps(note)
+            frame = Frame(*head, same=alike, admits=admits, ready=ready)
             for index, _ in view.members:
                 if (peer := self.network.peers.get(index)) is not None:
                     peer.send_arrays(frame, arrays)
@@ -351,7 +376,8 @@ class Group:
             complete, frames = self.agreement.complete, self._frames.pop(exchange)
             self._frames = {n: each for n, each in self._frames.items() if n > exchange}
         assert complete is not None
-        return own.combined(complete, exchange, frames, topic)
+        check_same(complete, frames)
+        return own.combined(complete, exchange, frames)
 
     def _note_part(self, part: int) -> None:
         with self._changed:

@@ -5,15 +5,18 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
-from replicax.cluster.cluster_job import ClusterJob
+from replicax.cluster.alike import compared_environment
+from replicax.cluster.cluster_job import ClusterJob, plain_fields
 from replicax.cluster.differences import field_differences, first_of
 from replicax.core.ground.job import Parts, Value
+from replicax.core.ground.leaves import PyTree, checksum_here
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.group_changes import GroupChange, ReceivedState
@@ -26,6 +29,10 @@ from replicax.islands.shared_parts import (
     shared_lists,
     shared_state,
 )
+
+
+_LONGEST_FACT = 4_096
+"""Characters of JSON of which an island tells more than a digest."""
 
 
 class IslandJob:
@@ -50,19 +57,33 @@ class IslandJob:
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
         self.everyone = Everyone(self)
-        self.facts: dict[str, str] = {}
-        """Digests, by topic, of what all islands must agree on before they exchange anything."""
+        self.facts: dict[str, Any] = {}
+        """By topic, what all islands must agree on before they exchange anything."""
+        self._compared: dict[str, str] = {}
         self._rehearses = False
         self._background = ThreadPoolExecutor(1, "replicax-island-round")
         self._under_way: Future[Any] | None = None
-        self.agree_on_text = inner.agree_on_text
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         self.inner.agree(topic, fields)
-        text = json.dumps(fields, sort_keys=True, default=str)
-        self.facts[topic] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        plain = plain_fields(fields)
+        text = json.dumps(plain, sort_keys=True)
+        self.facts[topic] = plain if len(text) < _LONGEST_FACT else _digest(text)
+
+    def agree_on_text(self, topic: str, text: str) -> None:
+        self.inner.agree_on_text(topic, text)
+        self.facts[f"the program of {topic}"] = _digest(text)
+
+    def compare(self, about: str, arrays: PyTree) -> None:
+        if self.group is not None and not self._rehearses:
+            self._compared[about] = checksum_here(arrays)
+
+    def take_compared(self) -> dict[str, str]:
+        """Return the checksums that were not compared yet, by name."""
+        found, self._compared = self._compared, {}
+        return found
 
     def move(self) -> None:
         self.inner.move()
@@ -96,11 +117,12 @@ class IslandJob:
         try:
             self._enter_own_loop({"parts": parts.count})
             if self.processes == 1:
-                values, _ = self.group.exchange(parts)
+                values, _ = self.group.exchange(parts, same=self.take_compared())
                 self.stand()
             else:
                 leading = functools.partial(LeadingParts, job=self.inner, told=self.stand)
-                values, _ = self.group.exchange(parts, own_parts=leading)
+                same = self.take_compared()
+                values, _ = self.group.exchange(parts, same=same, own_parts=leading)
         except (AgreementError, IslandLeftError) as error:  # others are raised in all processes
             fail_followers(error, self.inner)
             raise
@@ -110,7 +132,11 @@ class IslandJob:
         """Become a member in a loop of the user's own, in which no run did so before."""
         assert self.group is not None
         if self.group.agreement.view is None:
-            self.group.enter({"facts": self.facts, **fields}, has_state=True)
+            self.group.enter({**self._alike(), **fields}, has_state=True)
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what this island has to have in common with the others."""
+        return {"environment": compared_environment(os.environ), "facts": self.facts}
 
     @property
     def span(self) -> tuple[int, int]:
@@ -131,12 +157,13 @@ class IslandJob:
         if self._rehearses:
             return lambda: [arrays]
         found: list[list[np.ndarray]] | None = None
+        same = self.take_compared()
 
         def find() -> dict[str, Any]:
             nonlocal found
             assert self.group is not None
             own = functools.partial(_own_arrays, arrays)
-            found, _ = self.group.exchange(NOTHING, topic="a round", own_parts=own)
+            found, _ = self.group.exchange(NOTHING, same=same, topic="a round", own_parts=own)
             return self.stand()
 
         def shared() -> list[list[np.ndarray]]:
@@ -171,7 +198,8 @@ class IslandJob:
             nonlocal received
             assert self.group is not None
             self.group.most_bytes = most_bytes
-            received = self.group.enter(fields)
+            received = self.group.enter({**self._alike(), **fields})
+            self._compared = {}  # who joins has computed nothing since
             return self.stand()
 
         self.ask_first("the group of islands", find)
@@ -218,6 +246,10 @@ class IslandJob:
             self.group.finish()
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _own_arrays(arrays: list[np.ndarray], *_: Any) -> OwnArrays:
     return OwnArrays(arrays)
 
@@ -253,6 +285,7 @@ class Everyone:
         def find() -> dict[str, Any]:
             assert job.group is not None
             options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
+            options["same"] = job.take_compared()
             _, found = job.group.exchange(NOTHING, notes, **options)
             return {"values": [each for of in found for each in of], **job.stand()}
 

@@ -172,12 +172,12 @@ class Frame(Typed):
 
     view: int
     exchange: int
-    topic: str
-    """Purpose of the exchange, equal in all islands."""
     blocks: Sequence[tuple[int, int]]
     """First part and number of parts of each block, whose sum the arrays are, block by block."""
     note: str
     """A JSON value of the sender for all members."""
+    same: str = "{}"
+    """In JSON: what must be equal in the frames of all members, such as the batch."""
     admits: bool = False
     """Whether islands may join after this exchange."""
     ready: Sequence[tuple[int, str]] = ()

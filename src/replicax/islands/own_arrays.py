@@ -7,7 +7,7 @@ import numpy as np
 
 from replicax.core.ground.job import Parts
 from replicax.islands.messages import View
-from replicax.islands.own_parts import Frames, OwnParts, check_topic
+from replicax.islands.own_parts import Frames, OwnParts
 from replicax.islands.parts import Block
 
 NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
@@ -31,14 +31,13 @@ class OwnArrays(OwnParts[list[np.ndarray]]):
         self._is_sent = True
 
     def combined(
-        self, view: View, exchange: int, frames: Frames, topic: str
+        self, view: View, exchange: int, frames: Frames
     ) -> tuple[list[list[np.ndarray]], list[Any]]:
         """Return the arrays of each member of `view`, in order."""
         found = []
         for index, _ in view.members:
             given: list[np.ndarray] = []
-            for frame, arrays in frames[index]:
-                check_topic(frame, topic, index)
+            for _, arrays in frames[index]:
                 given += arrays
             found.append(given or self._arrays)  # this island's own are not among the frames
         return found, []

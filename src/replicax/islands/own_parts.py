@@ -8,6 +8,7 @@ import numpy as np
 
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError
+from replicax.islands.founding import disagreement
 from replicax.islands.messages import Frame, View
 from replicax.islands.parts import Block, added, assigned, blocks_of, covered, within
 
@@ -40,7 +41,7 @@ class OwnParts(Generic[Value]):
         self._sent |= set(blocks)
 
     def combined(
-        self, view: View, exchange: int, frames: Frames, topic: str
+        self, view: View, exchange: int, frames: Frames
     ) -> tuple[list[Value], list[Any]]:
         """Return the sum of all parts, or their values in order; and the notes of all members.
 
@@ -51,7 +52,6 @@ class OwnParts(Generic[Value]):
         notes = {}
         for index, _ in view.members:
             for frame, arrays in frames[index]:
-                check_topic(frame, topic, index)
                 each = len(arrays) // max(len(frame.blocks), 1)
                 for number, block in enumerate(frame.blocks):
                     if within(block, chosen[index]):
@@ -87,10 +87,8 @@ class OwnParts(Generic[Value]):
         return self._known[block]
 
 
-def check_topic(frame: Frame, topic: str, index: int) -> None:
-    """Raise `AgreementError` if island `index` is at another exchange of the program."""
-    if frame.topic != topic:
-        raise AgreementError(
-            f"this island is at {topic!r} and island {index} at {frame.topic!r}; all must run the "
-            "same program: start all with the same code"
-        )
+def check_same(view: View, frames: Frames) -> None:
+    """Raise `AgreementError` if members are at other exchanges, or on other rows."""
+    each = {index: frame.same for index, _ in view.members for frame, _ in frames[index]}
+    if why := disagreement(each):
+        raise AgreementError(why)

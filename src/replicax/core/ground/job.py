@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from replicax.core.ground.in_flight import InFlight
+from replicax.core.ground.leaves import PyTree
 
 Value = TypeVar("Value")
 
@@ -80,6 +81,12 @@ class Job(Protocol):
     def agree_on_text(self, topic: str, text: str) -> None:
         """Do the same for a program text; the error shows the first line that differs."""
 
+    def compare(self, about: str, arrays: PyTree) -> None:
+        """Let the next exchange compare checksums of arrays that all islands must have alike.
+
+        Those of the same name that were not compared yet are forgotten.
+        """
+
     def gather(
         self,
         topic: str,
@@ -127,6 +134,7 @@ class Alone:
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
     def agree_on_text(self, topic: str, text: str) -> None: ...
+    def compare(self, about: str, arrays: PyTree) -> None: ...
     def barrier(self, topic: str) -> None: ...
     def move(self) -> None: ...
     def rest(self) -> None: ...
