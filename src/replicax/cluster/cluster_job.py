@@ -50,7 +50,7 @@ class Linked:
         return lambda: [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        found = field_differences(self.gather(topic, plain_fields(fields)))
+        found = field_differences(self.gather(topic, as_plain_fields(fields)))
         if found:
             raise AgreementError(
                 f"the processes disagree on {topic}: {first_of(found)}: "
@@ -127,7 +127,7 @@ def set_job(job: ClusterJob | None) -> None:
     _current = job
 
 
-def plain_fields(fields: Any) -> Any:
+def as_plain_fields(fields: Any) -> Any:
     """Return `fields` after a round trip through JSON, so that tuples compare equal to lists.
 
     Other objects become their `str` without memory addresses, which differ between processes.

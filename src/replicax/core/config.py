@@ -1,6 +1,7 @@
 """The configuration of a `DataParallel`: its arguments as values."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +14,7 @@ from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import padded_state, rows_of_state
 from replicax.core.first_step.argument_checks import check_custom_step, check_loss, check_optimizer
-from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.job import Job, lone_job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.models.definition import SplitModel
@@ -201,7 +202,7 @@ class DataParallelArguments:
         precision = as_precision(self.precision)
         self._check_functions(layout, precision)
         check_decay(self.ema)
-        job = Alone() if self.job is None else self.job
+        job = lone_job(os.environ) if self.job is None else self.job
         mesh = self._mesh(mode, job)
         mode.check(mesh, layout)
         check_axes(layout, mesh)

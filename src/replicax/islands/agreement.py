@@ -93,6 +93,16 @@ class Agreement:
         return self.expected.index(me) if me in self.expected else -1, len(self.expected)
 
     @property
+    def rank(self) -> int:
+        """The place of this island among those that completed the last exchange, from 0.
+
+        So nobody takes the place of another one before it is agreed that this one goes on.
+        """
+        view = self.complete or self.view
+        members = [] if view is None else [index for index, _ in view.members]
+        return members.index(self.me[0]) if self.me[0] in members else -1
+
+    @property
     def first(self) -> int:
         """Index of the first member that holds the state, or -1."""
         confirmed = () if self.view is None else self.view.confirmed

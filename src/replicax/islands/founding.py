@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from replicax.cluster.differences import field_differences, first_of, islands_text
 from replicax.islands.agreement import IslandStart
+from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Ready
 
 Candidates = Mapping[int, tuple[str, Ready]]
@@ -23,6 +24,20 @@ def disagreement(fields: Mapping[int, str]) -> str | None:
         list(map(json.loads, fields.values())), lambda n: islands_text([islands[i] for i in n])
     )
     return f"the islands disagree: {first_of(found)}: {_START_ALIKE}" if found else None
+
+
+def awaited(
+    place: IslandPlace, ready: Collection[int], peers: Collection[int], troubles: Mapping[int, str]
+) -> list[str]:
+    """Return the islands that are not `ready`, with their addresses and why: of `troubles`."""
+    found = []
+    for index, address in enumerate(place.addresses):
+        if index != place.index and index not in ready:
+            why = (
+                "it is compiling its step" if index in peers else troubles.get(index, "no word yet")
+            )
+            found.append(f"island {index} ({address}): {why}")
+    return found
 
 
 def founders(

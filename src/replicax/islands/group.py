@@ -14,8 +14,14 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.founding import disagreement, founders
-from replicax.islands.group_changes import GroupChange, ReceivedState, packed_state, unpacked_state
+from replicax.islands.founding import awaited, disagreement, founders
+from replicax.islands.group_changes import (
+    GroupChanges,
+    GroupChange,
+    ReceivedState,
+    packed_state,
+    unpacked_state,
+)
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Control, Frame, InView, Out, Ready, State, View
@@ -40,7 +46,7 @@ class Group:
         """Tells whether to give up joining the others."""
         self.is_over: Callable[[], bool] = lambda: False
         """Tells whether the run is over, so that no others need be waited for."""
-        self._changes: list[GroupChange] = []
+        self._changes = GroupChanges()
         self.admits = True
         """Whether islands that start anew may join now."""
         self.most_bytes = 1 << 30
@@ -50,7 +56,6 @@ class Group:
         """Bytes sent and received for exchanges, of peers that are gone."""
         self._changed = threading.Condition()
         self._state: ReceivedState | None = None
-        self._why = dict[int, str]()
         with self._changed:  # what the network brings waits
             self._connect()
 
@@ -61,7 +66,7 @@ class Group:
         self._asks: Ready | None = None
         self._grouped: set[int] = set()  # peers that are members of some view
         self._announced = False
-        self._last_members: list[int] = []
+        self._changes.members = []
         self._past: dict[int, tuple[str, int]] = {}
         self.network = Network(
             self.place,
@@ -114,7 +119,7 @@ class Group:
         with self._changed:
             self.bytes[0] += peer.sent_bytes
             self.bytes[1] += peer.received_bytes
-            self._why[peer.index] = reason
+            self._changes.why[peer.index] = reason
             self._grouped.discard(peer.index)
             if self._candidates.get(peer.index, ("", None))[0] == peer.start:
                 del self._candidates[peer.index]
@@ -134,22 +139,11 @@ class Group:
             self._announced = True
             for peer in self.network.peers.values():
                 peer.send(InView(of.view))
-        self._note_changes()
+        if of.view is not None and self._changes.note(of.view, of.committed + 1):
+            for index, start in of.view.members:
+                if self._candidates.get(index, ("", None))[0] == start:
+                    del self._candidates[index]
         self._changed.notify_all()
-
-    def _note_changes(self) -> None:
-        of, now = self.agreement, time.time()
-        members = of.members
-        if of.view is None or members == self._last_members:
-            return
-        for index, start in of.view.members:
-            if self._candidates.get(index, ("", None))[0] == start:
-                del self._candidates[index]
-        joined = [index for index in members if index not in self._last_members]
-        left = [index for index in self._last_members if index not in members]
-        why = "; ".join(f"island {index}: {self._why.get(index, 'lost')}" for index in left)
-        self._changes.append(GroupChange(now, of.committed + 1, joined, left, members, why))
-        self._last_members = members
 
     def _send(self, index: int, message: Control) -> None:
         peer = self.network.peers.get(index)
@@ -206,8 +200,11 @@ class Group:
         of, began = self.agreement, time.monotonic()
         says = began + _SAYS_SECONDS[0]
         while of.left is None and self._state is None:
-            if time.monotonic() > says and (why := self._waits_for()):
-                say(f"island {self.place.index} waits for {why}")
+            if time.monotonic() > says:
+                ready, network = self._candidates.keys() & self.network.peers, self.network
+                found = awaited(self.place, ready, network.peers, network.troubles)
+                whom = "; ".join(found) or f"the state of the run, of island {of.giver}"
+                say(f"island {self.place.index} waits for {whom}")
                 says += _SAYS_SECONDS[1]
             if self.stops():
                 raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
@@ -219,20 +216,6 @@ class Group:
                 if of.giver not in of.members or of.giver not in self.network.peers:
                     of.left = f"island {of.giver}, which was to give the state, is gone"
             self._changed.wait(_LOOK_SECONDS)
-
-    def _waits_for(self) -> str:
-        """Return which islands this one waits for, and why they are not there."""
-        if self.agreement.view is not None:
-            return f"the state of the run, from island {self.agreement.giver}"
-        others = {n: each for n, each in enumerate(self.place.addresses) if n != self.place.index}
-        reasons = {
-            n: "it has not yet compiled its step"
-            if n in self.network.peers
-            else self.network.troubles.get(n, "it has not connected")
-            for n in others
-            if n not in self._candidates or n not in self.network.peers
-        }
-        return "; ".join(f"island {n} ({others[n]}): {why}" for n, why in reasons.items())
 
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
@@ -250,13 +233,8 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """The place of this island among those that completed the last exchange, from 0.
-
-        So nobody takes the place of another one before it is agreed that this one goes on.
-        """
-        view = self.agreement.complete or self.agreement.view
-        members = [] if view is None else [index for index, _ in view.members]
-        return members.index(self.place.index) if self.place.index in members else -1
+        """The place of this island among those that completed the last exchange, from 0."""
+        return self.agreement.rank
 
     @property
     def newcomers(self) -> list[int]:
@@ -292,13 +270,12 @@ class Group:
         if self.agreement.view is None:
             self.agreement.begin(header.view)
         self._state = received
-        self._last_members, self._changes = [index for index, _ in header.view.members], []
+        self._changes.begin(header.view)
 
     def taken_changes(self) -> list[GroupChange]:
         """Return the changes of the group since the last call."""
         with self._changed:
-            found, self._changes = self._changes, []
-            return found
+            return self._changes.taken()
 
     def finish(self) -> None:
         """Leave, as the run is complete or failed."""
@@ -343,8 +320,7 @@ class Group:
         """
         alike = json.dumps({"exchange": topic, "parts": parts.count, **(same or {})})
         began, exchange = time.monotonic(), self.agreement.committed + 1
-        before = self.agreement.view
-        own = own_parts(parts, self._note_part)
+        before, own = self.agreement.view, own_parts(parts, self._note_part)
         while True:
             view = self._settled(exchange)
             if view is None:
@@ -420,6 +396,6 @@ class Group:
                 left = allowed
             if left < 0:
                 for index in missing:
-                    self._why[index] = "no progress, but heartbeats"
+                    self._changes.why[index] = "no progress, but heartbeats"
                     of.lose(index)
                 self._look()

@@ -1,8 +1,9 @@
-"""Changes of a group of islands, and what one that joins receives."""
+"""GroupChanges of a group of islands, and what one that joins receives."""
 
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,38 @@ class GroupChange:
     left: Sequence[int]
     members: Sequence[int]
     why: str
+
+
+class GroupChanges:
+    """The changes of a group that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        """Indices of the members after the last change."""
+        self.why: dict[int, str] = {}
+        """Why an island was lost, by index."""
+        self._found: list[GroupChange] = []
+
+    def begin(self, view: View) -> None:
+        """Forget the changes before `view`."""
+        self.members, self._found = [index for index, _ in view.members], []
+
+    def note(self, view: View, exchange: int) -> bool:
+        """Note what changed up to `view`; return whether anything did."""
+        members = [index for index, _ in view.members]
+        if members == self.members:
+            return False
+        joined = [index for index in members if index not in self.members]
+        left = [index for index in self.members if index not in members]
+        why = "; ".join(f"island {index}: {self.why.get(index, 'lost')}" for index in left)
+        self._found.append(GroupChange(time.time(), exchange, joined, left, members, why))
+        self.members = members
+        return True
+
+    def taken(self) -> list[GroupChange]:
+        """Return the changes since the last call."""
+        found, self._found = self._found, []
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

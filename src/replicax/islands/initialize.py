@@ -16,7 +16,7 @@ from replicax.cluster import join
 from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
 from replicax.cluster.watchdog import Timeouts, read_timeouts
-from replicax.errors import IslandLeftError
+from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
@@ -59,12 +59,12 @@ def _with_islands(
 
 
 def _watch_exceptions() -> None:
-    """Let an island that has left the others end with the exit code that says so."""
+    """Let an island that the others refuse, or went on without, end with the code that says so."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if isinstance(error, IslandLeftError):
+        if isinstance(error, AgreementError | IslandLeftError):
             raise SystemExit(error.exit_code)
 
     sys.excepthook = hook

@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.cluster.alike import compared_environment
-from replicax.cluster.cluster_job import ClusterJob, plain_fields
+from replicax.cluster.cluster_job import ClusterJob, as_plain_fields
 from replicax.cluster.differences import field_differences, first_of
 from replicax.core.ground.job import Parts, Value
 from replicax.core.ground.leaves import PyTree, checksum_here
-from replicax.errors import AgreementError, IslandLeftError
+from replicax.errors import AgreementError, DivergedError, IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.group_changes import GroupChange, ReceivedState
 from replicax.islands.island_place import IslandPlace
+from replicax.islands.messages import View
 from replicax.islands.own_arrays import NOTHING, OwnArrays
 from replicax.islands.shared_parts import (
     LeadingParts,
@@ -29,7 +31,6 @@ from replicax.islands.shared_parts import (
     shared_lists,
     shared_state,
 )
-
 
 _LONGEST_FACT = 4_096
 """Characters of JSON of which an island tells more than a digest."""
@@ -68,7 +69,7 @@ class IslandJob:
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         self.inner.agree(topic, fields)
-        plain = plain_fields(fields)
+        plain = as_plain_fields(fields)
         text = json.dumps(plain, sort_keys=True)
         self.facts[topic] = plain if len(text) < _LONGEST_FACT else _digest(text)
 
@@ -164,6 +165,9 @@ class IslandJob:
             assert self.group is not None
             own = functools.partial(_own_arrays, arrays)
             found, _ = self.group.exchange(NOTHING, same=same, topic="a round", own_parts=own)
+            view = self.group.agreement.complete
+            assert view is not None
+            _check_finite(found, view)
             return self.stand()
 
         def shared() -> list[list[np.ndarray]]:
@@ -244,6 +248,17 @@ class IslandJob:
         self._background.shutdown(wait=False)
         if self.group is not None:
             self.group.finish()
+
+
+def _check_finite(arrays: list[list[np.ndarray]], view: View) -> None:
+    """Raise `DivergedError` if what an island sends for a mean is not finite."""
+    for (island, _), each in zip(view.members, arrays, strict=True):
+        floats = [array for array in each if jnp.issubdtype(array.dtype, jnp.inexact)]
+        if not all(np.isfinite(array).all() for array in floats):
+            raise DivergedError(
+                f"island {island} sent numbers that are not finite, which would reach all: its "
+                "parameters or its loss diverged: lower the learning rate, or clip the gradient"
+            )
 
 
 def _digest(text: str) -> str:

@@ -40,9 +40,7 @@ class OwnParts(Generic[Value]):
         """Note that these blocks were sent to all members."""
         self._sent |= set(blocks)
 
-    def combined(
-        self, view: View, exchange: int, frames: Frames
-    ) -> tuple[list[Value], list[Any]]:
+    def combined(self, view: View, exchange: int, frames: Frames) -> tuple[list[Value], list[Any]]:
         """Return the sum of all parts, or their values in order; and the notes of all members.
 
         Of each member only the parts count that it computes in `view`, so that all use the same.

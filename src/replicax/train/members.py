@@ -5,7 +5,6 @@ evaluate. Without islands, these are the same job, and nothing here happens.
 """
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from replicax.core.placement.layout import copied
 from replicax.errors import ConfigError, IslandLeftError
 from replicax.islands.group_changes import ReceivedState
 from replicax.islands.island_job import IslandJob
-from replicax.islands.island_place import find_island
 from replicax.train.checkpoints.arrays import as_key
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.fingerprint import sha256
@@ -60,11 +58,6 @@ class Members:
 
     def __init__(self, job: Job, stops: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         self._islands = job if isinstance(job, IslandJob) else None
-        if self._islands is None and (place := find_island(os.environ)) is not None:
-            raise ConfigError(
-                f"island {place.index} of {len(place.addresses)} with a job that knows no others, "
-                "so that it would train alone: pass job=rx.initialize() to DataParallel"
-            )
         self._group = None if self._islands is None else self._islands.group
         if self._group is not None:
             self._group.stops, self._group.is_over = stops, is_over

@@ -8,6 +8,7 @@ import numpy as np
 
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.leaves import PyTree
+from replicax.errors import ConfigError
 
 Value = TypeVar("Value")
 
@@ -115,6 +116,20 @@ class Job(Protocol):
 
     def rest(self) -> None:
         """Report that no progress is expected until the next `move`."""
+
+
+ISLANDS = "REPLICAX_ISLANDS"
+"""Environment variable of each of several islands: `host:port` of all, in order, with commas."""
+
+
+def lone_job(env: Mapping[str, str]) -> "Alone":
+    """Return the job of a process that was given none; `ConfigError` if it is an island's."""
+    if env.get(ISLANDS):
+        raise ConfigError(
+            f"one of {env[ISLANDS].count(',') + 1} islands ({ISLANDS}) with no job, so that it "
+            "would train alone: pass job=rx.initialize()"
+        )
+    return Alone()
 
 
 class Alone:
