@@ -1,8 +1,9 @@
 """Which islands begin."""
 
 import pytest
+from support.island_networks import places
 
-from replicax.islands.founding import FOUND_SECONDS, founders
+from replicax.islands.founding import FOUND_SECONDS, awaited, disagreement, founders
 from replicax.islands.messages import Ready
 
 
@@ -24,3 +25,18 @@ def test_enough_of_three_islands_begin(
     asks = {index: (start, Ready("{}", list(range(there)))) for index, start in starts[1:]}
     found = founders(starts[0], 3, asks, asks, waited, lambda: is_over)
     assert sorted(found) == (starts if begins else [])
+
+
+def test_islands_that_are_not_ready_are_named_with_the_reason() -> None:
+    place, *others = places(4)
+    addresses = [each.addresses[each.index] for each in others]
+    found = awaited(place, ready=[2], peers=[1, 2], troubles={3: "the secret differs"})
+    assert [address in line for address, line in zip(addresses[::2], found, strict=True)] == [1, 1]
+    assert found[1].endswith("the secret differs")
+
+
+def test_what_differs_is_told_with_the_islands() -> None:
+    found = disagreement({4: '{"a": 1, "b": {"c": 2}}', 7: '{"b": {"c": 3}, "a": 1}'})
+    assert found is not None
+    assert "b.c is 2 on island 4, 3 on island 7" in found
+    assert disagreement({4: '{"a": 1, "b": 2}', 7: '{"b": 2, "a": 1}'}) is None

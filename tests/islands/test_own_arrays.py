@@ -15,7 +15,7 @@ from support.waiting import until
 
 from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
-from replicax.errors import AgreementError, IslandLeftError
+from replicax.errors import AgreementError, DivergedError, IslandLeftError
 from replicax.islands import founding
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
@@ -228,6 +228,15 @@ def test_islands_at_other_places_of_the_program_are_refused(threads: Threads) ->
         with pytest.raises(AgreementError) as error:
             each.result(20.0)
         assert all(name in str(error.value) for name in names)
+
+
+def test_numbers_that_are_not_finite_reach_nobody(threads: Threads) -> None:
+    islands = Islands(threads, 2)
+    sends = [np.ones(2, np.float32), np.array([1, np.nan], ml_dtypes.bfloat16)]
+    waiting = [islands.do(n, lambda job: job.share([sends[job.island]])()) for n in (0, 1)]
+    for each in waiting:
+        with pytest.raises(DivergedError, match="island 1 "):
+            each.result(20.0)
 
 
 def test_a_rehearsal_sends_nothing(threads: Threads) -> None:

@@ -61,9 +61,11 @@ class Island:
         *,
         mode: str = "exact",
         rounds: rx.Islands | None = None,
+        rate: float = 0.05,
         **settings: Any,
     ) -> None:
-        self.place, self.mode, self.rounds, self.settings = place, mode, rounds, settings
+        self.place, self.mode, self.rounds, self.rate = place, mode, rounds, rate
+        self.settings = settings
         self.result: rx.Fit | None = None
         self.error: BaseException | None = None
         self.job: IslandJob
@@ -75,7 +77,7 @@ class Island:
         mesh = rx.make_mesh(devices=[jax.devices()[self.place.index]])
         return rx.DataParallel(
             squared,
-            optax.adam(0.05),
+            optax.adam(self.rate),
             mode=self.mode,
             mesh=mesh,
             job=job,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import replicax as rx
 from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
 from replicax.cluster.watchdog import Timeouts
-from replicax.islands import founding
+from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.train.fingerprint import sha256
@@ -134,11 +135,40 @@ def test_with_a_folder_for_each_only_the_island_that_writes_goes_on_alone(
     assert (left.result is not None) is (dying == 1)
 
 
-def test_other_weights_are_refused() -> None:
-    islands = [Island(place, weights=WEIGHTS + place.index) for place in places(2)]
+def batches(first: int) -> list[dict[str, np.ndarray]]:
+    """Return batches of which only the last depends on `first`."""
+    starts = [0, BATCH, BATCH * first]
+    return [{name: rows[start:][:BATCH] for name, rows in SOURCE.items()} for start in starts]
+
+
+DIFFERENCES: dict[str, list[dict[str, Any]]] = {
+    "weights": [{"weights": WEIGHTS}, {"weights": WEIGHTS + 1}],
+    "program": [{"mode": "jit"}, {"mode": "jit", "rate": 0.1}],
+    "the batch": [{"source": batches(2)}, {"source": batches(3)}],
+    "the batch of a round": [
+        {"source": batches(n), "rounds": rx.Islands(every=3), "mode": "jit"} for n in (2, 3)
+    ],
+}
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES)
+def test_islands_that_differ_are_refused(differs: str) -> None:
+    pairs = zip(places(2), DIFFERENCES[differs], strict=True)
+    islands = [Island(place, **settings) for place, settings in pairs]
     errors = [island.join().error for island in islands]
     assert any(isinstance(error, rx.AgreementError) for error in errors)
+    assert any(differs.removesuffix(" of a round") in str(error) for error in errors)
     assert all(island.result is None for island in islands)
+
+
+def test_islands_in_other_environments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment(env: Any) -> dict[str, str]:
+        return {"XLA_FLAGS --fast": str(threading.get_ident())}
+
+    monkeypatch.setattr(island_job, "compared_environment", environment)
+    errors = [island.join().error for island in [Island(place) for place in places(2)]]
+    assert any(isinstance(error, rx.AgreementError) for error in errors)
+    assert any("XLA_FLAGS --fast" in str(error) for error in errors)
 
 
 @pytest.mark.promise("islands.other-modes")

@@ -162,9 +162,8 @@ class Group:
     def _ask(self) -> None:
         """Ask all islands to join, and tell them which ones this island sees."""
         assert self._asks is not None
-        peers = self.network.peers
-        self._asks = Ready(self._asks.fields, sorted(peers))
-        for peer in peers.values():
+        self._asks = Ready(self._asks.fields, sorted(self.network.peers))
+        for peer in self.network.peers.values():
             peer.send(self._asks)
 
     # Membership.
