@@ -38,5 +38,5 @@ def test_islands_that_are_not_ready_are_named_with_the_reason() -> None:
 def test_what_differs_is_told_with_the_islands() -> None:
     found = disagreement({4: '{"a": 1, "b": {"c": 2}}', 7: '{"b": {"c": 3}, "a": 1}'})
     assert found is not None
-    assert "b.c is 2 on island 4, 3 on island 7" in found
+    assert "b.c is 3 on island 7, 2 on island 4" in found
     assert disagreement({4: '{"a": 1, "b": 2}', 7: '{"b": 2, "a": 1}'}) is None
