@@ -5,6 +5,7 @@
     python tests/chaos/chaos.py --without verification
     python tests/chaos/chaos.py --islands --json benchmarks/results/islands_faults.json
     python tests/chaos/chaos.py --islands --rounds --faults kill,freeze
+    python tests/chaos/chaos.py --islands --differing --trials 300
 
 Trial i has the seed SEED + i, which determines all else: `--faults F --seed S --trials 1` repeats
 one. Only times differ.
@@ -25,6 +26,8 @@ if __name__ == "__main__":  # otherwise `chaos` would be `chaos.py` in this file
 
 from chaos.disk import can_mount
 from chaos.harness import Harness
+from chaos.islands.differing import DifferingHarness
+from chaos.islands.differing_job import DIFFERENCES
 from chaos.islands.faults import FAULTS as ISLAND_FAULTS
 from chaos.islands.harness import IslandsHarness
 from chaos.islands.rounds import ROUND_FAULTS
@@ -70,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _harness(options: argparse.Namespace) -> Harness:
+    if options.differing:
+        return DifferingHarness()
     if options.islands:
         return IslandsHarness(options.json, rounds=options.rounds)
     return RunsHarness(processes=options.processes)
@@ -84,6 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--islands", action="store_true", help="runs of several islands")
     parser.add_argument("--rounds", action="store_true", help="several steps between exchanges")
+    parser.add_argument("--differing", action="store_true", help="an island differs in one thing")
     parser.add_argument("--faults", "--fault", help="kinds, by commas; all by default")
     parser.add_argument("--trials", type=int, help="40; of islands, twice the number of kinds")
     parser.add_argument("--seed", type=int, default=0)
@@ -96,6 +102,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--without", choices=DEFENCES, help="switch a defence off; then a trial must fail"
     )
     options = parser.parse_args(arguments)
+    if options.differing and not options.islands:
+        parser.error("--differing is of --islands")
     if options.rounds and not options.islands:
         parser.error("--rounds is of --islands")
     if options.islands and (options.processes or options.without):
@@ -103,6 +111,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known: Mapping[str, Any] = FAULTS
     if options.islands:
         known = ROUND_FAULTS if options.rounds else ISLAND_FAULTS
+        known = DIFFERENCES if options.differing else known
     usual = DEFENCES[options.without].fault if options.without else ",".join(known)
     options.faults = (options.faults or usual).split(",")
     for name in set(options.faults) - set(known):

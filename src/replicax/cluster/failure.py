@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from replicax.cluster import variables
 from replicax.cluster.cluster_job import Linked, current_job
@@ -137,11 +137,24 @@ def watch_exceptions() -> None:
             _leave_together(error, error.result.exit_code)
         link = _link()
         if not (link and link.verdict and is_collateral(error)):  # its cause has been printed
-            before(kind, error, trace)
-        left = error.exit_code if isinstance(error, IslandLeftError) else 1
+            print_uncaught(before, kind, error, trace)
+        left = error.exit_code if isinstance(error, _RAISED_IN_ALL) else 1
         end(error, 130 if issubclass(kind, KeyboardInterrupt) else left)
 
     sys.excepthook = hook
+
+
+def print_uncaught(
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Print an error as `before` does; one of what processes were started with is one line."""
+    if isinstance(error, AgreementError):
+        say(str(error))
+    else:
+        before(kind, error, trace)
 
 
 def _leave_together(error: BaseException, code: int) -> None:

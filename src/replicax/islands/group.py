@@ -16,8 +16,8 @@ from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
 from replicax.islands.founding import awaited, disagreement, founders
 from replicax.islands.group_changes import (
-    GroupChanges,
     GroupChange,
+    GroupChanges,
     ReceivedState,
     packed_state,
     unpacked_state,

@@ -15,6 +15,7 @@ from replicax.arguments import bind
 from replicax.cluster import join
 from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
+from replicax.cluster.failure import print_uncaught
 from replicax.cluster.watchdog import Timeouts, read_timeouts
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.group import Group
@@ -63,7 +64,7 @@ def _watch_exceptions() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        print_uncaught(before, kind, error, trace)
         if isinstance(error, AgreementError | IslandLeftError):
             raise SystemExit(error.exit_code)
 

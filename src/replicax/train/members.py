@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.cluster.alike import processor
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
@@ -120,7 +121,8 @@ class Members:
                 dp.step(copied(state), batch)  # compiles all that a step runs
         programs = dp.program(state).step.compiled(state, batch)
         if dp.mode.bitwise:
-            fields = {**fields, "bits": {each.name: each.digest[:16] for each in programs}}
+            digests = {each.name: each.digest[:16] for each in programs}
+            fields = {**fields, "processor": processor(), "bits": digests}
         if self._islands.rank >= 0:  # an earlier run of this program
             if self._group is not None:
                 self._group.admits = False  # who starts anew begins with the first run
