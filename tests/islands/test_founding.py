@@ -1,9 +1,12 @@
 """Which islands begin."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from support.island_networks import places
 
-from replicax.islands.founding import FOUND_SECONDS, awaited, disagreement, founders
+from replicax.islands.founding import FOUND_SECONDS, AwaitedIslands, disagreement, founders
 from replicax.islands.messages import Ready
 
 
@@ -30,7 +33,8 @@ def test_enough_of_three_islands_begin(
 def test_islands_that_are_not_ready_are_named_with_the_reason() -> None:
     place, *others = places(4)
     addresses = [each.addresses[each.index] for each in others]
-    found = awaited(place, ready=[2], peers=[1, 2], troubles={3: "the secret differs"})
+    network: Any = SimpleNamespace(peers=[1, 2], troubles={3: "the secret differs"})
+    found = AwaitedIslands(place, network).awaited([2])
     assert [address in line for address, line in zip(addresses[::2], found, strict=True)] == [1, 1]
     assert found[1].endswith("the secret differs")
 

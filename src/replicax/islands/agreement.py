@@ -164,7 +164,7 @@ class Agreement:
             case GoOn(view):
                 self._going[index] = view
                 self._advance()
-            case Out(reason, is_final):
+            case Out(reason, is_final) if self.view is None or self.is_member(island):
                 self.left, self.is_final = self.left or reason, is_final
             case InView(view) if self.view is None and self.is_in(view):
                 self.begin(view)

@@ -1,16 +1,26 @@
-"""Which islands found a group, and whether an island fits to others."""
+"""Which islands found a group, whether an island fits to others, and for whom one waits."""
 
 import json
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
+from typing import NoReturn
 
 from replicax.cluster.differences import field_differences, first_of, islands_text
+from replicax.cluster.failure import say
+from replicax.errors import AgreementError
 from replicax.islands.agreement import IslandStart
+from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import Ready
+from replicax.islands.messages import Out, Ready
+from replicax.islands.peer import IslandPeer
 
 Candidates = Mapping[int, tuple[str, Ready]]
 """Start and message of each island that asks to become a member, by index."""
 _START_ALIKE = "start all with the same code, data and arguments, in the same environment"
+_SAYS_SECONDS = 10.0, 60.0
+_REFUSES_SECONDS, _AGAIN_SECONDS = 10.0, 0.2
+"""How long an island that does not fit to the others waits for those that are not there yet."""
 FOUND_SECONDS = 30.0
 """How long to wait for all islands before most of them found the group."""
 
@@ -26,18 +36,41 @@ def disagreement(fields: Mapping[int, str]) -> str | None:
     return f"the islands disagree: {first_of(found)}: {_START_ALIKE}" if found else None
 
 
-def awaited(
-    place: IslandPlace, ready: Collection[int], peers: Collection[int], troubles: Mapping[int, str]
-) -> list[str]:
-    """Return the islands that are not `ready`, with their addresses and why: of `troubles`."""
-    found = []
-    for index, address in enumerate(place.addresses):
-        if index != place.index and index not in ready:
-            why = (
-                "it is compiling its step" if index in peers else troubles.get(index, "no word yet")
-            )
+class AwaitedIslands:
+    """Says for whom an island waits that asks to become a member: after 10 s, then every minute."""
+
+    def __init__(self, place: IslandPlace, network: Network) -> None:
+        self._place, self._network = place, network
+        self._says = time.monotonic() + _SAYS_SECONDS[0]
+
+    def tell(self, ready: Collection[int], giver: int) -> None:
+        """Say it, if it is time; `giver` is the one that gives the state, if all are `ready`."""
+        if time.monotonic() < self._says:
+            return
+        self._says += _SAYS_SECONDS[1]
+        whom = "; ".join(self.awaited(ready)) or f"the state of the run, from island {giver}"
+        say(f"island {self._place.index} waits for {whom}")
+
+    def awaited(self, ready: Collection[int]) -> list[str]:
+        """Return the islands that are not there or not `ready`, with their addresses and why."""
+        found, peers, troubles = [], self._network.peers, self._network.troubles
+        for index, address in enumerate(self._place.addresses):
+            if index == self._place.index or (index in ready and index in peers):
+                continue
+            why = "it is compiling its step" if index in peers else troubles.get(index, "no word")
             found.append(f"island {index} ({address}): {why}")
-    return found
+        return found
+
+
+def refuse(network: Network, others: int, why: str, changed: threading.Condition) -> NoReturn:
+    """Raise `AgreementError`, once all who could wait for this island know; `changed` is held."""
+    told, until = set[IslandPeer](), time.monotonic() + _REFUSES_SECONDS
+    while len(told) < others and time.monotonic() < until:
+        for peer in {*network.peers.values()} - told:
+            peer.send(Out(why, is_final=True))
+            told.add(peer)
+        changed.wait(_AGAIN_SECONDS)
+    raise AgreementError(why)
 
 
 def founders(

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from replicax.cluster.failure import say
 from replicax.cluster.same_system import boot, ends_at_once
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Parts, Value
 from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands.agreement import Agreement, founded
-from replicax.islands.founding import awaited, disagreement, founders
+from replicax.islands.founding import AwaitedIslands, disagreement, founders, refuse
 from replicax.islands.group_changes import (
     GroupChange,
     GroupChanges,
@@ -31,8 +30,6 @@ from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
-_SAYS_SECONDS = 10.0, 60.0
-"""When an island that waits to become a member says so: first, and then again and again."""
 
 
 class Group:
@@ -102,6 +99,8 @@ class Group:
                         peer.send(Out(why, is_final=True))
                 case InView():
                     self._grouped.add(peer.index)
+                case Out(_, True) if self._grouped and peer.index not in self._grouped:
+                    return  # only the group knows
             self.agreement.hear((peer.index, peer.start), message)
             self._look()
 
@@ -197,14 +196,9 @@ class Group:
 
     def _wait_to_enter(self, has_state: bool) -> None:
         of, began = self.agreement, time.monotonic()
-        says = began + _SAYS_SECONDS[0]
+        waiting = AwaitedIslands(self.place, self.network)
         while of.left is None and self._state is None:
-            if time.monotonic() > says:
-                ready, network = self._candidates.keys() & self.network.peers, self.network
-                found = awaited(self.place, ready, network.peers, network.troubles)
-                whom = "; ".join(found) or f"the state of the run, of island {of.giver}"
-                say(f"island {self.place.index} waits for {whom}")
-                says += _SAYS_SECONDS[1]
+            waiting.tell(self._candidates, of.giver)
             if self.stops():
                 raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
             if of.view is None:
@@ -219,13 +213,15 @@ class Group:
     def _found(self, waited_seconds: float, has_state: bool) -> None:
         """Found a group if this is the first of enough islands, of which none has one."""
         assert self._asks is not None
+        if self._grouped:  # which knows whether this island fits
+            return
         asked = {index: asks.fields for index, (_, asks) in self._candidates.items()}
         asked[self.place.index] = self._asks.fields
         if why := self._disagrees or disagreement(asked):
-            raise AgreementError(why)
+            refuse(self.network, len(self.place.addresses) - 1, why, self._changed)
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
         here = self._candidates, self.network.peers, waited_seconds, self.is_over
-        if not self._grouped and (first := founders(me, everyone, *here)):
+        if first := founders(me, everyone, *here):
             confirmed = [index for index, _ in first] if has_state else [self.place.index]
             self.agreement.begin(founded(first, confirmed))
             self._look()

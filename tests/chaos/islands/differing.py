@@ -23,8 +23,8 @@ REFUSED = 2
 HANG_SECONDS = 90.0
 PLACES = (("exact", 0), ("jit", 0), ("shard_map", 0), ("jit", 4), ("shard_map", 3))
 """Modes, and steps of a round."""
-_OF_BITS = {"processor"}
-"""What matters only where bits are promised."""
+_ONLY = {"processor": PLACES[:1], "micro shards": PLACES[1:]}
+"""Where a difference is one: of bits, and without a limit of its own."""
 
 
 class Differing(Trial):
@@ -34,7 +34,7 @@ class Differing(Trial):
         self, server: ForkServer, folder: Path, name: str, seed: int, env: Mapping[str, str]
     ) -> None:
         draw = random.Random(f"place of {name} {seed}")
-        mode, every = draw.choice([PLACES[0]] if name in _OF_BITS else PLACES)
+        mode, every = draw.choice(_ONLY.get(name, PLACES))
         env = {**env, "CHAOS_MODE": mode, "CHAOS_EVERY": str(every)}
         env["CHAOS_LOADS"] = str(int(name in LOADERS))
         super().__init__(server, folder, name, seed, draw.choice((2, 3)), env, job=JOB)

@@ -28,7 +28,7 @@ Differ = Callable[["Settings"], Any]
 
 @dataclasses.dataclass
 class Settings:
-    """What an island trains, with what others may have otherwise."""
+    """The settings of an island's training."""
 
     dp: dict[str, Any] = dataclasses.field(default_factory=dict)
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,7 +99,7 @@ DIFFERENCES: dict[str, Differ] = {
     "random numbers": configured("jax_default_prng_impl", "rbg"),
     "partitionable": configured("jax_threefry_partitionable", False),
     "matmul precision": configured("jax_default_matmul_precision", "bfloat16"),
-    "promotion": configured("jax_numpy_dtype_promotion", "strict"),
+    "softmax": configured("jax_softmax_custom_jvp", False),
     "jax": version_of(jax),
     "optax": version_of(optax),
     "replicax": version_of(rx),
