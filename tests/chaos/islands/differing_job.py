@@ -99,7 +99,7 @@ DIFFERENCES: dict[str, Differ] = {
     "random numbers": configured("jax_default_prng_impl", "rbg"),
     "partitionable": configured("jax_threefry_partitionable", False),
     "matmul precision": configured("jax_default_matmul_precision", "bfloat16"),
-    "softmax": configured("jax_softmax_custom_jvp", False),
+    "gumbel": configured("jax_high_dynamic_range_gumbel", True),
     "jax": version_of(jax),
     "optax": version_of(optax),
     "replicax": version_of(rx),
