@@ -17,7 +17,7 @@ from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
 from replicax.cluster.failure import print_uncaught
 from replicax.cluster.watchdog import Timeouts, read_timeouts
-from replicax.errors import AgreementError, IslandLeftError
+from replicax.errors import ReplicaxError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
@@ -60,12 +60,12 @@ def _with_islands(
 
 
 def _watch_exceptions() -> None:
-    """Let an island that the others refuse, or went on without, end with the code that says so."""
+    """Let an island end with the exit code of its error, which tells whether to start it again."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print_uncaught(before, kind, error, trace)
-        if isinstance(error, AgreementError | IslandLeftError):
+        if isinstance(error, ReplicaxError):
             raise SystemExit(error.exit_code)
 
     sys.excepthook = hook

@@ -22,7 +22,7 @@ from replicax.cluster import alike
 from replicax.train import members
 from replicax.train.fingerprint import sha256
 
-BATCH, ROWS, EPOCHS, FEATURES = 16, 96, 4, 8
+BATCH, ROWS, EPOCHS, FEATURES = 16, 96, 8, 8
 Differ = Callable[["Settings"], Any]
 
 
