@@ -135,7 +135,7 @@ def formula(islands: int, parts: int, shapes: Sequence[Sequence[int]]) -> list[i
         span = parts * number // islands, parts * (number + 1) // islands
         count = blocks(*span)
         kinds = [("float32", shape) for shape in shapes] * count
-        header = Frame(1, 100, "parts", [(0, 1)] * count, "null", False, [], kinds, 2**32 - 1)
+        header = Frame(1, 100, [(0, 1)] * count, "null", "{}", False, [], kinds, 2**32 - 1)
         length = 4 + len(msgspec.json.encode(header))
         sent.append((islands - 1) * (count * sums + length))
     return sent
