@@ -28,6 +28,9 @@ _LABEL = re.compile(r"[a-z]+ +| +")
 _BESIDE = re.compile(r"( *)(\S.*?|(?<= {8}))  +(\S.*)")
 """An indent, a name, and after some spaces a text; without a name, what belongs to one above."""
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys instead of showing it, such as escape sequences and changed directions."""
+
 Line = Sequence[str]
 """A name, figures, and trailing text, which may be empty."""
 
@@ -64,6 +67,11 @@ def fold_lines(text: str, columns: int | None = None) -> str:
     """
     room = width() if columns is None else columns
     return "\n".join(part for line in text.split("\n") for part in _parts(line, room))
+
+
+def printable(text: str) -> str:
+    r"""Return text with control characters as their escapes, `\x1b`: a name may contain any."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def for_stream(text: str, stream: Any) -> str:

@@ -32,8 +32,8 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
+from replicax.train.checkpoints.store import is_complete
 from replicax.train.fingerprint import sha256
-from replicax.train.storage import is_complete
 
 
 @pytest.fixture(scope="module")

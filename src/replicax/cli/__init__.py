@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
-from replicax.table import fold_lines, for_stream
+from replicax.table import fold_lines, for_stream, printable
 
 COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def failed(message: str, code: int) -> int:
     """Print why a command failed, in one line; return the exit code."""
     with contextlib.suppress(OSError):  # the terminal is gone; the code says it, too
-        line = f"replicax: {' '.join(message.split())}"
+        line = f"replicax: {printable(' '.join(message.split()))}"
         print(for_stream(line, sys.stderr), file=sys.stderr)
     return code
 

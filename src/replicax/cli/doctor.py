@@ -104,7 +104,7 @@ def _report(done: Examination, options: DoctorOptions) -> None:
         "processes": place and place.processes,
     }
     options.write_json(doctor_json(done.rows, done.verdict, about))
-    if not options.shows_json:
+    if not options.json:
         print_table(done.rows, doctor_summary(done.rows), style=STYLE)
 
 

@@ -27,7 +27,7 @@ class ExportOptions(RunOptions):
     file: Annotated[Path, BY_PLACE, shown_as("FILE")]
     """The file to write, such as model.safetensors."""
     force: bool = False
-    """Overwrite the file."""
+    """Overwrite the file, if it is a .safetensors file."""
 
 
 def export(arguments: list[str]) -> int:
@@ -42,6 +42,10 @@ def export(arguments: list[str]) -> int:
         if not options.force:
             raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
         check_replaceable(file)
+        with file.open("rb") as before:
+            begun = before.read(9)  # the length of a header in JSON, and its beginning
+        if begun and begun[8:] != b"{":
+            raise ConfigError(f"{file} is no .safetensors file, which --force overwrites; name one")
     require("safetensors.numpy", "text")  # before the run is loaded
     loaded = options.open("export")
     model = loaded.dp.model(loaded.state, copy=False)

@@ -101,8 +101,8 @@ class Arguments(Generic[Options]):
 
 def parse(command: str, options_class: type[Options], arguments: Sequence[str]) -> Options:
     """Parse the options of a command without a recipe; their class's docstring is the help."""
-    flags, about = _json_alone(arguments, options_class), inspect.getdoc(options_class)
-    parsed: Options = _parsed(options_class, flags, f"replicax {command}", about)
+    about = inspect.getdoc(options_class)
+    parsed: Options = _parsed(options_class, arguments, f"replicax {command}", about)
     check_ranges(parsed, "--")
     return parsed
 
@@ -159,7 +159,7 @@ def parse_with_recipe(
         choice = tyro.conf.arg(metavar=f"{{{','.join(presets)}}}", help=about)
         fields, begun["preset"] = [("preset", Annotated[str | None, choice]), *fields], preset
     both = dataclasses.make_dataclass("Flags", fields)
-    flags, program = _json_alone(flags, options_class), f"replicax {command} {spec}"
+    program = f"replicax {command} {spec}"
     parsed = _parsed(both, flags, program, recipe_class.__doc__, both(**begun))
     for name in ("batch_size", "epochs"):
         fitted(f"--{name.replace('_', '-')}", Int32Count, getattr(parsed.recipe, name))
@@ -230,6 +230,10 @@ def _parsed(
             line += did_you_mean(wrong[1], re.findall("'(.*?)'", wrong[2]))
         raise ConfigError(f"{line}; {program} --help lists the flags") from None
     if unknown:
+        if "--json" in flags and not unknown[0].startswith("--"):
+            raise ConfigError(
+                f"--json prints, so {unknown[0]!r} has no place; --json-file FILE writes a file"
+            )
         raise ConfigError(
             f"unknown flag {unknown[0]!r}{_meant(unknown[0], field_names(kind))}; {program} --help "
             "lists the flags"
@@ -244,14 +248,3 @@ def _meant(flag: str, names: Sequence[str]) -> str:
         return f" (did you mean '--{same[0].replace('_', '-')}'?)"
     known = [f"--{name.replace('_', '-')}" for name in names]
     return "" if is_of_others(word) else did_you_mean(flag, known)
-
-
-def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
-    """Return the flags with `--json` alone replaced by `--json=-`, which prints."""
-    if "json" not in field_names(options_class):
-        return list(flags)
-    following = [*flags[1:], "--"]
-    return [
-        "--json=-" if flag == "--json" and after.startswith("--") else flag
-        for flag, after in zip(flags, following, strict=False)
-    ]

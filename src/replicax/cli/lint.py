@@ -49,7 +49,7 @@ def lint(arguments: list[str]) -> int:
     with options.working():
         found = [examine_file(path) for path in python_files(options.paths)]
     options.write_json(lint_json(found))
-    if not options.shows_json:
+    if not options.json:
         if options.github:
             print(*(line for each in found for line in annotations(each)), sep="\n")
             print(lint_summary(found), flush=True)
@@ -61,7 +61,7 @@ def lint(arguments: list[str]) -> int:
 
 def _write_step_file(path: Path) -> int:
     to = Path(f"{path.stem}_step.py")
-    if to.exists():
+    if os.path.lexists(to):
         raise ConfigError(f"{to} already exists; move it away, or use it with verify --step")
     source = step_file(source_text(path), path, to)
     to.write_text(source)

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
-from replicax.table import for_stream
+from replicax.table import for_stream, printable
+from replicax.train.places import check_own
 
 RUNS = Path("runs")
 _SECONDS_BETWEEN_LINES = 2.0
@@ -22,7 +23,7 @@ _SECONDS_BETWEEN_LINES = 2.0
 def show(*lines: str) -> None:
     """Print lines, on a terminal wrapped at its width."""
     for line in lines:
-        print(for_stream(line, sys.stdout), flush=True)
+        print(for_stream(printable(line), sys.stdout), flush=True)
 
 
 def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
@@ -43,13 +44,10 @@ def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
 class JsonOptions:
     """JSON output, for commands that support it."""
 
-    json: Annotated[str | None, shown_as("FILE", "none")] = None
-    """Write all figures as JSON to this file; - prints them instead of the table."""
-
-    @property
-    def shows_json(self) -> bool:
-        """Whether stdout is only for JSON."""
-        return self.json == "-"
+    json: bool = False
+    """Print all figures as JSON instead of the table."""
+    json_file: Annotated[Path | None, shown_as("FILE", "none")] = None
+    """Also write them to this file, which must be new, or a result that was written before."""
 
     @contextlib.contextmanager
     def working(self, *, piped: bool = False) -> Iterator["Live"]:
@@ -57,17 +55,14 @@ class JsonOptions:
 
         `piped`: whether it prints lines if stderr is not a terminal.
         """
-        folder = Path(self.json or "-").parent
-        if self.json is not None and Path(self.json).is_dir():
-            raise ConfigError(f"--json {self.json} is a folder; give a file")
-        if not folder.is_dir():
-            raise ConfigError(f"--json {self.json}: there is no folder {folder}; create it first")
-        if self.json not in (None, "-") and not _may_be_replaced(Path(self.json)):
-            raise ConfigError(
-                f"--json {self.json} would replace a file that is no result of Replicax, or cannot "
-                "be read; name another, or - for stdout"
-            )
-        with standard_error() if self.shows_json else contextlib.nullcontext():
+        if self.json_file is not None:
+            flag, folder = f"--json-file {self.json_file}", self.json_file.parent
+            if self.json_file.is_dir():
+                raise ConfigError(f"{flag} is a folder; give a file")
+            if not folder.is_dir():
+                raise ConfigError(f"{flag}: there is no folder {folder}; create it first")
+            check_own(self.json_file, _BEGINNING)
+        with standard_error() if self.json else contextlib.nullcontext():
             live = Live(piped=piped)
             try:
                 yield live
@@ -76,32 +71,20 @@ class JsonOptions:
 
     def say(self, *lines: str) -> None:
         """Print lines, unless stdout is only for JSON."""
-        if not self.shows_json:
+        if not self.json:
             show(*lines)
 
     def write_json(self, content: dict[str, Any]) -> None:
-        """Print `content` as JSON, or write it to the file, according to the flag."""
+        """Print `content` as JSON, and write it to a file, according to the flags."""
         text = json.dumps({**_MARK, **content}, indent=2)
-        if self.shows_json:
+        if self.json:
             print(text, flush=True)
-        elif self.json is not None:
-            Path(self.json).write_text(f"{text}\n")
+        if self.json_file is not None:
+            self.json_file.write_text(f"{text}\n")
 
 
 _MARK = {"written_by": "replicax"}
-
-
-def _may_be_replaced(path: Path) -> bool:
-    """Whether it is no file, is empty, or begins as a result does, even if it was cut off."""
-    if not path.is_file():
-        return True
-    mark = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
-    try:
-        with path.open("rb") as file:
-            begun = file.read(len(mark))
-    except OSError:
-        return False
-    return mark.startswith(begun)
+_BEGINNING = json.dumps(_MARK, indent=2).removesuffix("\n}")
 
 
 @contextlib.contextmanager
@@ -144,7 +127,7 @@ class Live:
     def say(self, line: str) -> None:
         """Print a line on stdout, which stays."""
         self.stop()
-        show(line)
+        print(for_stream(line, sys.stdout), flush=True)  # in color on a terminal
 
     def stop(self) -> None:
         """Remove the live line until something is shown."""

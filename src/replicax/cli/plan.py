@@ -104,7 +104,7 @@ def plan(arguments: list[str]) -> int:
         )
     found = named(found)
     options.write_json(found.to_json())
-    if not options.shows_json:
+    if not options.json:
         folder.mkdir(parents=True)
         (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
         options.say(f"see    {folder}/ (plan.json)")

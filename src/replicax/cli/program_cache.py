@@ -1,12 +1,20 @@
 """JAX's cache of compiled programs on disk, which `replicax train` and `verify` use by default."""
 
 import hashlib
+from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from replicax.analysis.host import host_processor
-from replicax.recipes.cache_folder import cache_folder, prune
+from replicax.core.ground.jax_internals import open_cache_as
+from replicax.recipes.cache_folder import (
+    cache_folder,
+    make_private,
+    prune,
+    read_entry,
+    write_entry,
+)
 from replicax.wording import size_text
 
 MOST_KEPT_BYTES = 10**9
@@ -15,6 +23,24 @@ limit, `jax_compilation_cache_max_size`, keeps no more once a process is killed 
 # There XLA takes preferences of its compiler for features that the processor lacks, and prints an
 # error for each program that it loads (jaxlib 0.10).
 _REFUSED = "GenuineIntel"
+
+
+class _Programs:
+    """What JAX keeps in `folder`: machine code, so only what this user wrote for the same key.
+
+    JAX's key is a digest of the program, its options, and the versions of the compiler.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
+
+    def get(self, key: str) -> bytes | None:
+        """Return the program of a key; None if there is none that may be run."""
+        return read_entry(self._path / f"{key}-cache")
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep the program of a key."""
+        write_entry(self._path / f"{key}-cache", value)
 
 
 def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
@@ -37,11 +63,12 @@ def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
     folder = cache_folder() / "programs" / f"{device.platform}{kind and f'-{kind}'}"
     is_new = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
-        return f"compiled programs are not kept: {folder} cannot be made ({error.strerror})"
+        return f"compiled programs are not kept: {folder} cannot be used ({error.strerror})"
     if prunes:
-        prune(folder.glob("*-cache"), MOST_KEPT_BYTES)
+        prune(folder.iterdir(), MOST_KEPT_BYTES)
+    open_cache_as(str(folder), lambda: _Programs(folder))
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has dozens
     compilation_cache.reset_cache()  # JAX looks for a folder once

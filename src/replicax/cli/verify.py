@@ -128,8 +128,8 @@ def verify(arguments: list[str]) -> int:
     with options.working(piped=True) as live:
         verification = check(live)
     options.write_json(verification.to_json())
-    if options.json is not None:
-        options.say(f"see    {options.json}")
+    if options.json_file is not None:
+        options.say(f"see    {options.json_file}")
     return int(not verification.ok)
 
 
@@ -140,7 +140,7 @@ def _by_hand(options: HandWrittenOptions, live: Live) -> Verification:
     given = dataclasses.asdict(options)
     del given["json"], given["devices"]
     verification = verify_files(**given, show=live)
-    if not options.shows_json:
+    if not options.json:
         live.stop()
         about = verification.about
         where = f" · {about['devices']} devices · {about['mode']}" if about else ""
@@ -160,7 +160,7 @@ def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
     live("the model")
     model, by_key = _model(dp, recipe, jax.random.key(options.seed))
     options.say(f"{parsed.name} · {dp.mesh.devices.size} devices · {dp.mode}")
-    table = GrowingTable((lambda line: None) if options.shows_json else live.say)
+    table = GrowingTable((lambda line: None) if options.json else live.say)
     verification = rx.verify(
         dp,
         model,

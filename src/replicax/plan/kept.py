@@ -1,12 +1,9 @@
 """Compiled steps that are kept in the user's cache folder, so that a second plan is quick."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -16,22 +13,28 @@ from replicax.analysis.compiled import Memory
 from replicax.analysis.host import host_processor
 from replicax.plan.compilation import Compilation, Compiler, Description, TooLarge
 from replicax.plan.exported import ExportedStep
-from replicax.recipes.cache_folder import cache_folder, prune
+from replicax.recipes.cache_folder import (
+    cache_folder,
+    make_private,
+    prune,
+    read_entry,
+    write_entry,
+)
 from replicax.wording import counted, first_line, size_text
 
 _MOST_BYTES = 2**28
 """Limit on all entries; beyond it those not used for longest are removed."""
 _FORMAT = 1
 """Changes with the meaning of an entry."""
-_CHECKSUM = hashlib.sha256().digest_size
 
 
 class KeepingCompiler:
     """A `Compiler` that compiles a program once and keeps the answer, its errors excluded.
 
     An entry is named after all that determines it: the program's bytes, the described devices and
-    the versions of the compiler. It begins with a checksum, so a damaged one is compiled again; it
-    is written whole or not at all, so concurrent plans do not disturb each other.
+    the versions of the compiler. It begins with a checksum of name and content, so one that is
+    damaged or of another program is compiled again; it is written whole or not at all, so
+    concurrent plans do not disturb each other.
     """
 
     def __init__(self, compiler: Compiler, description: Description) -> None:
@@ -41,6 +44,10 @@ class KeepingCompiler:
         self._devices = repr((_FORMAT, description, host, compiler.name, _versions()))
         self._asked = self._found = 0
         self._refused = ""
+        try:
+            make_private(self._folder)
+        except OSError as error:
+            self._refused = first_line(error)
 
     @property
     def note(self) -> str:
@@ -57,6 +64,8 @@ class KeepingCompiler:
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`."""
         self._asked += 1
+        if self._refused:
+            return self._compiler.compile(program)
         path = self._folder / self._key(program)
         answer = _read(path)
         if answer is not None:
@@ -64,7 +73,7 @@ class KeepingCompiler:
             return answer
         answer = self._compiler.compile(program)
         try:
-            _write(path, answer)
+            write_entry(path, zlib.compress(json.dumps(dataclasses.asdict(answer)).encode()))
             prune(self._folder.iterdir(), _MOST_BYTES)
         except OSError as error:
             self._refused = first_line(error)
@@ -81,28 +90,10 @@ def _versions() -> tuple[str, str]:
 
 def _read(path: Path) -> Compilation | TooLarge | None:
     """Return the answer in a file; None if there is none, or it is damaged."""
-    try:
-        content = path.read_bytes()
-        if hashlib.sha256(content[_CHECKSUM:]).digest() != content[:_CHECKSUM]:
-            return None
-        with contextlib.suppress(OSError):  # a folder that only others may write to
-            os.utime(path)  # last use
-        plain = json.loads(zlib.decompress(content[_CHECKSUM:]))
-    except OSError:
+    content = read_entry(path)
+    if content is None:
         return None
+    plain = json.loads(zlib.decompress(content))
     if "memory" not in plain:
         return TooLarge(**plain)
     return Compilation(**{**plain, "memory": Memory(**plain["memory"])})
-
-
-def _write(path: Path, answer: Compilation | TooLarge) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    packed = zlib.compress(json.dumps(dataclasses.asdict(answer)).encode())
-    descriptor, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(packed).digest() + packed)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

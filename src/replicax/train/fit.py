@@ -26,6 +26,7 @@ from replicax.errors import (
 )
 from replicax.train.call_sizes import call_sizes
 from replicax.train.checkpoints.arrays import params_not_finite
+from replicax.train.checkpoints.store import is_complete
 from replicax.train.curves import Curves
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
 from replicax.train.fingerprint import sha256
@@ -44,7 +45,7 @@ from replicax.train.run_state import RunState
 from replicax.train.saving import Saving
 from replicax.train.step_records import BadSteps, Meter, log_interval
 from replicax.train.stopping import Interrupt, is_any_open
-from replicax.train.storage import Storage, is_complete
+from replicax.train.storage import Storage
 from replicax.train.summary import Fit, derived, describe, doubts, plain_fields, run_summary
 from replicax.train.to_its_end import to_its_end
 

@@ -102,6 +102,16 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def refuse_links(folders: Iterable[Path]) -> None:
+    """Raise `ConfigError` if one of the folders is a link: what it leads to may be anyone's."""
+    for folder in folders:
+        if not is_remote(folder) and folder.is_symlink():
+            raise ConfigError(
+                f"{folder} is a link, which is not followed within a run's folder: move what it "
+                "leads to there, or link the whole folder"
+            )
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the entries of `folder` to disk, if the system supports it."""
     if os.name == "nt":
@@ -171,9 +181,15 @@ def read_touched(path: Path) -> tuple[bytes, int]:
 
 
 def _regular(path: Path, flags: int) -> Any:
-    """Open the regular file at `path`, unbuffered, without ever waiting."""
-    wait_free = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(path, flags | wait_free, 0o666)
+    """Open the regular file at `path`, unbuffered, without ever waiting or following a link."""
+    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOFOLLOW"):
+        flags |= getattr(os, name, 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "Not a regular file, but a link", str(path)) from error
+        raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -301,6 +317,25 @@ def on_disk(folder: Path | None, given: str | Path | None, name: str, hook: str)
             "local path"
         )
     return path
+
+
+def check_own(path: Path, beginning: str) -> None:
+    """Raise `ConfigError` if the file at `path` is none that Replicax wrote, but someone else's.
+
+    Its own begins with `beginning`, or a part of that, as one that was cut off.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            begun = file.read(len(beginning))
+    except OSError:
+        begun = None
+    if begun is None or not beginning.encode().startswith(begun):
+        raise ConfigError(
+            f"{path} would be replaced, but cannot be read, or was not written by Replicax: name "
+            "another"
+        )
 
 
 def check_replaceable(path: Path) -> None:

@@ -26,6 +26,8 @@ from replicax.train.sealed import sealed
 ISLANDS_KIND = "islands"
 """The kind of records that say which islands joined and left."""
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
+_REPLACED = ("curves.png", "noise_scale.json", "best.json", "records.csv", DAMAGED)
+"""What a run writes anew at its start, its end, or meanwhile."""
 HISTORY = "records_sha256"
 """Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -160,6 +162,12 @@ class RunFolder:
                 f"{self.path} contains the records of another run: {why}; choose another name, or "
                 "remove it"
             )
+        for name in _REPLACED:
+            if exists(self.path / name):
+                raise ConfigError(
+                    f"{self.path / name} would be replaced, but is of no run that is here; choose "
+                    "another name"
+                )
 
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / CONFIG, config)

@@ -21,7 +21,7 @@ from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.lease import Lease, last_renewal, take_lease
 from replicax.train.own_states import WRITER, OwnStates
-from replicax.train.places import exists, shown, writing
+from replicax.train.places import exists, refuse_links, shown, writing
 from replicax.train.records import (
     CONFIG,
     DAMAGED,
@@ -134,11 +134,15 @@ class Storage:
         if known:
             self._before = read_config(self.path / CONFIG)
             said += self._compare(self._before, ())
-        self._store.clean()
+        refuse_links(self.path / name for name in ("lease", CHECKPOINTS))
+        unfinished = self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         if self.ledger.damaged:
             self._say(f"times  {self.ledger.damaged:,} damaged lines of {FILE} do not count")
-        there = len(self._store.paths())
+        there = [step for step, _ in self._store.paths()]
+        lost = self.ledger.saved or 0
+        if lost in unfinished or (there and lost <= there[-1]):
+            lost = 0
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._alarm)
         self.ledger.restored(None if found is None else found[1].position.step)
@@ -151,10 +155,12 @@ class Storage:
             self._config.setdefault("program", self._before["program"])
         traced = self._before.get("program", {}).get("batch", "")
         if found is None:
-            if there:
-                copy = f"; {DAMAGED} is a copy of its records"
-                self._alarm(f"begin at step 0: none of {there} checkpoints can be trusted{copy}")
-            self.folder.keep(0, copied=there > 0)
+            if there or lost:
+                why = f"none of {len(there)} checkpoints can be trusted"
+                if not there:
+                    why = f"the checkpoint of step {lost:,} is gone"
+                self._alarm(f"begin at step 0: {why}; {DAMAGED} is a copy of its records")
+            self.folder.keep(0, copied=bool(there or lost))
             self.folder.write_config(self._config)
             return {"token": self._lease.token, "checkpoint": None, "traced": traced}
         path, manifest = found
@@ -167,6 +173,7 @@ class Storage:
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
         again = history.reached - position.step
         more = f"; steps to repeat: {again:,}" if again > 0 else ""
+        more += f"; the checkpoint of step {lost:,} is gone" if lost else ""
         self._say(f"resume {shown(self.path)}: step {position.step:,}, saved {saved}{more}")
         return {
             "token": self._lease.token,
@@ -217,6 +224,8 @@ class Storage:
         for part in ("program", "bits"):
             if part in self._before:
                 self._config.setdefault(part, self._before[part])
+        if not exists(self.path / CONFIG):  # the folder was removed meanwhile
+            self._write_config()
         self.folder.take_over(records, self.still_writes)
         self._store.clean()
         self.ledger.close()
@@ -383,16 +392,6 @@ class Storage:
     def _check(self) -> None:
         if self._lease is not None:
             self._lease.check()
-
-
-def is_complete(path: Path | None, total: int | None) -> bool:
-    """Whether a run of so many steps is saved in its folder, as far as its names tell."""
-    if path is None or total is None:
-        return False
-    with contextlib.suppress(OSError):  # asked again
-        saved = Store(path / CHECKPOINTS, 1, None).paths()
-        return bool(saved) and saved[-1][0] >= total
-    return False
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:

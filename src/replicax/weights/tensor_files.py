@@ -5,10 +5,11 @@ import dataclasses
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from replicax.errors import ConfigError, DataError, require, require_package
@@ -66,18 +67,31 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
             yield _opened(path, stack)
 
 
+class _Index(msgspec.Struct):
+    """An index, as far as it is read."""
+
+    weight_map: dict[str, str]
+
+
 def _index(path: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        found = msgspec.convert(json.loads(path.read_text()), _Index).weight_map
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} has no weight_map; the index of a model in several files names the file of "
             "each tensor: pass such an index, or a .safetensors file"
         ) from error
+    for name in found.values():
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise DataError(
+                f"{path} names {name!r}, a file outside of its folder: move the file there"
+            )
     return found
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
+    if not path.is_file():  # also a pipe, whose writer may never come
+        raise DataError(f"{path} is not a file; provide all files that the index names")
     if path.suffix in _OF_TORCH:
         return _of_torch(path)
     safetensors = require("safetensors", "text")

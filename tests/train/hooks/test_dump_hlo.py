@@ -10,6 +10,7 @@ import pytest
 from support.tiers import only
 
 import replicax as rx
+from replicax.train.hooks import dump_hlo
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 
@@ -31,6 +32,9 @@ def test_the_programs_of_the_step_are_written_and_named(
     result = rx.fit(dp, state, {"x": X}, batch_size=8, epochs=1, hooks=[hook], **more)
     assert result.failed_hooks == ()
     found = {path.name: path.read_text() for path in (tmp_path / "hlo").iterdir()}
+    marks, texts = zip(*(text.split("\n", 1) for text in found.values()), strict=True)
+    assert set(marks) == {dump_hlo._MARK.strip()}
+    found = dict(zip(found, texts, strict=True))
     assert "stablehlo.tanh" in found.pop("step.mlir")
     assert all(text.startswith("HloModule") for text in found.values())
     assert "tanh" in "".join(found.values())

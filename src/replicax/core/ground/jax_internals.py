@@ -3,6 +3,7 @@
 `tests/core/ground/test_jax_internals.py` says what changed when a new JAX has others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jax._src import compilation_cache, compiler
@@ -20,6 +21,21 @@ __all__ = ["hlo", "tpu_chips", "xla_client"]
 def cluster_types() -> list[type[ClusterEnv]]:
     """Return the classes by which JAX detects a job of several processes, also those of plugins."""
     return list(ClusterEnv._cluster_types)
+
+
+_file_cache = compilation_cache.get_file_cache
+
+
+def open_cache_as(folder: str, opened: Callable[[], Any]) -> None:
+    """Have JAX use what `opened` returns for its persistent cache in `folder`.
+
+    That has two methods: `get(key)` returns bytes or None, and `put(key, bytes)` keeps them.
+    """
+
+    def cache(path: str) -> Any:
+        return (opened(), path) if path == folder else _file_cache(path)
+
+    compilation_cache.get_file_cache = cache
 
 
 def cache_own_programs() -> None:

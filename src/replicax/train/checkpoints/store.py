@@ -14,6 +14,7 @@ Orbax and tensorstore do not verify their input: a missing chunk is read as zero
 goes unnoticed. Anyone who can write to a run's folder is trusted like the code; the disk is not.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -48,6 +49,7 @@ from replicax.train.places import (
 _MOST_NAMED = 3
 _REPLACED = ".replaced-"
 _LEFTOVERS = (".saving-", ".retired-", _REPLACED)
+_UNFINISHED = re.compile(r"\.saving-(?P<step>[0-9]{9,18})-")
 _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
 _COMMITTED = re.compile(r"(?P<step>0|[1-9][0-9]{0,17})")
@@ -197,8 +199,9 @@ class Store:
     def discard(self, leftover: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
-    def clean(self) -> None:
-        """Delete incomplete checkpoints left behind by killed processes."""
+    def clean(self) -> set[int]:
+        """Delete incomplete checkpoints left behind by killed processes; return their steps."""
+        unfinished = set[int]()
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"{self.folder} is not a folder; checkpoints go there: remove it")
         for name in self._names():
@@ -208,6 +211,9 @@ class Store:
                     os.rename(self.folder / name, path)
             if name.startswith(_LEFTOVERS):
                 self.discard(self.folder / name)
+            if saving := _UNFINISHED.match(name):
+                unfinished.add(int(saving["step"]))
+        return unfinished
 
     def _names(self) -> list[str]:
         return names(self.folder) if self.folder.is_dir() else []
@@ -265,10 +271,14 @@ class RemoteStore(Store):
         """Delete this process's local copy; `clean` deletes uploads that were not committed."""
         shutil.rmtree(leftover.parent, ignore_errors=True)
 
-    def clean(self) -> None:
+    def clean(self) -> set[int]:
+        unfinished = set[int]()
         for name in names(self.folder):
             if name.startswith("step-") and not _ENDED & set(names(self.folder / name)):
                 remove_below(self.folder / name)
+                if match := _OTHERWISE.fullmatch(name):
+                    unfinished.add(int(match["step"]))
+        return unfinished
 
     def _names(self) -> list[str]:
         return [name for name in names(self.folder) if MANIFEST in names(self.folder / name)]
@@ -295,3 +305,13 @@ class RemoteStore(Store):
         write_whole(path / _REFUSED, read_touched(path / MANIFEST)[0])
         remove(path / MANIFEST)
         return f"{path.name}/{_REFUSED}"
+
+
+def is_complete(path: Path | None, total: int | None) -> bool:
+    """Whether a run of so many steps is saved in its folder, as far as its names tell."""
+    if path is None or total is None:
+        return False
+    with contextlib.suppress(OSError):  # asked again
+        saved = Store(path / CHECKPOINTS, 1, None).paths()
+        return bool(saved) and saved[-1][0] >= total
+    return False

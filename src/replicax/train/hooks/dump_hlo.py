@@ -1,11 +1,15 @@
 """`DumpHLO`: write the programs of the step as text."""
 
+import re
 from pathlib import Path
 
 from replicax.arguments import typed
 from replicax.core.data.share import FeedItem
 from replicax.train.hook import Hook, Running
-from replicax.train.places import on_disk
+from replicax.train.places import check_own, on_disk, write_whole, writing
+
+_NAME = re.compile(r"step\.(mlir|(\d+\.)?hlo)")
+_MARK = "// written by replicax\n"
 
 
 class DumpHLO(Hook):
@@ -21,11 +25,11 @@ class DumpHLO(Hook):
         True
 
     Args:
-        folder: created if it does not exist; files in it are replaced. Default: `hlo` in the run's
-            folder.
+        folder: created if it does not exist; files that an earlier start wrote are replaced.
+            Default: `hlo` in the run's folder.
 
     Raises:
-        ConfigError: in a run, no folder.
+        ConfigError: in a run, no folder, or one with files of these names from elsewhere.
     """
 
     interval = None  # it looks at the first call, of however many steps
@@ -40,7 +44,11 @@ class DumpHLO(Hook):
         self._done = False
         if run.is_main:
             self._into = on_disk(run.folder, self._folder, "hlo", "DumpHLO()")
-            self._into.mkdir(parents=True, exist_ok=True)
+            with writing(self._into):
+                self._into.mkdir(parents=True, exist_ok=True)
+            for path in self._into.glob("step.*"):
+                if _NAME.fullmatch(path.name):
+                    check_own(path, _MARK)
 
     def before_step(self, run: Running, batch: FeedItem) -> None:
         if self._done:
@@ -56,6 +64,6 @@ class DumpHLO(Hook):
         else:
             files |= {f"step.{number}.hlo": text for number, text in enumerate(programs)}
         for name, text in files.items():
-            (self._into / name).write_text(text, encoding="utf-8")
+            write_whole(self._into / name, f"{_MARK}{text}".encode())
         names = ", ".join(files) if len(files) < 4 else f"step.mlir, step.0.hlo to {[*files][-1]}"
         run.say(f"hlo    {self._into}: {names}, of the step on {first.size:,} rows")
