@@ -29,7 +29,7 @@ _BESIDE = re.compile(r"( *)(\S.*?|(?<= {8}))  +(\S.*)")
 """An indent, a name, and after some spaces a text; without a name, what belongs to one above."""
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal obeys instead of showing it, such as escape sequences and changed directions."""
+"""Characters that a terminal obeys instead of showing them: escape sequences, directions."""
 
 Line = Sequence[str]
 """A name, figures, and trailing text, which may be empty."""

@@ -32,7 +32,7 @@ def test_the_figures_are_those_of_the_last_evaluation(
 
 def test_other_data_is_evaluated_whole(main: Main, there: dict[str, Ended]) -> None:
     text = there["gpt2"].folder.parents[1] / "texts" / "00.txt"
-    out = done(main, "evaluate", "gpt2", "--data", text, "--json", "-")
+    out = done(main, "evaluate", "gpt2", "--data", text, "--json")
     found = json.loads(out)
     assert (found["data"], found["recorded"]) == (str(text), None)
     assert found["rows"] == -(-len(text.read_bytes()) // 16)  # and not the twentieth held out

@@ -15,6 +15,9 @@ from support.tiers import EXHAUSTIVE
 import replicax as rx
 from replicax.recipes import transformer
 
+MINE = (2).to_bytes(8, "little") + b"{}"
+"""A file of no tensors."""
+
 
 def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], folder: Path) -> None:
     file = folder / "gpt2.safetensors"
@@ -88,9 +91,9 @@ def test_a_file_is_not_overwritten_without_force(
     main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
     file = folder / "model.safetensors"
-    file.write_text("mine")
+    file.write_bytes(MINE)
     assert "--force" in refusal(main, "export", "mlp", file)
-    assert file.read_text() == "mine"
+    assert file.read_bytes() == MINE
     assert main("export", "mlp", file, "--force", "--step", "3")[0] == 0
     first = load_file(file)
     assert main("export", "mlp", file, "--force")[0] == 0
@@ -98,13 +101,15 @@ def test_a_file_is_not_overwritten_without_force(
 
 
 @pytest.mark.promise("outside.no-harm-by-a-folder")
-@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "program"])
 def test_only_a_regular_file_is_overwritten(
     kind: str, main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
     file, other = folder / "model.safetensors", folder / "other"
     if kind == "fifo":
         os.mkfifo(file)
+    elif kind == "program":
+        file.write_text("print('mine')\n")
     else:
         file.symlink_to(other)
     if kind == "link":

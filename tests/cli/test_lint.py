@@ -34,30 +34,6 @@ def test_a_folder(main: Main) -> None:
     assert main("lint", "code/right.py")[0] == 0
 
 
-def test_json_replaces_no_program(wrong: Path, main: Main) -> None:
-    assert "wrong.py" in refusal(main, "lint", "--json", str(wrong), "code/right.py")
-    assert wrong.read_text() == WRONG
-    Path("other.json").write_text('{"a": 1}')
-    assert "other.json" in refusal(main, "lint", "code", "--json", "other.json")
-    for _ in range(2):  # its own file is written again
-        assert main("lint", "code", "--json", "found.json")[0] == 1
-    whole = Path("found.json").read_text()
-    for cut in (whole[:-9], whole[:5], ""):
-        Path("found.json").write_text(cut)
-        assert main("lint", "code", "--json", "found.json")[0] == 1
-    assert Path("found.json").read_text() == whole
-
-
-def test_json_replaces_no_file_that_cannot_be_read(
-    wrong: Path, main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", closed)
-    assert str(wrong) in refusal(main, "lint", "--json", str(wrong), "code/right.py")
-
-
 @pytest.mark.usefixtures("wrong")
 def test_json_and_annotations(main: Main) -> None:
     code, out, _ = main("lint", "code", "--json")

@@ -39,7 +39,7 @@ def shown(main: Main, *arguments: object) -> str:
 @EXHAUSTIVE
 @pytest.mark.parametrize("recipe", only(["linear_regression"], ["linear_regression", "lenet"]))
 def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
-    out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json", "p.json")
+    out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json-file", "p.json")
     written: dict[str, Any] = json.loads(Path("p.json").read_text())
     in_run = json.loads(Path("runs/mine/plan.json").read_text())
     assert {"written_by": "replicax", **in_run} == written

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from support.recipe_runs import MLP
 
 from replicax.cli import program_cache
 from replicax.cli.program_cache import keep_programs
-from replicax.recipes.cache_folder import prune
+from replicax.recipes.cache_folder import prune, read_entry, write_entry
 
 HITS, MISSES = "Persistent compilation cache hit", "PERSISTENT COMPILATION CACHE MISS"
 
@@ -78,6 +80,19 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -
     without = train(tmp_path, tmp_path / "none", "--steps", "4", "--run", "c")
     assert without.count(HITS) == without.count(MISSES) == 0
     assert bits(first) == bits(again) == bits(without)
+    entries = sorted(cache.rglob("programs/*/*-cache"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in {entries[0].parent, *entries}} == {
+        *(0o700, 0o600)
+    }
+    contents = [path.read_bytes() for path in entries]
+    for path, content in zip(entries, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    entries[0].unlink()
+    os.mkfifo(entries[0])
+    other = train(tmp_path, cache, "--steps", "4", "--run", "d")
+    assert other.count(MISSES) >= len(entries)
+    assert bits(other) == bits(first)
+    assert [path.stat().st_size for path in entries] == [len(each) for each in contents]
 
 
 @pytest.mark.skipif(
@@ -130,6 +145,73 @@ def test_a_folder_that_cannot_be_made_is_said(
     monkeypatch.setattr(program_cache, "host_processor", lambda: "other")
     assert os.strerror(errno.ENOTDIR) in (keep_programs(jax.devices()[0], prunes=True) or "")
     assert configured.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("of_others", ["writable", "owned"])
+def test_a_folder_of_others_is_not_used_and_said(
+    configured: Any, of_others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(program_cache, "host_processor", lambda: "other")
+    assert keep_programs(jax.devices()[0], prunes=True) is not None
+    folder = Path(configured.jax_compilation_cache_dir)
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder.chmod(0o755)  # as earlier versions made it
+    assert keep_programs(jax.devices()[0], prunes=True) is None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    jax.config.update("jax_compilation_cache_dir", None)
+    if of_others == "owned":
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    else:
+        folder.chmod(0o770)
+    assert str(folder) in (keep_programs(jax.devices()[0], prunes=True) or "")
+    assert configured.jax_compilation_cache_dir is None
+
+
+def test_a_program_in_place_of_another_is_not_run(
+    configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(program_cache, "host_processor", lambda: "other")
+    assert keep_programs(jax.devices()[0], prunes=True) is not None
+
+    def results() -> list[float]:
+        def three(x: jax.Array) -> jax.Array:
+            return 3 * x
+
+        def five(x: jax.Array) -> jax.Array:
+            return 5 * x
+
+        one = np.float32(1)
+        return [float(jax.jit(each)(one)) for each in (three, five)]
+
+    assert results() == [3, 5]
+    (a,), (b,) = (list(tmp_path.rglob(f"jit_{name}-*-cache")) for name in ("three", "five"))
+    kept = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    assert results() == [3, 5]
+    assert a.read_bytes()[32:] == kept[32:] or len(a.read_bytes()) == len(kept)
+
+
+@pytest.mark.parametrize("kind", ["another", "cut", "pipe", "link", "writable"])
+def test_an_entry_is_what_was_written_in_its_place(kind: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "a-cache", tmp_path / "b-cache"
+    for each in (path, other):
+        write_entry(each, each.name.encode())
+    assert (read_entry(path), read_entry(other)) == (b"a-cache", b"b-cache")
+    if kind == "another":
+        other.replace(path)
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "writable":
+        path.chmod(0o666)
+    else:
+        path.rename(tmp_path / "there")
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "there")
+    assert read_entry(path) is None
+    write_entry(path, b"new")
+    assert read_entry(path) == b"new"
 
 
 def test_the_programs_read_first_are_removed(tmp_path: Path) -> None:

@@ -130,6 +130,21 @@ def test_broken_folders_are_lines_too(main: Main, there: dict[str, Ended], folde
     assert re.fullmatch(r"5 runs in .*, and 1 other folder", out.splitlines()[-1])
 
 
+def test_a_name_is_printed_without_what_a_terminal_obeys(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    name = "\x1b[31mred\x9b\u202e"
+    shutil.copytree(there["mlp"].folder, folder / "runs" / name)
+    (folder / "runs" / f"broken{name}").mkdir()
+    (folder / "runs" / f"broken{name}/config.json").write_text("{")
+    os.chdir(folder)
+    for command in (["runs"], ["evaluate", name], ["evaluate", f"broken{name}"], ["runs", name]):
+        code, out, err = main(*command)
+        assert code == (0 if command in (["runs"], ["evaluate", name]) else 2)
+        assert "\\x1b[31mred\\x9b\\u202e" in out + err
+        assert not {"\x1b", "\x9b", "\u202e"} & {*out, *err}
+
+
 def test_where_nothing_is(main: Main, folder: Path) -> None:
     assert re.search(r"no folder\b.*\bruns\b", refusal(main, "runs"))
     code, out, _ = main("runs", folder)

@@ -93,7 +93,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert f"{EVERY_STEP} *" in text
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert main(["plan", "--failures", "--devices", "1000", "--json", "-"]) == 0
+    assert main(["plan", "--failures", "--devices", "1000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"] == EVERY_STEP
     assert main(["plan", "--failures", "--devices", "1"]) == 2
     assert "from 2" in capsys.readouterr().err

@@ -65,13 +65,15 @@ def test_all_that_determines_an_answer_is_in_its_name() -> None:
     assert len(entries()) == 1 + len(asked)
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 400, "cut", "changed"], ids=str)
+@pytest.mark.parametrize("damage", [b"", b"x" * 400, "cut", "changed", "another"], ids=str)
 def test_a_damaged_entry_is_compiled_again_and_repaired(damage: bytes | str) -> None:
     KeepingCompiler(Counting(), HOST).compile(STEP)
     (path,) = entries()
     whole = path.read_bytes()
+    KeepingCompiler(Counting(TooLarge(7, None)), HOST).compile(replace(STEP, donated=1))
+    (another,) = {*entries()} - {path}
     changed = bytes([whole[-1] ^ 1])
-    damaged = {"cut": whole[:-5], "changed": whole[:-1] + changed}
+    damaged = {"cut": whole[:-5], "changed": whole[:-1] + changed, "another": another.read_bytes()}
     path.write_bytes(damaged[damage] if isinstance(damage, str) else damage)
     under = Counting()
     assert KeepingCompiler(under, HOST).compile(STEP) == DONE

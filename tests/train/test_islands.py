@@ -32,8 +32,10 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
+from replicax.train.changes import read_config, run_id
 from replicax.train.checkpoints.store import is_complete
 from replicax.train.fingerprint import sha256
+from replicax.train.records import CONFIG
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,16 @@ def delays(ended: list[Island]) -> list[float]:
 def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dying: int) -> None:
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     settings["saving"] = rx.Saving(every=7)
-    islands = with_one_that_dies(3, dying, 9, **settings)
+    islands: list[Island] = []
+
+    def die() -> None:
+        if dying == 0:  # it writes the folder
+            (tmp_path / "run" / CONFIG).unlink()
+        islands[dying].die()
+
+    islands += started(3, {dying: [At(9, die)]}, **settings)
     ended = [island.join() for island in islands if island.place.index != dying]
+    assert run_id(read_config(tmp_path / "run" / CONFIG)) is not None
     assert {island.bits() for island in ended} == {sha256(alone.state.params)}
     assert written(tmp_path / "run") == metrics(alone.records)
     assert changes(tmp_path / "run") == [(3, 3, 0), (2, 0, 1)]

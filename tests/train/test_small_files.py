@@ -38,11 +38,12 @@ def test_no_flipped_bit_goes_unnoticed(original: Path, tmp_path: Path) -> None:
 
 @pytest.mark.promise("outside.hostile-input")
 @pytest.mark.parametrize("name", ["config.json", "records.jsonl", "goodput.jsonl", "best.json"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "deep", "another type"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link", "deep", "another type"])
 def test_what_is_no_file_of_a_run_is_one_line(
     original: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
-    path = copied(original, tmp_path / "run") / name
+    path, other = copied(original, tmp_path / "run") / name, tmp_path / "other"
+    other.write_bytes(path.read_bytes())
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -50,8 +51,54 @@ def test_what_is_no_file_of_a_run_is_one_line(
         path.mkdir()
     elif kind == "device":
         path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to(other)
     else:
         path.write_text("[" * 100_000 if kind == "deep" else '{"parallel": [1], "step": "x"}\n')
     found = outcome(tmp_path / "run")
     assert found.fault is None
     assert any(name in line for line in found.said)
+    assert other.read_bytes() == (original / name).read_bytes()
+
+
+@pytest.mark.promise("outside.no-harm-by-a-folder")
+@pytest.mark.parametrize("name", ["checkpoints", "lease"])
+def test_a_folder_of_a_run_that_is_a_link_is_not_followed(
+    original: Path, tmp_path: Path, name: str
+) -> None:
+    path, other = copied(original, tmp_path / "run") / name, tmp_path / "other"
+    path.rename(other)
+    (other / ".saving-000000009-1-1").mkdir()
+    path.symlink_to(other)
+    before = sorted(other.rglob("*"))
+    assert [line for line in outcome(tmp_path / "run").said if str(path) in line] != []
+    assert sorted(other.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("removed", "killed", "told"),
+    [
+        ("checkpoints", None, "step 4 is gone"),
+        ("checkpoints", 4, None),
+        ("checkpoints/4", None, "step 4 is gone"),
+        ("checkpoints/4", 4, None),
+        ("checkpoints/2", None, None),
+    ],
+)
+def test_a_checkpoint_that_is_gone_is_told_unless_it_was_never_whole(
+    tmp_path: Path, removed: str, killed: int | None, told: str | None
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, (2, 4))
+    records = (run / "records.jsonl").read_bytes()
+    shutil.rmtree(run / removed)
+    if killed is not None:
+        (run / f"checkpoints/.saving-{killed:09d}-1-2").mkdir(parents=True)
+    found = outcome(run)
+    assert any("is gone" in line for line in found.said) is (told is not None)
+    assert told is None or any(told in line for line in found.said)
+    copy = run / "records-damaged.jsonl"
+    assert copy.exists() is (told is not None and removed == "checkpoints")
+    assert not copy.exists() or copy.read_bytes() == records
+    again = outcome(run)
+    assert not any("is gone" in line for line in again.said)

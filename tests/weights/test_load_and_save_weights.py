@@ -1,6 +1,7 @@
 """Weights by a table of names: each rule both ways, each kind of model, and what does not fit."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,16 @@ def test_a_model_in_several_files(asked: str, tmp_path: Path) -> None:
         index.write_text(damaged)
         with pytest.raises(DataError, match="weight_map"):
             rx.load_weights(model, index)
+    os.mkfifo(tmp_path / "pipe")
+    outside = tmp_path / "in/model.safetensors.index.json"
+    outside.parent.mkdir()
+    for path, name in [
+        *((index, name) for name in ("pipe", "gone", 5)),
+        *((outside, name) for name in ("../1.safetensors", str(tmp_path / "1.safetensors"))),
+    ]:
+        path.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(DataError, match="weight_map" if name == 5 else str(name)):
+            rx.load_weights(model, path)
 
 
 def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.rounds.islands import Islands
 from replicax.errors import ConfigError, did_you_mean
 from replicax.islands.island_job import IslandJob
+from replicax.launch.compiled_folder import compiled_folder
 from replicax.plan.site_network import NETWORK_EXAMPLE, SiteNetwork, parse_network
 from replicax.plan.slow_links import Method, forecast
 from replicax.train.host_memory import keep_freed_memory
@@ -54,7 +54,7 @@ def measure_links(parsed: Arguments[Any], arguments: Sequence[str]) -> None:
     network, islands, methods = _network(options), _islands(options), _methods(options)
     folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
     print_data(recipe)
-    with tempfile.TemporaryDirectory(prefix="replicax-compiled-") as cache:
+    with compiled_folder() as cache:
         # All methods have the same inner step: it is compiled once.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

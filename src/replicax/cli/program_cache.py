@@ -26,7 +26,7 @@ _REFUSED = "GenuineIntel"
 
 
 class _Programs:
-    """What JAX keeps in `folder`: machine code, so only what this user wrote for the same key.
+    """Programs that JAX keeps in `folder`: machine code, so only those that this user wrote there.
 
     JAX's key is a digest of the program, its options, and the versions of the compiler.
     """

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
 from replicax.launch.attempt import STOPPED_EARLY, Attempt, Conclusion, judge
 from replicax.launch.cause import Failure, Restarts, posix_signal_name
+from replicax.launch.compiled_folder import compiled_folder
 from replicax.launch.context import LaunchContext
 from replicax.launch.echo import Echo
 from replicax.launch.event_loop import EventLoop, collected_signals, signals_taken
@@ -145,7 +145,7 @@ def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, 
     if not (job.restarts or job.islands) or set(CACHE) & set(env):
         yield env
         return
-    with tempfile.TemporaryDirectory(prefix="replicax-compiled-", ignore_cleanup_errors=True) as at:
+    with compiled_folder() as at:
         yield {**env, **CACHE, "JAX_COMPILATION_CACHE_DIR": at}
 
 

@@ -20,14 +20,22 @@ import msgspec
 
 from replicax.blocks import Grid, html_of
 from replicax.errors import ConfigError
-from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
+from replicax.train.places import (
+    Lines,
+    exists,
+    make_folder,
+    read_bytes,
+    refuse_links,
+    write_whole,
+    writing,
+)
 from replicax.train.sealed import sealed
 
 ISLANDS_KIND = "islands"
 """The kind of records that say which islands joined and left."""
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
 _REPLACED = ("curves.png", "noise_scale.json", "best.json", "records.csv", DAMAGED)
-"""What a run writes anew at its start, its end, or meanwhile."""
+"""Files that a run writes anew at its start, its end, or meanwhile."""
 HISTORY = "records_sha256"
 """Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -128,6 +136,7 @@ class RunFolder:
         self._lines, self._sha256 = Lines(self.records), hashlib.sha256()
         with writing(path):
             make_folder(path)
+        refuse_links(path / name for name in ("lease", "checkpoints", "islands"))
 
     @property
     def records(self) -> Path:

@@ -21,7 +21,7 @@ from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.lease import Lease, last_renewal, take_lease
 from replicax.train.own_states import WRITER, OwnStates
-from replicax.train.places import exists, refuse_links, shown, writing
+from replicax.train.places import exists, shown, writing
 from replicax.train.records import (
     CONFIG,
     DAMAGED,
@@ -134,7 +134,6 @@ class Storage:
         if known:
             self._before = read_config(self.path / CONFIG)
             said += self._compare(self._before, ())
-        refuse_links(self.path / name for name in ("lease", CHECKPOINTS))
         unfinished = self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         if self.ledger.damaged:
