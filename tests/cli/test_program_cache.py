@@ -92,7 +92,7 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -
     other = train(tmp_path, cache, "--steps", "4", "--run", "d")
     assert other.count(MISSES) >= len(entries)
     assert bits(other) == bits(first)
-    assert [path.stat().st_size for path in entries] == [len(each) for each in contents]
+    assert all(read_entry(path) for path in entries)
 
 
 @pytest.mark.skipif(
@@ -188,10 +188,10 @@ def test_a_program_in_place_of_another_is_not_run(
 
     assert results() == [3, 5]
     (a,), (b,) = (list(tmp_path.rglob(f"jit_{name}-*-cache")) for name in ("three", "five"))
-    kept = a.read_bytes()
     a.write_bytes(b.read_bytes())
+    assert read_entry(a) is None
     assert results() == [3, 5]
-    assert a.read_bytes()[32:] == kept[32:] or len(a.read_bytes()) == len(kept)
+    assert read_entry(a) is not None
 
 
 @pytest.mark.parametrize("kind", ["another", "cut", "pipe", "link", "writable"])

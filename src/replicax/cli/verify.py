@@ -138,7 +138,7 @@ def _by_hand(options: HandWrittenOptions, live: Live) -> Verification:
 
     live(f"{options.step} against {options.reference}")
     given = dataclasses.asdict(options)
-    del given["json"], given["devices"]
+    del given["json"], given["json_file"], given["devices"]
     verification = verify_files(**given, show=live)
     if not options.json:
         live.stop()

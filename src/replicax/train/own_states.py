@@ -12,6 +12,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import CHECKPOINTS, Store, check_arrays
 from replicax.train.fingerprint import sha256
+from replicax.train.places import refuse_links
 from replicax.train.saving import Saving
 
 WRITER = "island"
@@ -27,6 +28,7 @@ class OwnStates:
     def __init__(
         self, folder: Path, index: int | None, saving: Saving, job: Job, seed: int, main: Store
     ) -> None:
+        refuse_links((folder / "islands", folder / "islands" / str(index)))
         self._store = Store(folder / "islands" / str(index) / CHECKPOINTS, saving.keep, None)
         self._index, self._main = index, main
         self._saver = Saver(self._store, 1, lambda: None, job, seed, {})

@@ -157,7 +157,7 @@ class Storage:
             if there or lost:
                 why = f"none of {len(there)} checkpoints can be trusted"
                 if not there:
-                    why = f"the checkpoint of step {lost:,} is gone"
+                    why = f"the checkpoint of step {lost:,} is not there"
                 self._alarm(f"begin at step 0: {why}; {DAMAGED} is a copy of its records")
             self.folder.keep(0, copied=bool(there or lost))
             self.folder.write_config(self._config)
@@ -172,7 +172,7 @@ class Storage:
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
         again = history.reached - position.step
         more = f"; steps to repeat: {again:,}" if again > 0 else ""
-        more += f"; the checkpoint of step {lost:,} is gone" if lost else ""
+        more += f"; the checkpoint of step {lost:,} is not there" if lost else ""
         self._say(f"resume {shown(self.path)}: step {position.step:,}, saved {saved}{more}")
         return {
             "token": self._lease.token,
