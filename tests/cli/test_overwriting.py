@@ -79,7 +79,8 @@ def mine(folder: Path) -> Path:
 @pytest.mark.promise("outside.no-harm-by-a-folder")
 @pytest.mark.parametrize("command", WRITES.values(), ids=map("-".join, WRITES))
 def test_a_file_of_the_users_is_not_overwritten(command: str, main: Main, mine: Path) -> None:
-    refusal(main, *shlex.split(command))
+    line = refusal(main, *shlex.split(command))
+    assert any(Path(name).stem in line for name in (*FILES, "runs/mine"))
     assert {name: (mine / name).read_bytes() for name in FILES} == dict.fromkeys(FILES, MINE)
 
 
