@@ -63,12 +63,12 @@ def test_what_is_no_file_of_a_run_is_one_line(
 
 
 @pytest.mark.promise("outside.no-harm-by-a-folder")
-@pytest.mark.parametrize("name", ["checkpoints", "lease", "islands"])
+@pytest.mark.parametrize("name", ["checkpoints", "lease", "islands", "hlo"])
 def test_a_folder_of_a_run_that_is_a_link_is_not_followed(
     original: Path, tmp_path: Path, name: str
 ) -> None:
     path, other = copied(original, tmp_path / "run") / name, tmp_path / "other"
-    if name == "islands":
+    if not path.exists():
         path.mkdir()
     path.rename(other)
     (other / ".saving-000000009-1-1").mkdir()
@@ -76,6 +76,15 @@ def test_a_folder_of_a_run_that_is_a_link_is_not_followed(
     before = sorted(other.rglob("*"))
     assert [line for line in outcome(tmp_path / "run").said if str(path) in line] != []
     assert sorted(other.rglob("*")) == before
+
+
+def test_a_link_in_place_of_a_checkpoint_that_is_begun_goes(original: Path, tmp_path: Path) -> None:
+    link, other = copied(original, tmp_path / "run") / "checkpoints/.saving-9", tmp_path / "other"
+    (other / "mine").mkdir(parents=True)
+    link.symlink_to(other)
+    assert "found" in outcome(tmp_path / "run").read
+    assert not link.is_symlink()
+    assert (other / "mine").exists()
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ class OwnStates:
     def __init__(
         self, folder: Path, index: int | None, saving: Saving, job: Job, seed: int, main: Store
     ) -> None:
-        refuse_links((folder / "islands", folder / "islands" / str(index)))
-        self._store = Store(folder / "islands" / str(index) / CHECKPOINTS, saving.keep, None)
+        own = folder / "islands" / str(index)
+        refuse_links((own.parent, own, own / CHECKPOINTS))
+        self._store = Store(own / CHECKPOINTS, saving.keep, None)
         self._index, self._main = index, main
         self._saver = Saver(self._store, 1, lambda: None, job, seed, {})
 

@@ -36,6 +36,7 @@ ISLANDS_KIND = "islands"
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
 _REPLACED = ("curves.png", "noise_scale.json", "best.json", "records.csv", DAMAGED)
 """Files that a run writes anew at its start, its end, or meanwhile."""
+_FOLDERS = ("lease", "checkpoints", "islands", "hlo", "profile")
 HISTORY = "records_sha256"
 """Entry of a manifest's `extra`: the digest of the lines that the checkpoint counts."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -136,7 +137,7 @@ class RunFolder:
         self._lines, self._sha256 = Lines(self.records), hashlib.sha256()
         with writing(path):
             make_folder(path)
-        refuse_links(path / name for name in ("lease", "checkpoints", "islands"))
+        refuse_links(path / name for name in _FOLDERS)
 
     @property
     def records(self) -> Path:

@@ -17,6 +17,8 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def test_records_are_rows_and_a_new_metric_is_a_new_column(tmp_path: Path) -> None:
     (tmp_path / "records.csv").write_text("kind,step\ntrain,7\ntra")  # of a start that was killed
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "records.csv.new").symlink_to(tmp_path / "mine")
     run = WatchedRun(hook := rx.CSV(), tmp_path)
     hook.start(run)
     run.trained(1, loss=3.0)
@@ -31,6 +33,7 @@ def test_records_are_rows_and_a_new_metric_is_a_new_column(tmp_path: Path) -> No
         ("eval", "2", "2.5", "0.5"),
         ("train", "3", "1.0", ""),
     ]
+    assert (tmp_path / "mine").read_text() == "mine"
     assert run.lines == []
     assert hook.summary() == [f"see    {tmp_path / 'records.csv'}"]
 

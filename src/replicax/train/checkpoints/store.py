@@ -197,6 +197,8 @@ class Store:
         self.discard(before)
 
     def discard(self, leftover: Path) -> None:
+        if leftover.is_symlink():  # which a later save would write through
+            leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
 
     def clean(self) -> set[int]:

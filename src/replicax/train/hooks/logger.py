@@ -227,7 +227,8 @@ class CSV(Logger):
     def _write_all(self) -> None:
         columns = list(dict.fromkeys([*_FIRST, *(name for row in self._rows for name in row)]))
         beside = self._path.with_name(f"{self._path.name}.new")
-        with beside.open("w", encoding="utf-8", newline="") as file:
+        beside.unlink(missing_ok=True)  # it may be a link
+        with beside.open("x", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, columns)
             table.writeheader()
             table.writerows(self._rows)
