@@ -33,10 +33,10 @@ def test_enough_of_three_islands_begin(
 def test_islands_that_are_not_ready_are_named_with_the_reason() -> None:
     place, *others = places(4)
     addresses = [each.addresses[each.index] for each in others]
-    network: Any = SimpleNamespace(peers=[1, 2], troubles={3: "the secret differs"})
+    network: Any = SimpleNamespace(peers=[1, 2], troubles={3: "refused"})
     found = AwaitedIslands(place, network).awaited([2])
     assert [address in line for address, line in zip(addresses[::2], found, strict=True)] == [1, 1]
-    assert found[1].endswith("the secret differs")
+    assert found[1].endswith("refused")
 
 
 def test_what_differs_is_told_with_the_islands() -> None:

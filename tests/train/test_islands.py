@@ -155,7 +155,7 @@ DIFFERENCES: dict[str, list[dict[str, Any]]] = {
     "weights": [{"weights": WEIGHTS}, {"weights": WEIGHTS + 1}],
     "program": [{"mode": "jit"}, {"mode": "jit", "rate": 0.1}],
     "the batch": [{"source": batches(2)}, {"source": batches(3)}],
-    "the batch of a round": [
+    "the batch, rounds": [
         {"source": batches(n), "rounds": rx.Islands(every=3), "mode": "jit"} for n in (2, 3)
     ],
 }
@@ -167,7 +167,7 @@ def test_islands_that_differ_are_refused(differs: str) -> None:
     islands = [Island(place, **settings) for place, settings in pairs]
     errors = [island.join().error for island in islands]
     assert any(isinstance(error, rx.AgreementError) for error in errors)
-    assert any(differs.removesuffix(" of a round") in str(error) for error in errors)
+    assert any(differs.removesuffix(", rounds") in str(error) for error in errors)
     assert all(island.result is None for island in islands)
 
 
