@@ -15,10 +15,15 @@ TINY = 1e-6
 """Size below which a gradient is rounding, relative to the largest of its step."""
 
 
-def gaps(found: Told, plain: Told) -> Iterator[tuple[float, int, str]]:
+NOTHING = 1e-14
+"""Difference in float64, relative to the loss, that is none: of a gradient that is 0."""
+
+
+def gaps(found: Told, plain: Told, nothing: float = 0.0) -> Iterator[tuple[float, int, str]]:
     """Yield relative differences that are not 0, with the step and the name.
 
-    A step whose numbers are not finite on one device is none to compare.
+    A step whose numbers are not finite on one device is none to compare, and a difference of less
+    than `nothing` times the loss is none.
     """
     for step, (one, other) in enumerate(zip(found, plain, strict=False)):
         if not all(np.isfinite(value).all() for value in other.values()):
@@ -27,14 +32,15 @@ def gaps(found: Told, plain: Told) -> Iterator[tuple[float, int, str]]:
         for name, value in other.items():
             size = np.abs(value).max()
             least = TINY * max(largest, 1e-6) if name.startswith("gradient") else 1e-6
-            gap = np.abs(one[name] - value).max() / max(size, least)
-            if not gap <= 0:
+            difference = np.abs(one[name] - value).max()
+            gap = difference / max(size, least)
+            if not difference <= nothing * np.abs(other["loss"]).max():
                 yield (np.inf if np.isnan(gap) else float(gap)), step, name
 
 
-def differs(found: Told, plain: Told) -> float:
+def differs(found: Told, plain: Told, nothing: float = 0.0) -> float:
     """Return the largest relative difference."""
-    return max((gap for gap, _, _ in gaps(found, plain)), default=0.0)
+    return max((gap for gap, _, _ in gaps(found, plain, nothing)), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ def verdict(program: Program, case: Case, found: Told, plain: Told) -> Verdict:
     twin = program.at("float64")
     again, why = ([], "float64 itself") if program.dtype == "float64" else twin.found(case)
     if len(again) >= len(found):
-        exact = differs(again, twin.plain())
+        exact = differs(again, twin.plain(), NOTHING)
         said += f", in float64 {exact:.1e}"
         return Verdict("rounding" if exact < EXACT else "silent", said)
     noise = max(differs(program.jittered(n).plain(), plain) for n in (1, 2, 3))
