@@ -140,6 +140,7 @@ class DataParallel(Configured):
 
         Raises:
             ConfigError: nothing to train, a different model structure, or too little memory.
+            DataError: a 64-bit number that has no 32-bit value, without `jax_enable_x64`.
         """
         definition, params, extras = self.configuration.split_model(model, self.mesh)
         program = self._adopt((definition, params, extras))

@@ -25,7 +25,7 @@ from replicax.errors import (
     require,
 )
 from replicax.train.call_sizes import call_sizes
-from replicax.train.checkpoints.arrays import params_not_finite
+from replicax.train.checkpoints.arrays import check_storable, params_not_finite
 from replicax.train.checkpoints.store import is_complete
 from replicax.train.curves import Curves
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
@@ -232,6 +232,7 @@ class Run(Resuming):
                 self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
             if self.resumable:
                 require("orbax.checkpoint", "checkpoints")  # takes a while, too
+                check_storable(self.state)
             self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())

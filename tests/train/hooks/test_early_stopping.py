@@ -41,7 +41,15 @@ def test_of_what_one_wants_less_of_the_lowest_is_the_best() -> None:
 
 
 def test_no_direction_is_guessed() -> None:
-    names = ("score", "mse", "error_rate", "neg_mean_error", "dev/negative_loss", "myloss", "loss_scale")
+    names = (
+        "score",
+        "mse",
+        "error_rate",
+        "neg_mean_error",
+        "dev/negative_loss",
+        "myloss",
+        "loss_scale",
+    )
     assert set(map(direction, names)) == {None}
     assert not set(LOWER_IS_BETTER) & set(HIGHER_IS_BETTER)
 

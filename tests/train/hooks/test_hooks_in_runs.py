@@ -70,7 +70,9 @@ def test_a_run_that_was_stopped_stops_at_once_when_it_is_started_again(
     assert fit(dp, *hooks(), run_dir=tmp_path).step == 2 * EPOCH
     again = fit(dp, *hooks(), run_dir=tmp_path)
     assert (again.step, again.steps) == (2 * EPOCH, 0)
-    more = fit(dp, Scores(3.0, 2.0, 1.0), rx.EarlyStopping("score", 2, mode="max"), run_dir=tmp_path)
+    more = fit(
+        dp, Scores(3.0, 2.0, 1.0), rx.EarlyStopping("score", 2, mode="max"), run_dir=tmp_path
+    )
     assert more.step == 3 * EPOCH
 
 

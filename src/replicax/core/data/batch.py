@@ -11,7 +11,13 @@ import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.arguments import answered
-from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.data.host_arrays import (
+    check_range,
+    device_dtype,
+    host_array,
+    opened,
+    refuse_keys,
+)
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.array_table import arrays_html, arrays_text
 from replicax.core.ground.leaves import PyTree
@@ -349,13 +355,6 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
     array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
     if dtype == array.dtype:
         return array
-    if array.dtype.kind in "iuf":
-        limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
-        outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
-        if outside.any():
-            raise DataError(
-                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} ranges "
-                f"from {limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
-            )
+    check_range(f"batch{keystr(path)}", array, dtype)
     with np.errstate(over="ignore"):
         return array.astype(dtype)

@@ -89,6 +89,19 @@ def device_dtype(path: Path, array: np.ndarray) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
 
 
+def check_range(name: str, array: np.ndarray, dtype: np.dtype) -> None:
+    """Raise `DataError` if a number in `array` is out of the range of `dtype`, a narrower one."""
+    if dtype == array.dtype or array.dtype.kind not in "iuf":
+        return
+    limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
+    outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
+    if outside.any():
+        raise DataError(
+            f"{name} has the {array.dtype} {array[outside].flat[0]}; {dtype} ranges from "
+            f"{limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
+        )
+
+
 def refuse_keys(path: Path, leaf: Any) -> None:
     """Raise `DataError` if `leaf` holds random keys."""
     if is_random_key(leaf):

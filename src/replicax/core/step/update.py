@@ -25,7 +25,7 @@ from replicax.core.step.base import (
     SumsFunction,
 )
 from replicax.core.step.loss import LOSS, WeightedSum
-from replicax.core.step.objective import Objective, with_zeros
+from replicax.core.step.objective import Objective, only_read, with_zeros
 from replicax.core.step.optimizer import Updater
 
 
@@ -135,11 +135,12 @@ def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None
     # If the weight is 0, so is the sum. Selecting between two states would cost 10% of an update.
     divisor = total.divisor
     # In the parameter's dtype, as `jax.grad` returns it, so that moments keep their dtype.
-    return jax.tree.map(
+    mean = jax.tree.map(
         lambda leaf, param: (leaf / divisor).astype(param.dtype),
-        with_zeros(total.gradient, params, read),
-        params,
+        total.gradient,
+        only_read(params, read),
     )
+    return with_zeros(mean, params, read)
 
 
 def score(
