@@ -39,6 +39,8 @@ class Kind:
     keeps_shape: bool
     """Whether objects can be merged in a program: merging leaves shapes and dtypes as they are."""
     merge: Merge
+    in_order: bool = False
+    """Whether its rows have an order, as those of an `AllRows`."""
 
     def made(self, arrays: Iterator[Any]) -> Any:
         """Return an object with these arrays."""
@@ -85,6 +87,15 @@ class Merged:
     def grows(self) -> bool:
         """Whether the object grows with the number of rows, as one that collects them."""
         return not self.kind.keeps_shape
+
+    def joined(self, join: Callable[[Any], Any]) -> "Merged":
+        """Return that of a sequence of micro-batches, whose leaves are `[parts, 1, ...]`.
+
+        `join` puts rows `[parts, rows, ...]` in their order.
+        """
+        if self.kind.in_order:
+            return jax.tree.map(lambda leaf: join(leaf[:, 0])[None], self)  # type: ignore[no-any-return]
+        return jax.tree.map(join, self)  # type: ignore[no-any-return]
 
     def compute(self) -> Any:
         """Return what the object's `compute()` does; waits for the step.
@@ -136,7 +147,9 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
             f"the metric {name!r} is an rx.AllRows of {shapes}, and there are {len(mask)} rows: "
             "give it one entry for each row"
         )
-    found = dataclasses.replace(fixed, by_row=by_row, keeps_shape=keeps_shape)
+    found = dataclasses.replace(
+        fixed, by_row=by_row, keeps_shape=keeps_shape, in_order=isinstance(metric, AllRows)
+    )
     return Merged(
         tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found
     )
