@@ -30,8 +30,8 @@ class RowsRead(NamedTuple):
     """New host arrays of at most `batch_size` rows."""
     places: np.ndarray
     """The index of each row in the source."""
-    states: tuple[LoaderState | None, LoaderState | None] = (None, None)
-    """The states of the source before and after it, if the source has any."""
+    state: LoaderState | None = None
+    """The state of the source before it, if the source has any."""
 
 
 @answered
@@ -82,6 +82,11 @@ class Source(abc.ABC):
     def order_is_known(self) -> bool:
         """Whether another start goes on in the same order: its state or the epoch decides."""
         return True
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has a state, as far as that is known before it is read."""
+        return False
 
     @abc.abstractmethod
     def epoch(
@@ -266,7 +271,11 @@ class IterableSource(Source):
 
     @property
     def order_is_known(self) -> bool:
-        return bool(self._told) or self._loader.has_state
+        return bool(self._told) or self.has_state
+
+    @property
+    def has_state(self) -> bool:
+        return self._loader.has_state
 
     @property
     def is_generator(self) -> bool:
@@ -288,10 +297,9 @@ class IterableSource(Source):
             rows = row_count(data)
             if not rows:
                 raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
-            after = self._state(number, start + rows)
-            yield RowsRead(data, np.arange(start, start + rows), (before, after))
-            before = after
+            yield RowsRead(data, np.arange(start, start + rows), before)
             start += rows
+            before = self._state(number, start)
         if not start and self._was_read:
             raise DataError(
                 f"the source yielded no batch when read again in epoch {number}; a generator can "
@@ -320,6 +328,10 @@ class PerProcessSource(Source):
     @property
     def order_is_known(self) -> bool:
         return self.own.order_is_known
+
+    @property
+    def has_state(self) -> bool:
+        return self.own.has_state
 
     @property
     def is_generator(self) -> bool:
