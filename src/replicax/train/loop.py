@@ -236,8 +236,7 @@ class Loop(Requests):
         """
         made: list[Record] = []
         for step, ready in finished(self.dp.job.in_flight, may_remain):
-            for record in self._run_state.bad_steps.finished(step):
-                self.keep(record)
+            made += self._run_state.bad_steps.finished(step)
             self.hooks("step", self, step)
             made += map(self._with_figures, self._run_state.meter.finished(step, ready))
         self.hooks("settle", self, due)

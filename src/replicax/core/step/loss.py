@@ -22,6 +22,7 @@ from replicax.errors import ConfigError, LossError, ReplicaxError
 
 LOSS = "loss"
 RESERVED = (LOSS, "rows")
+_COUNT = 1024
 
 
 @answered
@@ -231,6 +232,12 @@ def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
 
 
+def counted(mask: jax.Array) -> WeightedSum:
+    """Return the number of rows as `total + _COUNT * weight`: float32 alone ends at 2**24."""
+    count = jnp.sum(mask.astype(jnp.int32))
+    return WeightedSum(*(part.astype(jnp.float32) for part in (count % _COUNT, count // _COUNT)))
+
+
 class Totals:
     """Sums over many batches, accumulated in float64 on the host."""
 
@@ -251,11 +258,11 @@ class Totals:
         """Return each mean, NaN if the total weight is 0, other metrics, and the number of rows."""
         if not self._sums:
             raise ConfigError("evaluate was given 0 batches; pass at least 1")
-        rows = int(self._sums.pop("rows")[0])
+        rows, thousands = map(int, self._sums.pop("rows"))
         means: dict[str, Any] = {
             name: float(total) / float(weight) if weight else math.nan
             for name, (total, weight) in self._sums.items()
         }
         for name, merging in self._merging.items():
             means |= named_values(name, merging.compute())
-        return {**means, "rows": rows}
+        return {**means, "rows": rows + _COUNT * thousands}

@@ -24,7 +24,7 @@ from replicax.core.step.base import (
     StepSums,
     SumsFunction,
 )
-from replicax.core.step.loss import LOSS, WeightedSum
+from replicax.core.step.loss import LOSS, counted
 from replicax.core.step.objective import Objective, only_read, with_zeros
 from replicax.core.step.optimizer import Updater
 
@@ -154,15 +154,14 @@ def score(
 ) -> dict[str, Any]:
     """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 
-    A metric that is no mean is a `Merged`; `"rows"` counts the real rows: its total, with weight 1.
+    A metric that is no mean is a `Merged`; `"rows"` counts the real rows, see `loss.counted`.
     """
 
     def part(
         params: PyTree, extras: PyTree, rows: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
         found, extras = objective.score_sums(params, extras, rows, context)
-        count = jnp.sum(rows.mask)
-        sums = {**found.weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
+        sums = {**found.weighted, "rows": counted(rows.mask)}
         return dataclasses.replace(found, weighted=sums), extras
 
     total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)
