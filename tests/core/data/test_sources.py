@@ -107,6 +107,10 @@ def test_a_wrong_batch_is_refused_when_it_comes(batches: list[Any], words: str) 
         (17, 4, False, ConfigError, "the source is a int"),
         (grain_rows(4), None, False, ConfigError, "batch_size is missing"),
         (grain_rows(4).to_iter_dataset(), 4, True, ConfigError, "IterDataset"),
+        (grain_rows(8).batch(4).map(lambda rows: rows), 4, False, ConfigError, r"\.batch"),
+        (grain_rows(4).batch(2), None, False, ConfigError, r"\.batch"),
+        (grain_rows(8).to_iter_dataset().batch(4), 4, False, ConfigError, r"\.batch"),
+        (grain_rows(4).filter(bool).shuffle(seed=1), 4, False, ConfigError, "to_iter_dataset"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
@@ -115,6 +119,16 @@ def test_what_cannot_work_is_refused_at_once(
     with pytest.raises(error, match=words) as caught:
         opened(data, size, shuffle=shuffle)
     assert "\n" not in str(caught.value)
+
+
+def test_a_grain_iter_dataset_of_batches_is_an_iterable_of_them() -> None:
+    found = opened(grain_rows(10).batch(4).to_iter_dataset(), None)
+    assert [len(rows) for rows, *_ in found.epoch(0)] == [4, 4, 2]
+
+
+def test_a_batch_of_grain_may_be_a_row() -> None:
+    windows = opened(grain_rows(16).batch(8), 2)
+    assert [rows.shape for rows, *_ in windows.epoch(0)] == [(2, 8)]
 
 
 def test_arrays_and_map_datasets_can_be_shuffled() -> None:

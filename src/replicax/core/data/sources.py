@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
+from replicax.core.data.grain_elements import batch_size_in, check_rows, is_grain
 from replicax.core.data.host_arrays import host_array, is_array_like, opened
 from replicax.core.data.loader_state import Loader, LoaderState
 from replicax.core.ground.job import Job
@@ -147,6 +148,10 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
             f"the source is a {type(data).__name__}; pass a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"
         )
+    if grain and not size and not can_shuffle(data) and batch_size_in(data):
+        grain = False  # an iterable of batches as any other
+    if grain:
+        check_rows(data, size)
     if not size and (grain or can_shuffle(data)):
         raise ConfigError(
             "batch_size is missing; arrays and Grain datasets must be split: pass batch_size=..."
@@ -173,12 +178,6 @@ def can_shuffle(data: Any) -> bool:
     rows = data.data if isinstance(data, PerProcess) else data
     arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows)
     return arrays or is_grain(rows, "MapDataset")
-
-
-def is_grain(data: Any, *kinds: str) -> bool:
-    """Whether `data` is a Grain dataset of one of these kinds."""
-    grain = sys.modules.get("grain")  # a Grain dataset implies that grain is imported
-    return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
 
 
 class _Ordered(Source):
