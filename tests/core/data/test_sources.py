@@ -1,6 +1,7 @@
 """Sources: arrays, Grain datasets, iterables of batches; each row once an epoch."""
 
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -25,6 +26,21 @@ def values(source: Source, epoch: int = 0) -> list[Any]:
     return [row for data, *_ in source.epoch(epoch) for row in np.asarray(data).tolist()]
 
 
+class Table:
+    """Yields the names of its columns, as a `DataFrame` does."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+        self.dtypes = {name: each.dtype for name, each in columns.items()}
+        self.shape = (10, len(columns))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+
 def grain_rows(rows: int) -> grain.MapDataset:
     return grain.MapDataset.range(rows).map(lambda number: np.int32(number * 10))
 
@@ -38,8 +54,9 @@ def grain_rows(rows: int) -> grain.MapDataset:
         jnp.arange(10),
         UserDict(x=np.arange(10, dtype=">f8")),
         np.ma.masked_array(np.arange(10), mask=False),
+        Table({"x": np.arange(10)}),
     ],
-    ids=["dict", "tuple", "array", "jax array", "mapping", "mask"],
+    ids=["dict", "tuple", "array", "jax array", "mapping", "mask", "table"],
 )
 def test_arrays_are_cut_in_order(data: Any) -> None:
     source = opened(data)

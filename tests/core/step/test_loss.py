@@ -65,6 +65,7 @@ def test_low_precision_is_summed_in_float32() -> None:
         ((jnp.ones(ROWS), jnp.ones(ROWS)), "a tuple of"),
         ((jnp.ones(ROWS), {"loss": jnp.ones(ROWS)}), "'loss', a reserved"),
         ((jnp.ones(ROWS), {"rows": jnp.ones(ROWS)}), "'rows', a reserved"),
+        ((jnp.ones(ROWS), {1: jnp.ones(ROWS)}), "the key 1;"),
         (None, "a NoneType"),
         ("0.5", "a str"),
         (

@@ -169,7 +169,11 @@ class Batch:
 
         They are then in `shared` and `sets`, unchanged.
         """
-        nodes = jax.tree.leaves(self.data, is_leaf=_is_marked)
+        places = jax.tree_util.tree_leaves_with_path(self.data, is_leaf=_is_marked)
+        for path, node in places:
+            for below, leaf in _below(node):
+                refuse_keys((*path, *below), leaf)
+        nodes = [node for _, node in places]
         values = tuple(node.value for node in nodes if isinstance(node, Shared))
         sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
         if not (values or sets):
@@ -227,6 +231,12 @@ def _map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
     return jax.tree.map(
         lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
     )
+
+
+def _below(node: Any) -> list[tuple[Any, Any]]:
+    """Return the leaves of the value of a `Shared`, with their paths in it."""
+    shared = isinstance(node, Shared)
+    return jax.tree_util.tree_leaves_with_path(node.value) if shared else []
 
 
 def _is_marked(node: Any) -> bool:

@@ -17,11 +17,12 @@ Path = tuple[Any, ...]
 def opened(data: PyTree) -> PyTree:
     """Return `data` with each mapping, such as an HDF5 group or a `UserDict`, as a dict.
 
-    Mappings that JAX knows as pytrees are left as they are.
+    So are tables with columns, such as a `DataFrame`. Mappings that JAX knows as pytrees are left
+    as they are.
     """
 
     def opened_leaf(path: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Mapping):
+        if not (isinstance(leaf, Mapping) or is_table(leaf)):
             return leaf
         unnamed = [name for name in leaf if not isinstance(name, str)]
         if unnamed:  # more likely rows by number than columns by name
@@ -45,6 +46,11 @@ def opened(data: PyTree) -> PyTree:
             "arguments, and JAX makes it of other things than arrays too: pass a dict"
         )
     return found
+
+
+def is_table(data: Any) -> bool:
+    """Whether `data` has columns by name, which it yields, as a `DataFrame` of pandas."""
+    return all(hasattr(data, name) for name in ("columns", "dtypes"))
 
 
 def is_array_like(data: Any) -> bool:

@@ -164,6 +164,11 @@ def values_by_name(returned: Any) -> dict[str, Any]:
             f"the loss returned a tuple of ({kinds}); it must return values, or a pair of values "
             "and a dict of metrics: return only values, or put the rest in a dict by name"
         )
+    if unnamed := [name for name in returned[1] if not isinstance(name, str)]:
+        raise LossError(
+            f"the loss returned a metric with the key {unnamed[0]!r}; metrics have names: use "
+            "strings"
+        )
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
         raise LossError(f"the loss returned a metric {taken[0]!r}, a reserved name: rename it")
