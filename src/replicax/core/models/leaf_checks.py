@@ -14,4 +14,5 @@ def check_leaves(arrays: PyTree) -> None:
     """
     for path, leaf in by_path(arrays).items():
         if isinstance(leaf, np.ndarray | np.generic):
-            check_range(f"model{path}", leaf, np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            check_range(f"model{path}", np.asarray(leaf), dtype)
