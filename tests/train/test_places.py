@@ -120,7 +120,7 @@ def test_a_client_that_is_not_installed_is_not_a_folder_to_make_writable(
 
 def test_a_link_to_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"run cannot be .*/gone, "):
+    with pytest.raises(ConfigError, match=r"/run\b.*/gone\b"):
         take_lease(tmp_path / "run")
 
 

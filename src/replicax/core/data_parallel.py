@@ -179,8 +179,7 @@ class DataParallel(Configured):
             source: a dict or tuple of arrays `[rows, ...]`, a Grain dataset of rows, or an iterable
                 of host batches, which does not need `batch_size`.
             batch_size: rows in a global batch; the last batch is padded to this size.
-            shuffle: whether to shuffle the rows, depending on `seed` and `epoch`; `rx.fit` does
-                so by default.
+            shuffle: whether to shuffle the rows by `seed` and `epoch`; `rx.fit` does by default.
             seed: the seed for shuffling.
             epoch: the epoch number, from 0.
             first: the number of the first batch, from 0.

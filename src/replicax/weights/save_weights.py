@@ -14,7 +14,7 @@ from replicax.errors import ConfigError, DataError, require
 from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import leaves_of
 from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
-from replicax.weights.tensor_files import DTYPES, open_tensors
+from replicax.weights.tensor_files import FILE_DTYPES, open_tensors
 from replicax.wording import named
 
 SUFFIX = ".safetensors"
@@ -66,7 +66,7 @@ def save_weights(
     numpy_format = require("safetensors.numpy", "text")
     tensors = named_weights(model, rename or {}, skip, like)
     for name, array in tensors.items():
-        if array.dtype.name not in DTYPES.values():
+        if array.dtype.name not in FILE_DTYPES.values():
             raise DataError(
                 f"{name} is {array.dtype}, which a .safetensors file cannot hold: cast it, or "
                 "skip= it"

@@ -37,7 +37,7 @@ _NARROW = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-DTYPES = _DTYPES | _NARROW
+FILE_DTYPES = _DTYPES | _NARROW
 """NumPy's dtypes, and those of JAX, by the names that safetensors files have for them."""
 _LFS = b"version https://git-lfs"
 
@@ -117,13 +117,13 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
             ) from error
         raise DataError(f"{path} is not a .safetensors file ({error}); convert it") from error
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    if odd := [name for name, each in slices.items() if each.get_dtype() not in DTYPES]:
+    if odd := [name for name, each in slices.items() if each.get_dtype() not in FILE_DTYPES]:
         raise DataError(
             f"{path}: {odd[0]} is {slices[odd[0]].get_dtype()}, which cannot be read here; "
-            f"dtypes are {', '.join(DTYPES)}: convert it"
+            f"dtypes are {', '.join(FILE_DTYPES)}: convert it"
         )
     kinds = {
-        name: jax.ShapeDtypeStruct(tuple(each.get_shape()), np.dtype(DTYPES[each.get_dtype()]))
+        name: jax.ShapeDtypeStruct(tuple(each.get_shape()), np.dtype(FILE_DTYPES[each.get_dtype()]))
         for name, each in slices.items()
     }
 

@@ -11,7 +11,7 @@ from support.tiers import only
 from support.training import parallel
 
 import replicax as rx
-from replicax.core.step.loss import Totals, counted, sums
+from replicax.core.step.loss import Totals, rows_counted, sums
 
 ROWS = 6
 MASK = jnp.asarray([1, 1, 1, 1, 0, 0], jnp.float32)
@@ -200,7 +200,7 @@ def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:
 
 def test_rows_are_counted_beyond_what_float32_counts() -> None:
     totals = Totals()
-    of_few = counted(np.ones(2**11 + 1, bool))
+    of_few = rows_counted(np.ones(2**11 + 1, bool))
     for found in (of_few, jax.tree.map(lambda part: part * np.float32(2**13), of_few)):
         totals.add({"rows": found})
     assert totals.means() == {"rows": (2**11 + 1) * (2**13 + 1)}

@@ -22,7 +22,7 @@ def opened(data: PyTree) -> PyTree:
     """
 
     def opened_leaf(path: Path, leaf: Any) -> Any:
-        if not (isinstance(leaf, Mapping) or is_table(leaf)):
+        if not (isinstance(leaf, Mapping) or has_columns(leaf)):
             return leaf
         unnamed = [name for name in leaf if not isinstance(name, str)]
         if unnamed:  # more likely rows by number than columns by name
@@ -48,7 +48,7 @@ def opened(data: PyTree) -> PyTree:
     return found
 
 
-def is_table(data: Any) -> bool:
+def has_columns(data: Any) -> bool:
     """Whether `data` has columns by name, which it yields, as a `DataFrame` of pandas."""
     return all(hasattr(data, name) for name in ("columns", "dtypes"))
 

@@ -88,15 +88,6 @@ class Merged:
         """Whether the object grows with the number of rows, as one that collects them."""
         return not self.kind.keeps_shape
 
-    def joined(self, join: Callable[[Any], Any]) -> "Merged":
-        """Return that of a sequence of micro-batches, whose leaves are `[parts, 1, ...]`.
-
-        `join` puts rows `[parts, rows, ...]` in their order.
-        """
-        if self.kind.in_order:
-            return jax.tree.map(lambda leaf: join(leaf[:, 0])[None], self)  # type: ignore[no-any-return]
-        return jax.tree.map(join, self)  # type: ignore[no-any-return]
-
     def compute(self) -> Any:
         """Return what the object's `compute()` does; waits for the step.
 
@@ -197,6 +188,20 @@ def merged_in_order(whole: Merged) -> Merged:
     first, rest = [leaf[0] for leaf in whole.leaves], [leaf[1:] for leaf in whole.leaves]
     total, _ = lax.scan(add, first, rest)
     return Merged(tuple(leaf[None] for leaf in total), None, kind)
+
+
+def joined_parts(rows: dict[str, Any], join: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the rows of a sequence of micro-batches, whose leaves are `[parts, ...]`.
+
+    `join` puts rows `[parts, rows, ...]` in their order; a metric keeps its parts if it has none.
+    """
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, Merged) and value.kind.in_order:
+            return jax.tree.map(lambda leaf: join(leaf[:, 0])[None], value)
+        return jax.tree.map(join, value)
+
+    return {name: joined(value) for name, value in rows.items()}
 
 
 class Merging:

@@ -14,7 +14,7 @@ import numpy as np
 from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.grain_elements import batch_size_in, check_rows, is_grain
-from replicax.core.data.host_arrays import host_array, is_array_like, is_table, opened
+from replicax.core.data.host_arrays import has_columns, host_array, is_array_like, opened
 from replicax.core.data.loader_state import Loader, LoaderState
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
@@ -176,7 +176,7 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be read in any order."""
     rows = data.data if isinstance(data, PerProcess) else data
-    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows) or is_table(rows)
+    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows) or has_columns(rows)
     return arrays or is_grain(rows, "MapDataset")
 
 

@@ -219,8 +219,8 @@ def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None
         weights = weights * _weights(name, value, values)
     weights = jnp.broadcast_to(weights, values.shape)
     # A value with zero weight may be anything, including NaN and infinity.
-    counted = jnp.where(weights != 0, values, 0)
-    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
+    rows_counted = jnp.where(weights != 0, values, 0)
+    return WeightedSum(jnp.sum(rows_counted * weights, axis), jnp.sum(weights, axis))
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
@@ -237,7 +237,7 @@ def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
 
 
-def counted(mask: jax.Array) -> WeightedSum:
+def rows_counted(mask: jax.Array) -> WeightedSum:
     """Return the number of rows as `total + _COUNT * weight`: float32 alone ends at 2**24."""
     count = jnp.sum(mask.astype(jnp.int32))
     return WeightedSum(*(part.astype(jnp.float32) for part in (count % _COUNT, count // _COUNT)))

@@ -13,8 +13,9 @@ import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.ground.leaves import PyTree, by_path
-from replicax.core.ground.precision import is_narrow, to_sum
+from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import Definition
+from replicax.core.models.leaf_checks import check_trained
 from replicax.core.step.objective import only_read
 from replicax.errors import ConfigError
 
@@ -60,7 +61,7 @@ def updater(
     if trainable is not None:
         optimizer = _training(optimizer, trainable, definition, params)
     found = _updater(optimizer, jax.eval_shape(lambda params: params, params))
-    _refuse_narrow(only_read(params, found.read))
+    check_trained(only_read(params, found.read))
     return found
 
 
@@ -72,15 +73,6 @@ def _updater(optimizer: optax.GradientTransformation, shapes: PyTree) -> Updater
             if not isinstance(error.__cause__, TypeError):
                 raise
     return Updater(optimizer, False, *_read(optimizer, shapes))
-
-
-def _refuse_narrow(trained: PyTree) -> None:
-    for path, leaf in by_path(trained).items():
-        if is_narrow(leaf.dtype):
-            raise ConfigError(
-                f"model{path} is {leaf.dtype} and trains; its gradient, moments and updates would "
-                "be rounded to that: freeze it (trainable=), or train it in bfloat16 or float32"
-            )
 
 
 def _read(

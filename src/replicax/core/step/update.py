@@ -23,7 +23,7 @@ from replicax.core.step.base import (
     StepSums,
     SumsFunction,
 )
-from replicax.core.step.loss import LOSS, counted
+from replicax.core.step.loss import LOSS, rows_counted
 from replicax.core.step.objective import Objective, only_read, with_zeros
 from replicax.core.step.optimizer import Updater
 
@@ -153,14 +153,14 @@ def score(
 ) -> dict[str, Any]:
     """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 
-    A metric that is no mean is a `Merged`; `"rows"` counts the real rows, see `loss.counted`.
+    A metric that is no mean is a `Merged`; `"rows"` counts the real rows, see `loss.rows_counted`.
     """
 
     def part(
         params: PyTree, extras: PyTree, rows: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
         found, extras = objective.score_sums(params, extras, rows, context)
-        sums = {**found.weighted, "rows": counted(rows.mask)}
+        sums = {**found.weighted, "rows": rows_counted(rows.mask)}
         return dataclasses.replace(found, weighted=sums), extras
 
     total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)
