@@ -20,7 +20,7 @@ import numpy as np
 from replicax.core.data.per_row import padded_again, real_rows
 from replicax.core.ground.leaves import PyTree, is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 from replicax.train.checkpoints.small import is_small, place_small, small
 from replicax.train.checkpoints.whole import whole
@@ -49,6 +49,7 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
 
 def check_storable(state: TrainState) -> None:
     """Raise `ConfigError` if TensorStore, which writes checkpoints, lacks an array's dtype."""
+    require("orbax.checkpoint", "checkpoints")
     known = importlib.import_module("tensorstore").dtype
     for name, leaf in _named(real_rows(state)).items():
         try:
