@@ -107,10 +107,11 @@ def test_what_the_file_lacks_a_flag_may_give(recipe: str, folder: Path) -> None:
         ("learning-rat = 0.1", ["'learning_rat'", "'learning_rate'", "--help"]),
         ("log_evry = 2", ["'log_evry'", "'log_every'"]),
         ("points = 'many'", ["points='many'", "int"]),
+        ("steps = '5'", ["steps='5' is not int"]),
         ("devices = 2.5", ["devices=2.5"]),
         ("batch_size = 0", ["batch-size"]),
         ("recipe = 'mlp'", ["mlp", "my_recipe.py:Mine"]),
-        ("preset = 'smal'", ["'smal'", "'small'"]),
+        ("\ufeffpreset = 'smal'", ["'smal'", "'small'"]),
         ("points = oops", ["TOML", "line 1"]),
     ],
 )
@@ -122,6 +123,7 @@ def test_what_is_wrong_is_one_line(
     assert [word for word in words if word not in line] == []
     missing = refusal(main, "train", recipe, "--config", "none.toml")
     assert "none.toml" in missing
+    assert "TOML" not in missing
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

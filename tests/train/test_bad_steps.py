@@ -93,6 +93,17 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_named(own: bool) -
     assert "['b']" not in str(ended.value)
 
 
+def test_a_skip_is_recorded_after_the_steps_before_it() -> None:
+    loss = lambda model, batch, key: batch["x"] * model["w"]  # noqa: E731
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
+    data = {"x": np.float32([1, 1, 1, 1, np.nan, 1, 1, 1])}
+    state = dp.init({"w": jnp.ones(())})
+    settings = {"batch_size": 2, "steps": 4, "shuffle": False, "log_every": 1, "progress": False}
+    found = rx.fit(dp, state, data, **settings).records
+    kinds = [(1, "train"), (2, "train"), (3, "skip"), (3, "train"), (4, "train")]
+    assert [(each.step, each.kind) for each in found] == kinds
+
+
 def test_spikes_count_too_and_are_named() -> None:
     bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "spike"}, spikes=True)

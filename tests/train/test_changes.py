@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from replicax.cli.step_options import RoundOptions
 from replicax.cli.train import OF_THIS_START, TrainOptions
+from replicax.cluster.alike import compared_settings
 from replicax.errors import ConfigError
 from replicax.train.changes import (
+    CHOOSING,
     HARMLESS,
     Change,
     check_changes,
@@ -127,6 +129,25 @@ def test_what_is_listed_as_harmless_is_named_and_not_refused(path: str) -> None:
     assert found
     assert not any(each.matters for each in found)
     assert check_changes(CONFIG, new, accept=False)
+
+
+def test_of_the_settings_those_that_choose_numbers_matter() -> None:
+    known = dict.fromkeys((*CHOOSING, "jax_debug_nans"), "a")
+    assert known.keys() < compared_settings({}).keys()
+    old = {**CONFIG, "settings": known}
+    for name in known:
+        [found] = config_changes(old, {**CONFIG, "settings": known | {name: "b"}})
+        assert (found.field, found.matters) == (f"settings.{name}", name in CHOOSING)
+    flag = {"XLA_FLAGS --xla_cpu_enable_fast_math": "1"}
+    assert [each.matters for each in config_changes(old, {**old, "settings": known | flag})] == [
+        False
+    ]
+    assert config_changes(CONFIG, old) == []  # of an older run none are known
+    other = with_program({**old, "settings": known | {CHOOSING[0]: "b"}}, loss="c3")
+    with pytest.raises(ConfigError) as raised:
+        check_changes(with_program(old), other, accept=False)
+    assert "PYTHONHASHSEED" not in str(raised.value)
+    assert str(raised.value).index(CHOOSING[0]) < str(raised.value).index("program.loss")
 
 
 def with_program(config: dict[str, Any], **program: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class TestRunFolder:
         assert (data["shuffle"], data["seed"], set(data["leaves"])) == (True, 0, {"['x']", "['y']"})
         assert config["versions"]["jax"] == jax.__version__
         assert config["versions"]["replicax"]
+        assert config["settings"]["jax_threefry_partitionable"] == "True"
 
     def test_without_checkpoints_it_is_not_written_twice(
         self, dp: rx.DataParallel, run: tuple[rx.Fit, Path]

@@ -48,6 +48,12 @@ def test_a_killed_start_is_followed_at_once(
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_of_this_process_is_not_another_process(run: Path) -> None:
+    with take_lease(run), pytest.raises(RunInUseError) as refused:
+        take_lease(run)
+    assert "another process" not in str(refused.value)
+
+
 def test_a_process_id_that_came_again_is_not_the_holder(run: Path, holding: Start) -> None:
     file = file_of(run, 1)
     content = json.loads(file.read_text())

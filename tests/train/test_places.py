@@ -7,7 +7,7 @@ import pytest
 from support.lease_starts import move, refused
 from support.object_store import Objects, register
 
-from replicax.errors import ConfigError, RunInUseError
+from replicax.errors import ConfigError, MissingDependencyError, RunInUseError
 from replicax.train import lease
 from replicax.train.lease import take_lease
 from replicax.train.places import (
@@ -106,6 +106,24 @@ def test_what_fails_in_a_client_is_an_os_error(
         take_lease(place("s3://bucket/x"))
 
 
+def test_a_client_that_is_not_installed_is_not_a_folder_to_make_writable(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(Objects, "ls", absent)
+    with pytest.raises(MissingDependencyError, match="gcsfs") as failed:
+        take_lease(place("s3://bucket/x"))
+    assert "writable" not in str(failed.value)
+
+
+def test_a_link_to_no_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"/run\b.*/gone\b"):
+        take_lease(tmp_path / "run")
+
+
 def test_what_a_client_does_not_find_is_not_there(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +174,7 @@ def test_heartbeats_are_seen_in_an_object_store(
 
 
 def test_a_path_that_no_file_could_name_is_one_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        place("runs/\udcff")
-    assert str(caught.value).isprintable()
+    for path in ("runs/\udcff", "runs/a\0b"):
+        with pytest.raises(ConfigError) as caught:
+            place(path)
+        assert str(caught.value).isprintable()

@@ -71,6 +71,18 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(
         again(dp, tmp_path, MIDDLE, before, after)
 
 
+def test_a_source_that_ends_before_what_was_trained_on_is_refused(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = Loader("fixed")
+    shorter.data = {name: array[:BATCH] for name, array in shorter.data.items()}
+    with pytest.raises(ConfigError, match=r"\b1 batches .*\b2 .*accept_changes"):
+        again(dp, tmp_path, MIDDLE, Loader("fixed"), shorter)
+    found = fit(dp, tmp_path, source=shorter, batch_size=None, accept_changes=True, progress=True)
+    assert found.step == MIDDLE + (EPOCHS - 2)  # as the second epoch is taken to be over
+    assert "(accepted)" in capsys.readouterr().out
+
+
 def test_another_order_that_is_accepted_is_told(
     dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

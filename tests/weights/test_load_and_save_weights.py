@@ -170,6 +170,30 @@ def test_each_kind_of_model_by_its_own_paths(kind: str, path: Path) -> None:
     assert any((rx.save_weights(other, path)[name] != each).any() for name, each in written.items())
 
 
+def test_narrow_floats_come_back_and_what_the_format_lacks_is_refused(path: Path) -> None:
+    kinds = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    made = {kind: np.arange(1, 7).reshape(2, 3).astype(jnp.dtype(kind)) for kind in kinds}
+    model = made | {"w": np.ones(5, np.float32)}
+    rx.save_weights(model, path)
+    zeros = jax.tree.map(np.zeros_like, model)
+    jax.tree.map(np.testing.assert_array_equal, rx.load_weights(zeros, path), model)
+    with pytest.raises(DataError, match=r"'?w'? is .*float8_e4m3\b"):
+        rx.save_weights({"w": jnp.ones(3, jnp.float8_e4m3)}, path)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.npz"])
+def test_a_file_under_the_name_of_another_format_is_not_written(name: str, path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"write model\.safetensors"):
+        rx.save_weights({"w": jnp.ones(3)}, path.with_name(name))
+    assert not path.with_name(name).exists()
+
+
+def test_a_pointer_of_git_lfs_is_named(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(DataError, match="lfs"):
+        rx.load_weights({"w": jnp.ones(3)}, path)
+
+
 def test_a_half_is_loaded_exactly_and_written_back_in_its_bits(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

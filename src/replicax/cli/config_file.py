@@ -58,10 +58,11 @@ def read_toml(
         ConfigError: no TOML, another recipe, or a key or a value that is wrong.
     """
     try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"{path} is not a TOML file ({cause}): correct it") from error
+        read = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a TOML file ({error}): correct it") from error
     given = {name.replace("-", "_"): value for name, value in read.items()}
     if "recipe" in given:
         _check_recipe(path, str(given.pop("recipe")), spec)

@@ -11,7 +11,7 @@ from replicax.cli.output import show
 from replicax.errors import ConfigError, require
 from replicax.recipes.recipe import weight_names
 from replicax.train.places import check_replaceable
-from replicax.weights.save_weights import save_weights
+from replicax.weights.save_weights import check_suffix, save_weights
 from replicax.wording import size_text
 
 
@@ -36,6 +36,7 @@ def export(arguments: list[str]) -> int:
     file = options.file
     if file.is_dir():
         raise ConfigError(f"{file} is a folder; give a file, such as {file / 'model.safetensors'}")
+    check_suffix(file)
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
     if os.path.lexists(file):

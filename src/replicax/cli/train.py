@@ -104,9 +104,9 @@ class EvalOptions:
     """Rows of an evaluation at most, rounded up to whole batches."""
     eval_at_start: bool = False
     """Also evaluate before the first step."""
-    keep_best: Annotated[str | None, shown_as("METRIC", "none")] = None
+    keep_best: Annotated[str | None, shown_as("METRIC[:min|max]", "none")] = None
     """Keep the checkpoint of the best evaluation; best.json names it."""
-    early_stopping: Annotated[str | None, shown_as("METRIC[:N]", "none")] = None
+    early_stopping: Annotated[str | None, shown_as("METRIC[:N][:min|max]", "none")] = None
     """End the run once N evaluations in a row (3 by default) did not improve the metric."""
 
     def evaluation(self, source: Any) -> rx.Evaluation | None:
@@ -218,7 +218,8 @@ class TrainOptions:
                     f"--keep-best {self.eval.keep_best} with --save-minutes 0, which saves "
                     "nothing; leave one of them out"
                 )
-            hooks.append(rx.KeepBest(self.eval.keep_best))
+            metric, mode = _with_direction(self.eval.keep_best)
+            hooks.append(rx.KeepBest(metric, mode=mode))
         if self.eval.early_stopping is not None:
             hooks.append(_early_stopping(self.eval.early_stopping))
         names = words(record.log_to or "")
@@ -363,10 +364,17 @@ def _end_at_once(number: int) -> None:
 
 
 def _early_stopping(text: str) -> rx.EarlyStopping:
-    """Return the hook for `accuracy`, or for `accuracy:5`."""
-    metric, colon, patience = text.partition(":")
+    """Return the hook for `accuracy`, `accuracy:5` or `accuracy:5:max`."""
+    told, mode = _with_direction(text)
+    metric, colon, patience = told.partition(":")
     if not metric or (colon and not (patience.isascii() and patience.isdecimal())):
         raise ConfigError(
             f"--early-stopping {text}; it must be a metric, and evaluations to wait: accuracy:5"
         )
-    return rx.EarlyStopping(metric, *([int(patience)] if colon else []))
+    return rx.EarlyStopping(metric, *([int(patience)] if colon else []), mode=mode)
+
+
+def _with_direction(text: str) -> tuple[str, str | None]:
+    """Return `score` and `max` of `score:max`; None if no direction is told."""
+    metric, _, mode = text.rpartition(":")
+    return (metric, mode) if metric and mode in ("min", "max") else (text, None)

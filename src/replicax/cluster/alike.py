@@ -54,6 +54,11 @@ _CPU = Path("/proc/cpuinfo")
 
 def compared_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the versions, flags and settings of this process, by name."""
+    return {**versions(), **compared_settings(env)}
+
+
+def compared_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags and settings of this process, by name."""
     variables = {name: env[name] for name in _VARIABLES if name in env}
     flags = {
         f"{name} {flag}": value
@@ -63,7 +68,7 @@ def compared_environment(env: Mapping[str, str]) -> dict[str, str]:
     }
     own = jax.config.values  # an attribute, if there is one, knows this thread's own value
     settings = {name: str(getattr(jax.config, name, own.get(name))) for name in _SETTINGS}
-    return {**versions(), **variables, **flags, **settings}
+    return {**variables, **flags, **settings}
 
 
 def versions() -> dict[str, str]:

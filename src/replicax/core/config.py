@@ -18,6 +18,7 @@ from replicax.core.ground.job import Job, lone_job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.models.definition import SplitModel
+from replicax.core.models.leaf_checks import check_leaves
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
@@ -129,8 +130,12 @@ class Configuration:
         Rows in a state are padded as a batch of so many is on `mesh`.
         """
         if self.step is None:
-            return split_model(model)
+            definition, params, extras = split_model(model)
+            for arrays in (params, extras):
+                check_leaves(arrays)
+            return definition, params, extras
         definition, params, _ = split_pytree(model, CustomState)
+        check_leaves(params)
         params = padded_state(params, self.split(mesh).padded)
         exchanges = self.islands is not None or self.job.exchange is not None
         if exchanges and rows_of_state(params):

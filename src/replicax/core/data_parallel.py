@@ -140,6 +140,7 @@ class DataParallel(Configured):
 
         Raises:
             ConfigError: nothing to train, a different model structure, or too little memory.
+            DataError: a 64-bit number that has no 32-bit value, without `jax_enable_x64`.
         """
         definition, params, extras = self.configuration.split_model(model, self.mesh)
         program = self._adopt((definition, params, extras))
@@ -178,8 +179,7 @@ class DataParallel(Configured):
             source: a dict or tuple of arrays `[rows, ...]`, a Grain dataset of rows, or an iterable
                 of host batches, which does not need `batch_size`.
             batch_size: rows in a global batch; the last batch is padded to this size.
-            shuffle: whether to shuffle the rows, depending on `seed` and `epoch`; `rx.fit` does
-                so by default.
+            shuffle: whether to shuffle the rows by `seed` and `epoch`; `rx.fit` does by default.
             seed: the seed for shuffling.
             epoch: the epoch number, from 0.
             first: the number of the first batch, from 0.

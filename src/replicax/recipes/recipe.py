@@ -261,4 +261,14 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         numbers = (int, float) if hint is float else hint
         if isinstance(value, numbers) and (hint is bool or not isinstance(value, bool)):
             return value
-    raise ValueError(f"{name}={value!r} is not {getattr(hint, '__name__', hint)}")
+    raise ValueError(f"{name}={value!r} is not {_name_of(hint)}")
+
+
+def _name_of(hint: Any) -> str:
+    """Return a type as a person says it: `int` of `int | None`, `'a' or 'b'` of a literal."""
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [each for each in get_args(hint) if each is not types.NoneType]
+        return " or ".join(map(_name_of, kinds))
+    return str(getattr(hint, "__name__", hint))

@@ -36,11 +36,18 @@ HARMLESS = (
     *("options.eval_at_start", "options.log_to", "options.gradient_norm", "options.profile"),
     "options.dump_hlo",
     "preset",  # a name for field values, each of which is compared
+    "settings",  # of JAX and XLA, which may round differently; but see `CHOOSING`
     "versions",  # an upgrade may round differently; the requested computation is the same
     "start",  # who started it, where, when, and with which code; the program itself is compared
 )
 """Dotted paths of settings that cannot alter a run's results beyond rounding, including everything
 below them. All other settings matter."""
+CHOOSING = (
+    *("jax_default_prng_impl", "jax_enable_custom_prng", "jax_high_dynamic_range_gumbel"),
+    *("jax_random_seed_offset", "jax_threefry_partitionable"),  # the random numbers
+    *("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"),  # dtypes
+)
+"""Settings of JAX that matter: they choose random numbers or dtypes."""
 LENGTHS = frozenset((("fields", "epochs"), ("epochs",), ("steps",)))
 """Lengths of a run; harmless if its program is the same, as no schedule then depends on them."""
 
@@ -89,6 +96,7 @@ class _Sections(TypedDict, total=False):
     parallel: dict[str, Any]
     data: dict[str, Any]
     versions: dict[str, str]
+    settings: dict[str, str]
     start: dict[str, Any]
     program: dict[str, str]
     bits: dict[str, str]
@@ -124,7 +132,7 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
 
     Both are compared as written to `config.json`, so a tuple equals a list, and 1 differs from 1.0.
     Memory addresses in objects' text, and the command, host and time of a start, are ignored. The
-    program is compared only if both have one.
+    program and the settings are compared only if both have them.
     """
     was, now = _as_written(old), _as_written(new)
     before = was.get("program")
@@ -141,6 +149,8 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
             return True
         if path in LENGTHS:
             return not same_program
+        if path[0] == "settings":
+            return path[-1] in CHOOSING
         if path[0] == "program":
             return same_tracer
         return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
@@ -151,6 +161,7 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
+        and (path[0] != "settings" or {"settings"} <= was.keys() & now.keys())
         and (path[:2] not in _IF_BOTH or ABSENT not in (one, other))
     ]
 
@@ -174,6 +185,7 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
     """Return one line per change, in 80 columns; raise `ConfigError` for unaccepted ones."""
     found = _once(config_changes(old, new))
     matter = [change for change in found if change.matters]
+    matter.sort(key=lambda change: not change.field.startswith("settings."))  # they change programs
     if matter and not accept:
         more = f", and {len(matter) - _MOST_NAMED} more" if len(matter) > _MOST_NAMED else ""
         told = []
@@ -181,7 +193,8 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
             section, _, part = change.field.partition(".")
             meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
             told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
-        if _hashes_differ() and any(change.field.startswith("program.") for change in matter):
+        sections = {change.field.partition(".")[0] for change in matter}
+        if _hashes_differ() and "program" in sections and "settings" not in sections:
             more += "; if the order of a set can change it, set PYTHONHASHSEED=0"
         raise ConfigError(
             f"this run began with another configuration: {', '.join(told)}{more}; use a new "

@@ -125,7 +125,8 @@ class Evaluator:
         leaves = source.fingerprint().get("leaves")
         if leaves is None:
             return None
-        return f"{source.rows} rows, {zlib.crc32(json.dumps(leaves).encode()):08x}"
+        first = f", the first {most}" if (most := self._plan.max_rows) is not None else ""
+        return f"{source.rows} rows, {zlib.crc32(json.dumps(leaves).encode()):08x}{first}"
 
     def save_state(self) -> dict[str, Any]:
         return {name: each.save_state() for name, each in self._first.items()}

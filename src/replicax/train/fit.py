@@ -22,10 +22,9 @@ from replicax.errors import (
     StateError,
     Terminated,
     interrupted,
-    require,
 )
 from replicax.train.call_sizes import call_sizes
-from replicax.train.checkpoints.arrays import params_not_finite
+from replicax.train.checkpoints.arrays import check_storable, params_not_finite
 from replicax.train.checkpoints.store import is_complete
 from replicax.train.curves import Curves
 from replicax.train.evaluator import ONLY_ONCE, Evaluator, as_evaluation
@@ -231,7 +230,7 @@ class Run(Resuming):
                 size = self.source.batch_size  # traced before other islands wait for this one
                 self.config["program"] = program_fingerprint(self.dp, self.state, rows, size)
             if self.resumable:
-                require("orbax.checkpoint", "checkpoints")  # takes a while, too
+                check_storable(self.state)  # imports Orbax, which takes a while, too
             self._members.enter(plain_config(agreed), self.dp, self.state, self._first)
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())

@@ -160,6 +160,11 @@ def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
             if lives := _look(file) != first:
                 break
     if lives:
+        if holder.get("pid") == os.getpid() and holder == holder | here:
+            raise RunInUseError(
+                f"{folder} is in use: an rx.Run of this process is still open in it ({who}); leave "
+                "its block, or restart the notebook's kernel"
+            )
         why = f"{folder} is in use: another process is already writing to it ({who})"
         raise RunInUseError(f"{why}; wait for it, stop it, or choose another --run")
     return True

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 
@@ -35,6 +35,8 @@ class Best(TypedDict):
     metric: str
     value: float
     step: int
+    evaluation: NotRequired[dict[str, str]]
+    """Digest of the rows of each source that `value` was measured on, if they are known."""
 
 
 @dataclasses.dataclass(frozen=True)

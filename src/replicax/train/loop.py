@@ -98,7 +98,7 @@ class Loop(Requests):
         feed.stops = self._gives_up
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
-            batches = Ahead(items)
+            batches, number = Ahead(items), -1
             for number, batch in enumerate(batches):
                 before, waited = waited, feed.wait_seconds
                 self._run_state.meter.add_wait(waited - before)
@@ -117,6 +117,8 @@ class Loop(Requests):
                     return True
                 if self._stopping.over or self._all_steps_done():
                     break
+            if number < 0 and not batches.gave_up and self.source.batches is None:
+                self._run_state.reread.check_end(feed, begun=self._begun)
             if batches.gave_up:  # all processes did
                 self._ledger.move("productive", "waiting", feed.wait_seconds - waited)
                 self._stopping.vote(now=True)
@@ -234,8 +236,7 @@ class Loop(Requests):
         """
         made: list[Record] = []
         for step, ready in finished(self.dp.job.in_flight, may_remain):
-            for record in self._run_state.bad_steps.finished(step):
-                self.keep(record)
+            made += self._run_state.bad_steps.finished(step)
             self.hooks("step", self, step)
             made += map(self._with_figures, self._run_state.meter.finished(step, ready))
         self.hooks("settle", self, due)

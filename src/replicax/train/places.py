@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from replicax.errors import ConfigError, require
+from replicax.errors import ConfigError, MissingDependencyError, require
+from replicax.wording import first_line
 
 _STORES = ("gs", "s3", "az")
 _THREADS = 8
@@ -33,6 +34,8 @@ def place(run_dir: str | os.PathLike[str]) -> Path:
     given = os.fspath(run_dir)
     if not given:
         raise ConfigError('the path "" is empty; it must name a folder or a file: name one')
+    if "\0" in given:
+        raise ConfigError(f"the path {given!a} has a NUL character; choose another")
     try:
         given.encode()
     except UnicodeEncodeError as error:  # it could not be written to any of the run's files
@@ -75,8 +78,15 @@ def names(folder: Path) -> list[str]:
 
 def make_folder(folder: Path) -> None:
     """Create `folder` and its parents; no-op in an object store."""
-    if not is_remote(folder):
+    if is_remote(folder):
+        return
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if not os.path.islink(at := error.filename) or os.path.exists(at):
+            raise
+        text = f"a link to {os.readlink(at)}, which does not exist"
+        raise FileNotFoundError(errno.ENOENT, text, at) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -215,6 +225,10 @@ def _os_errors(path: Path) -> Iterator[None]:
     """Convert the errors of object store clients to `OSError`."""
     try:
         yield
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path}: the client of this object store is not installed ({first_line(error)})"
+        ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:
             raise

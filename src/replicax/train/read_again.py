@@ -123,15 +123,38 @@ class RereadCheck:
         if (changed := difference(self.last(), checksums(feed.skipped, self._job))) is None:
             return
         what = f"batch {feed.first - 1} of epoch {feed.epoch}"
-        if self._accept:
-            self._say(f"change data: {what} {changed} (accepted)")
-            return
-        text = (
-            f"{what} is not the one that was trained on ({changed}): the source has another order "
-            "or other rows than before, so that some rows are repeated and others left out; let "
-            "its order depend only on the epoch, or continue anyway (--accept-changes, or "
-            "accept_changes=True)"
+        why = (
+            "the source has another order or other rows than before, so that some rows are "
+            "repeated and others left out; let its order depend only on the epoch"
         )
+        if feed.source.has_state:
+            why = (
+                "the loader's state does not have all that it knows, such as the buffer of a "
+                "shuffle, so that some rows are repeated and others left out; shuffle without a "
+                "buffer"
+            )
+        text = f"{what} is not the one that was trained on ({changed}): {why}"
+        self._changed(f"{what} {changed}", text, begun=begun)
+
+    def check_end(self, feed: Feed, *, begun: bool) -> None:
+        """Do so for a pass that has ended without a batch; all processes must call it."""
+        ends = self._job.gather("the end of the data", feed.ended)
+        if None in ends:
+            return
+        had, done = max(ends), f"{feed.first} were trained on"
+        text = (
+            f"epoch {feed.epoch} has {had} batches now, and {done}: the source has lost rows, so "
+            "that the rest of the epoch is missing; pass all of it"
+        )
+        told = f"epoch {feed.epoch} has {had} batches, and {done}"
+        self._changed(told, text, begun=begun)
+
+    def _changed(self, told: str, text: str, *, begun: bool) -> None:
+        """Raise `ConfigError` for a change, unless it is accepted or a step has begun."""
+        if self._accept:
+            self._say(f"change data: {told} (accepted)")
+            return
+        text += ", or continue anyway (--accept-changes, or accept_changes=True)"
         if not begun:
             raise ConfigError(text)
         self._alarm(text)  # the run went back, and is not ended by that

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from replicax.blocks import Grid, Paragraph, html_of
+from replicax.cluster.alike import compared_settings
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
@@ -176,7 +177,7 @@ def doubts(dp: DataParallel, steps: int | None) -> list[str]:
 
 
 def derived(dp: DataParallel, feed: Feed, length: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the derived values for `config.json`, with versions, and this start and its length."""
+    """Return the derived values for `config.json`, with versions, settings, and this start."""
     return {
         "parallel": {
             **dp.configuration.names(),
@@ -198,6 +199,7 @@ def derived(dp: DataParallel, feed: Feed, length: Mapping[str, Any]) -> dict[str
             # Model libraries, if imported, as they may determine the operations.
             **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
+        "settings": compared_settings(os.environ),
         "start": {**this_start(), **{name: length[name] for name in LENGTH}},
     }
 

@@ -49,8 +49,8 @@ def leaves_of(model: Any) -> ModelLeaves:
             name = _dotted(path)
             if name in found:
                 raise ConfigError(
-                    f"{name} is a parameter and a statistic of this model; names in a file must be "
-                    "unique: rename one in the model"
+                    f"two arrays of this model have the dotted path {name}; names in a file must "
+                    "be unique: rename one in the model"
                 )
             found[name] = leaf
     arrays = {path: leaf for path, leaf in found.items() if not is_random_key(leaf)}

@@ -14,8 +14,10 @@ from replicax.errors import ConfigError, DataError, require
 from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import leaves_of
 from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
-from replicax.weights.tensor_files import open_tensors
+from replicax.weights.tensor_files import FILE_DTYPES, open_tensors
 from replicax.wording import named
+
+SUFFIX = ".safetensors"
 
 
 @typed
@@ -41,7 +43,7 @@ def save_weights(
 
     Args:
         model: a model of any kind that `dp.init` accepts, such as `dp.model(state)`.
-        file: the file to write.
+        file: the file to write; a suffix, if it has one, is .safetensors.
         rename: as in `load_weights`; a pattern must be plain text outside of its groups `(...)`,
             unless `like` has the names. Of several rules for one leaf, the first is used.
         skip: patterns of names and paths to leave out on purpose.
@@ -54,13 +56,21 @@ def save_weights(
 
     Raises:
         ConfigError: a leaf has no name or several, a pattern stands for several names, or the file
-            cannot be written.
-        DataError: a tensor of `like` does not fit the model, or a leaf is in none.
+            has another suffix or cannot be written.
+        DataError: a tensor of `like` does not fit the model, a leaf is in none, or has a dtype that
+            such a file lacks.
         MissingDependencyError: safetensors is not installed.
     """
     path = Path(file)
+    check_suffix(path)
     numpy_format = require("safetensors.numpy", "text")
     tensors = named_weights(model, rename or {}, skip, like)
+    for name, array in tensors.items():
+        if array.dtype.name not in FILE_DTYPES.values():
+            raise DataError(
+                f"{name} is {array.dtype}, which a .safetensors file cannot hold: cast it, or "
+                "skip= it"
+            )
     try:
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
             whole = Path(folder, path.name)
@@ -69,6 +79,14 @@ def save_weights(
     except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
         raise ConfigError(f"{path} cannot be written ({error}); choose another") from error
     return tensors
+
+
+def check_suffix(path: Path) -> None:
+    """Raise `ConfigError` if the name of a file to write is one of another format."""
+    if path.suffix not in ("", SUFFIX):
+        raise ConfigError(
+            f"{path} would be a {SUFFIX} file under the name of another: write {path.stem}{SUFFIX}"
+        )
 
 
 def named_weights(

@@ -30,7 +30,16 @@ _DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""NumPy's dtypes by the names that safetensors files have for them."""
+_NARROW = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+FILE_DTYPES = _DTYPES | _NARROW
+"""NumPy's dtypes, and those of JAX, by the names that safetensors files have for them."""
+_LFS = b"version https://git-lfs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +106,42 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
     safetensors = require("safetensors", "text")
     try:
         file = stack.enter_context(safetensors.safe_open(path, "np"))
-    except (safetensors.SafetensorError, OSError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except safetensors.SafetensorError as error:
+        with path.open("rb") as opened:
+            pointer = opened.read(len(_LFS)) == _LFS
+        if pointer:
+            raise DataError(
+                f"{path} is a pointer of Git LFS in place of the file: run git lfs pull"
+            ) from error
         raise DataError(f"{path} is not a .safetensors file ({error}); convert it") from error
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    if odd := [name for name, each in slices.items() if each.get_dtype() not in _DTYPES]:
+    if odd := [name for name, each in slices.items() if each.get_dtype() not in FILE_DTYPES]:
         raise DataError(
             f"{path}: {odd[0]} is {slices[odd[0]].get_dtype()}, which cannot be read here; "
-            f"dtypes are {', '.join(_DTYPES)}: convert it"
+            f"dtypes are {', '.join(FILE_DTYPES)}: convert it"
         )
     kinds = {
-        name: jax.ShapeDtypeStruct(tuple(each.get_shape()), np.dtype(_DTYPES[each.get_dtype()]))
+        name: jax.ShapeDtypeStruct(tuple(each.get_shape()), np.dtype(FILE_DTYPES[each.get_dtype()]))
         for name, each in slices.items()
     }
-    return Tensors(kinds, file.get_tensor)
+
+    def read(name: str) -> np.ndarray:
+        narrow = slices[name].get_dtype() in _NARROW
+        array: np.ndarray = _bytes(path, name, kinds[name]) if narrow else file.get_tensor(name)
+        return array
+
+    return Tensors(kinds, read)
+
+
+def _bytes(path: Path, name: str, kind: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Return a tensor of an open file, whose header is known to be right, from its bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + begin)
+        return np.frombuffer(file.read(end - begin), kind.dtype).reshape(kind.shape)
 
 
 def _of_torch(path: Path) -> Tensors:

@@ -115,6 +115,12 @@ def test_verify_takes_them() -> None:
     assert rx.verify(dp, MODEL, batches()[0], modes=["shard_map"], micro_batches=2).ok
 
 
+def test_a_random_key_in_one_is_named() -> None:
+    batch = {"x": X, "noise": rx.Shared({"key": jax.random.key(0)})}
+    with pytest.raises(rx.DataError, match=r"batch\['noise'\]\['key'\]"):
+        parallel("jit").feed(batch, 8).__iter__().__next__()
+
+
 def test_only_rows_are_counted() -> None:
     dp = parallel("jit")
     with pytest.raises(rx.DataError, match="no array"):

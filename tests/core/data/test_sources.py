@@ -1,6 +1,7 @@
 """Sources: arrays, Grain datasets, iterables of batches; each row once an epoch."""
 
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -25,6 +26,21 @@ def values(source: Source, epoch: int = 0) -> list[Any]:
     return [row for data, *_ in source.epoch(epoch) for row in np.asarray(data).tolist()]
 
 
+class Table:
+    """Yields the names of its columns, as a `DataFrame` does."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+        self.dtypes = {name: each.dtype for name, each in columns.items()}
+        self.shape = (10, len(columns))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+
 def grain_rows(rows: int) -> grain.MapDataset:
     return grain.MapDataset.range(rows).map(lambda number: np.int32(number * 10))
 
@@ -38,8 +54,9 @@ def grain_rows(rows: int) -> grain.MapDataset:
         jnp.arange(10),
         UserDict(x=np.arange(10, dtype=">f8")),
         np.ma.masked_array(np.arange(10), mask=False),
+        Table({"x": np.arange(10)}),
     ],
-    ids=["dict", "tuple", "array", "jax array", "mapping", "mask"],
+    ids=["dict", "tuple", "array", "jax array", "mapping", "mask", "table"],
 )
 def test_arrays_are_cut_in_order(data: Any) -> None:
     source = opened(data)
@@ -107,6 +124,10 @@ def test_a_wrong_batch_is_refused_when_it_comes(batches: list[Any], words: str) 
         (17, 4, False, ConfigError, "the source is a int"),
         (grain_rows(4), None, False, ConfigError, "batch_size is missing"),
         (grain_rows(4).to_iter_dataset(), 4, True, ConfigError, "IterDataset"),
+        (grain_rows(8).batch(4).map(lambda rows: rows), 4, False, ConfigError, r"\.batch"),
+        (grain_rows(4).batch(2), None, False, ConfigError, r"\.batch"),
+        (grain_rows(8).to_iter_dataset().batch(4), 4, False, ConfigError, r"\.batch"),
+        (grain_rows(4).filter(bool).shuffle(seed=1), 4, False, ConfigError, "to_iter_dataset"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
@@ -115,6 +136,16 @@ def test_what_cannot_work_is_refused_at_once(
     with pytest.raises(error, match=words) as caught:
         opened(data, size, shuffle=shuffle)
     assert "\n" not in str(caught.value)
+
+
+def test_a_grain_iter_dataset_of_batches_is_an_iterable_of_them() -> None:
+    found = opened(grain_rows(10).batch(4).to_iter_dataset(), None)
+    assert [len(rows) for rows, *_ in found.epoch(0)] == [4, 4, 2]
+
+
+def test_a_batch_of_grain_may_be_a_row() -> None:
+    windows = opened(grain_rows(16).batch(8), 2)
+    assert [rows.shape for rows, *_ in windows.epoch(0)] == [(2, 8)]
 
 
 def test_arrays_and_map_datasets_can_be_shuffled() -> None:

@@ -320,3 +320,19 @@ def test_an_error_of_the_model_is_not_hidden() -> None:
 
     with pytest.raises(ValueError, match=reason):
         abstract_model(make)
+
+
+@pytest.mark.parametrize(
+    "value", [np.arange(3) + 2**33, np.full(3, 2**40, np.uint64), np.full(3, 1e300)], ids=str
+)
+def test_a_number_that_does_not_fit_into_32_bits_is_refused_by_name(value: np.ndarray) -> None:
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"], optax.sgd(0.1), mode="single")
+    model = {"w": np.ones(3, np.float32)}
+    own = rx.DataParallel(step=lambda state, batch, key: (state, {}), mode="single")
+    for given, to in ((model | {"t": value}, dp), (rx.Stateful(model, {"t": value}), dp)):
+        with pytest.raises(rx.DataError, match=r"'t'.*64 (8589934592|1099511627776|1e\+300);"):
+            to.init(given)
+    with pytest.raises(rx.DataError, match="'t'"):
+        own.init(model | {"t": value})
+    fits = np.array([1, 2**31 - 1, -(2**31)])
+    np.testing.assert_array_equal(own.model(own.init(model | {"t": fits}))["t"], fits)

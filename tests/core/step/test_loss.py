@@ -11,7 +11,7 @@ from support.tiers import only
 from support.training import parallel
 
 import replicax as rx
-from replicax.core.step.loss import sums
+from replicax.core.step.loss import Totals, rows_counted, sums
 
 ROWS = 6
 MASK = jnp.asarray([1, 1, 1, 1, 0, 0], jnp.float32)
@@ -65,6 +65,7 @@ def test_low_precision_is_summed_in_float32() -> None:
         ((jnp.ones(ROWS), jnp.ones(ROWS)), "a tuple of"),
         ((jnp.ones(ROWS), {"loss": jnp.ones(ROWS)}), "'loss', a reserved"),
         ((jnp.ones(ROWS), {"rows": jnp.ones(ROWS)}), "'rows', a reserved"),
+        ((jnp.ones(ROWS), {1: jnp.ones(ROWS)}), "the key 1;"),
         (None, "a NoneType"),
         ("0.5", "a str"),
         (
@@ -195,3 +196,11 @@ def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:
     )
     moved = LEARNED["v"] - plain(LEARNED)["v"]
     assert trained(learned(by_hand=True))["v"] == pytest.approx(float(moved), rel=1e-5)
+
+
+def test_rows_are_counted_beyond_what_float32_counts() -> None:
+    totals = Totals()
+    of_few = rows_counted(np.ones(2**11 + 1, bool))
+    for found in (of_few, jax.tree.map(lambda part: part * np.float32(2**13), of_few)):
+        totals.add({"rows": found})
+    assert totals.means() == {"rows": (2**11 + 1) * (2**13 + 1)}

@@ -84,6 +84,16 @@ def test_so_they_are_in_a_step_of_ones_own() -> None:
     assert float(metrics["own"]) == by_the_book()["f1"]
 
 
+def test_a_function_of_all_rows_gets_them_in_their_order() -> None:
+    order = rows()["x"] @ MODEL["w"]
+
+    def differs(score: np.ndarray) -> Any:
+        return np.abs(score - order).max()
+
+    found = of_one(lambda score, label: rx.AllRows(differs, score), devices=2, accumulate=2)
+    assert found["m"] < 1e-5
+
+
 def test_several_steps_have_one_each_and_one_of_all() -> None:
     dp = parallel(loss, optax.sgd(0.0))
     halves = [{name: each[n : n + 32] for name, each in rows().items()} for n in (0, 32)]

@@ -149,6 +149,21 @@ def test_the_average_is_of_what_trains() -> None:
     assert held == 3 * (2 * WIDTH * RANK) + 1
 
 
+def test_narrow_floats_take_part_where_they_are_frozen() -> None:
+    def of_rows(model: Any, batch: Any, key: Any) -> Any:
+        return (batch["x"] @ (model["w"] * model["q"].astype(jnp.float32))) ** 2
+
+    w, batch = DATA["x"][0], {"x": DATA["x"]}
+    model = {"w": w, "q": jnp.linspace(0, 4, WIDTH).astype(jnp.float8_e4m3fn)}
+    state, _ = train(rx.DataParallel(of_rows, optax.sgd(0.1), trainable="w"), model, [batch])
+    wide = model["q"].astype(jnp.float32)
+    expected = w - 0.1 * jax.grad(lambda w: of_rows({"w": w, "q": wide}, batch, None).mean())(w)
+    np.testing.assert_allclose(state.params["w"], expected, rtol=2e-5)
+    np.testing.assert_array_equal(state.params["q"], model["q"])
+    with pytest.raises(rx.ConfigError, match=r"'q'.*float8_e4m3fn"):
+        rx.DataParallel(of_rows, optax.sgd(0.1)).init(model)
+
+
 @EXHAUSTIVE
 def test_verify_takes_it() -> None:
     dp = made(mode="shard_map", ema=0.9)

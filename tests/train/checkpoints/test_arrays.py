@@ -19,12 +19,13 @@ from support.tiers import only
 import replicax as rx
 from replicax.core.ground.leaves import is_random_key
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import CheckpointError
+from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.arrays import (
     ITEM,
     abstract,
     array_entries,
     begin_writing,
+    check_storable,
     read,
 )
 from replicax.train.checkpoints.with_orbax import finish_orbax
@@ -95,6 +96,12 @@ def test_dtypes(tmp_path: Path) -> None:
     found = read(abstract(state), tmp_path)
     assert all(found.params[dtype].dtype == dtype for dtype in DTYPES)
     assert bits(found) == bits(state)
+
+
+def test_a_dtype_that_the_store_lacks_is_refused_before_the_first_save() -> None:
+    check_storable(state_of({dtype: np.ones(1, jnp.dtype(dtype)) for dtype in DTYPES}))
+    with pytest.raises(ConfigError, match=r"params\.q is uint4"):
+        check_storable(state_of({"q": jnp.ones(3, jnp.uint4)}))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -8,6 +8,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
+from replicax.train.hooks.directions import HIGHER_IS_BETTER, LOWER_IS_BETTER, direction
 
 
 def stops_at(hook: rx.EarlyStopping, values: Sequence[float], metric: str = "loss") -> int | None:
@@ -32,9 +33,25 @@ def test_of_an_accuracy_the_highest_is_the_best() -> None:
     assert stops_at(rx.EarlyStopping("accuracy", 1, mode="min"), rising, "accuracy") == 2
 
 
-@pytest.mark.parametrize("metric", ["loss", "dev/loss", "top5_error", "bits_per_byte"])
-def test_of_what_one_wants_less_of_the_lowest_is_the_best(metric: str) -> None:
-    assert stops_at(rx.EarlyStopping(metric, 1), [3.0, 2.0, 1.0], metric) is None
+def test_of_what_one_wants_less_of_the_lowest_is_the_best() -> None:
+    for metric in (*LOWER_IS_BETTER, "dev/loss", "top5_error", "mean_squared_error"):
+        assert stops_at(rx.EarlyStopping(metric, 1), [3.0, 2.0, 1.0], metric) is None
+    for metric in (*HIGHER_IS_BETTER, "dev/top5_accuracy", "recall@10"):
+        assert stops_at(rx.EarlyStopping(metric, 1), [1.0, 2.0, 3.0], metric) is None
+
+
+def test_no_direction_is_guessed() -> None:
+    names = (
+        "score",
+        "mse",
+        "error_rate",
+        "neg_mean_error",
+        "dev/negative_loss",
+        "myloss",
+        "loss_scale",
+    )
+    assert set(map(direction, names)) == {None}
+    assert not set(LOWER_IS_BETTER) & set(HIGHER_IS_BETTER)
 
 
 def test_a_gain_below_the_least_is_none() -> None:
@@ -44,7 +61,7 @@ def test_a_gain_below_the_least_is_none() -> None:
 
 def test_what_is_not_finite_is_no_improvement() -> None:
     values = [math.nan, math.inf, -math.inf]
-    assert stops_at(rx.EarlyStopping("score", patience=3), values, "score") == 3
+    assert stops_at(rx.EarlyStopping("score", patience=3, mode="max"), values, "score") == 3
 
 
 def test_a_run_that_it_stopped_stops_at_once_unless_there_is_more_patience() -> None:

@@ -76,6 +76,24 @@ def test_a_kill_before_it_was_named_leaves_that_to_the_next_start(
     assert resumed.saves == 0
 
 
+def test_a_value_of_other_evaluation_data_is_compared_no_longer(tmp_path: Path) -> None:
+    sets = {"data": {"evaluation": {"test": "80 rows, 0a", "dev": "80 rows, 0b"}}}
+    hook = rx.KeepBest("dev/loss")
+    run = WatchedRun(hook, tmp_path)
+    run.config = sets
+    hook.start(run)
+    run.evaluated(10, **{"dev/loss": 0.5})
+    state = json.loads(json.dumps(hook.save_state()))
+    for changed, best_step in (("test", 10), ("dev", 20)):
+        again = rx.KeepBest("dev/loss")
+        again.load_state(state)
+        resumed = WatchedRun(again, tmp_path)
+        resumed.config = {"data": {"evaluation": sets["data"]["evaluation"] | {changed: "new"}}}
+        again.start(resumed)
+        resumed.evaluated(20, **{"dev/loss": 0.75})
+        assert (set(again.pinned), len(resumed.lines)) == ({best_step}, best_step // 20)
+
+
 def test_where_the_run_went_back_a_lost_best_is_none(hook: rx.KeepBest, run: WatchedRun) -> None:
     run.evaluated(10, accuracy=0.5)
     state = hook.save_state()

@@ -11,7 +11,13 @@ import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.arguments import answered
-from replicax.core.data.host_arrays import device_dtype, host_array, opened, refuse_keys
+from replicax.core.data.host_arrays import (
+    check_range,
+    device_dtype,
+    host_array,
+    opened,
+    refuse_keys,
+)
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.array_table import arrays_html, arrays_text
 from replicax.core.ground.leaves import PyTree
@@ -163,7 +169,11 @@ class Batch:
 
         They are then in `shared` and `sets`, unchanged.
         """
-        nodes = jax.tree.leaves(self.data, is_leaf=_is_marked)
+        places = jax.tree_util.tree_leaves_with_path(self.data, is_leaf=_is_marked)
+        for path, node in places:
+            for below, leaf in _below(node):
+                refuse_keys((*path, *below), leaf)
+        nodes = [node for _, node in places]
         values = tuple(node.value for node in nodes if isinstance(node, Shared))
         sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
         if not (values or sets):
@@ -221,6 +231,12 @@ def _map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
     return jax.tree.map(
         lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
     )
+
+
+def _below(node: Any) -> list[tuple[Any, Any]]:
+    """Return the leaves of the value of a `Shared`, with their paths in it."""
+    shared = isinstance(node, Shared)
+    return jax.tree_util.tree_leaves_with_path(node.value) if shared else []
 
 
 def _is_marked(node: Any) -> bool:
@@ -349,13 +365,6 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
     array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
     if dtype == array.dtype:
         return array
-    if array.dtype.kind in "iuf":
-        limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
-        outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
-        if outside.any():
-            raise DataError(
-                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} ranges "
-                f"from {limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
-            )
+    check_range(f"batch{keystr(path)}", array, dtype)
     with np.errstate(over="ignore"):
         return array.astype(dtype)

@@ -97,6 +97,8 @@ class Feed:
         """Polled while the source has no batch ready; once true, the pass raises `GaveUpError`."""
         self.skipped: PyTree = None
         """This process's rows of the batch before `first`, if the latest pass had to read them."""
+        self.ended: int | None = None
+        """The number of batches that this process's source had, if fewer than `first`."""
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):
@@ -238,7 +240,6 @@ class Feed:
         skipped, parts = source.starts(self.first), itertools.chain(own, itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
         before: LoaderState | None = None
-        after: LoaderState | None = None
         for number in itertools.count(skipped):
             rows: int | None = 0
             try:
@@ -249,7 +250,7 @@ class Feed:
                 rows = None
             else:
                 if part is not None:
-                    data, index, (before, after) = part
+                    data, index, before = part
                     rows = len(index)
                     size = size or rows * job.processes
                     if rows > size // job.processes:
@@ -259,6 +260,8 @@ class Feed:
                             "use smaller loader batches"
                         )
                 if number < self.first:
+                    if part is None and self.ended is None:
+                        self.ended = number
                     self.skipped = data
                     continue
                 if data is None and not self.first:
@@ -282,9 +285,8 @@ class Feed:
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
             every = np.full_like(mask, sum(counts))
-            if job.processes > 1 and before is not None:  # others may have more batches
-                after = dataclasses.replace(before, again=1)
-            told = {"rows": sum(counts), "host": host, "source_state": after}
+            state = None if before is None else dataclasses.replace(before, again=1)
+            told = {"rows": sum(counts), "host": host, "source_state": state}
             yield dataclasses.replace(batch, mask=mask, count=every, **told), share
 
     def _padded_set(self, rows: int, real: int, size: int) -> int:

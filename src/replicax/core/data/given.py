@@ -11,8 +11,9 @@ import numpy as np
 
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.data.feed import Feed
+from replicax.core.data.grain_elements import is_grain
 from replicax.core.data.host_arrays import is_array_like
-from replicax.core.data.sources import PerProcess, Source, as_source, is_grain
+from replicax.core.data.sources import PerProcess, Source, as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.leaves import PyTree
 

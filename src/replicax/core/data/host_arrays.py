@@ -17,11 +17,12 @@ Path = tuple[Any, ...]
 def opened(data: PyTree) -> PyTree:
     """Return `data` with each mapping, such as an HDF5 group or a `UserDict`, as a dict.
 
-    Mappings that JAX knows as pytrees are left as they are.
+    So are tables with columns, such as a `DataFrame`. Mappings that JAX knows as pytrees are left
+    as they are.
     """
 
     def opened_leaf(path: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Mapping):
+        if not (isinstance(leaf, Mapping) or has_columns(leaf)):
             return leaf
         unnamed = [name for name in leaf if not isinstance(name, str)]
         if unnamed:  # more likely rows by number than columns by name
@@ -45,6 +46,11 @@ def opened(data: PyTree) -> PyTree:
             "arguments, and JAX makes it of other things than arrays too: pass a dict"
         )
     return found
+
+
+def has_columns(data: Any) -> bool:
+    """Whether `data` has columns by name, which it yields, as a `DataFrame` of pandas."""
+    return all(hasattr(data, name) for name in ("columns", "dtypes"))
 
 
 def is_array_like(data: Any) -> bool:
@@ -87,6 +93,19 @@ def device_dtype(path: Path, array: np.ndarray) -> np.dtype:
             "bits: encode or cast it, or remove it from the batch"
         )
     return np.dtype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
+
+
+def check_range(name: str, array: np.ndarray, dtype: np.dtype) -> None:
+    """Raise `DataError` if a number in `array` is out of the range of `dtype`, a narrower one."""
+    if dtype == array.dtype or array.dtype.kind not in "iuf":
+        return
+    limits: Any = np.finfo(dtype) if array.dtype.kind == "f" else np.iinfo(dtype)
+    outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
+    if outside.any():
+        raise DataError(
+            f"{name} has the {array.dtype} {array[outside].flat[0]}; {dtype} ranges from "
+            f"{limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
+        )
 
 
 def refuse_keys(path: Path, leaf: Any) -> None:

@@ -31,7 +31,7 @@ class LoaderState:
     state: Any
     """State of the loader; see `encoded`."""
     again: int = 0
-    """Batches to read again and skip: the last one, of which others still need the shapes."""
+    """Batches to read again and skip: the last one, to compare it; others may need its shapes."""
 
 
 class Loader:

@@ -39,6 +39,8 @@ class Kind:
     keeps_shape: bool
     """Whether objects can be merged in a program: merging leaves shapes and dtypes as they are."""
     merge: Merge
+    in_order: bool = False
+    """Whether its rows have an order, as those of an `AllRows`."""
 
     def made(self, arrays: Iterator[Any]) -> Any:
         """Return an object with these arrays."""
@@ -136,7 +138,9 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
             f"the metric {name!r} is an rx.AllRows of {shapes}, and there are {len(mask)} rows: "
             "give it one entry for each row"
         )
-    found = dataclasses.replace(fixed, by_row=by_row, keeps_shape=keeps_shape)
+    found = dataclasses.replace(
+        fixed, by_row=by_row, keeps_shape=keeps_shape, in_order=isinstance(metric, AllRows)
+    )
     return Merged(
         tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found
     )
@@ -184,6 +188,20 @@ def merged_in_order(whole: Merged) -> Merged:
     first, rest = [leaf[0] for leaf in whole.leaves], [leaf[1:] for leaf in whole.leaves]
     total, _ = lax.scan(add, first, rest)
     return Merged(tuple(leaf[None] for leaf in total), None, kind)
+
+
+def joined_parts(rows: dict[str, Any], join: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the rows of a sequence of micro-batches, whose leaves are `[parts, ...]`.
+
+    `join` puts rows `[parts, rows, ...]` in their order; a metric keeps its parts if it has none.
+    """
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, Merged) and value.kind.in_order:
+            return jax.tree.map(lambda leaf: join(leaf[:, 0])[None], value)
+        return jax.tree.map(join, value)
+
+    return {name: joined(value) for name, value in rows.items()}
 
 
 class Merging:

@@ -13,7 +13,8 @@ import numpy as np
 
 from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
-from replicax.core.data.host_arrays import host_array, is_array_like, opened
+from replicax.core.data.grain_elements import batch_size_in, check_rows, is_grain
+from replicax.core.data.host_arrays import has_columns, host_array, is_array_like, opened
 from replicax.core.data.loader_state import Loader, LoaderState
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
@@ -30,8 +31,8 @@ class RowsRead(NamedTuple):
     """New host arrays of at most `batch_size` rows."""
     places: np.ndarray
     """The index of each row in the source."""
-    states: tuple[LoaderState | None, LoaderState | None] = (None, None)
-    """The states of the source before and after it, if the source has any."""
+    state: LoaderState | None = None
+    """The state of the source before it, if the source has any."""
 
 
 @answered
@@ -82,6 +83,11 @@ class Source(abc.ABC):
     def order_is_known(self) -> bool:
         """Whether another start goes on in the same order: its state or the epoch decides."""
         return True
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has a state, as far as that is known before it is read."""
+        return False
 
     @abc.abstractmethod
     def epoch(
@@ -142,6 +148,10 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
             f"the source is a {type(data).__name__}; pass a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"
         )
+    if grain and not size and not can_shuffle(data) and batch_size_in(data):
+        grain = False  # an iterable of batches as any other
+    if grain:
+        check_rows(data, size)
     if not size and (grain or can_shuffle(data)):
         raise ConfigError(
             "batch_size is missing; arrays and Grain datasets must be split: pass batch_size=..."
@@ -166,14 +176,8 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be read in any order."""
     rows = data.data if isinstance(data, PerProcess) else data
-    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows)
+    arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows) or has_columns(rows)
     return arrays or is_grain(rows, "MapDataset")
-
-
-def is_grain(data: Any, *kinds: str) -> bool:
-    """Whether `data` is a Grain dataset of one of these kinds."""
-    grain = sys.modules.get("grain")  # a Grain dataset implies that grain is imported
-    return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
 
 
 class _Ordered(Source):
@@ -266,7 +270,11 @@ class IterableSource(Source):
 
     @property
     def order_is_known(self) -> bool:
-        return bool(self._told) or self._loader.has_state
+        return bool(self._told) or self.has_state
+
+    @property
+    def has_state(self) -> bool:
+        return self._loader.has_state
 
     @property
     def is_generator(self) -> bool:
@@ -288,10 +296,9 @@ class IterableSource(Source):
             rows = row_count(data)
             if not rows:
                 raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
-            after = self._state(number, start + rows)
-            yield RowsRead(data, np.arange(start, start + rows), (before, after))
-            before = after
+            yield RowsRead(data, np.arange(start, start + rows), before)
             start += rows
+            before = self._state(number, start)
         if not start and self._was_read:
             raise DataError(
                 f"the source yielded no batch when read again in epoch {number}; a generator can "
@@ -320,6 +327,10 @@ class PerProcessSource(Source):
     @property
     def order_is_known(self) -> bool:
         return self.own.order_is_known
+
+    @property
+    def has_state(self) -> bool:
+        return self.own.has_state
 
     @property
     def is_generator(self) -> bool:

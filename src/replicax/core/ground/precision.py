@@ -51,7 +51,13 @@ def as_precision(precision: str | Precision) -> Precision:
 
 def to_sum(array: jax.Array) -> jax.Array:
     """Cast `array` to the dtype of sums: float32, or its own dtype if wider."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    narrow = is_narrow_float(array.dtype)
+    return array.astype(jnp.float32 if narrow else jnp.promote_types(array.dtype, jnp.float32))
+
+
+def is_narrow_float(dtype: Any) -> bool:
+    """Whether it is a floating-point dtype of at most 8 bits, which JAX promotes to no other."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:

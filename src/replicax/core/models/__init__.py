@@ -9,6 +9,7 @@ Read in this order:
     pytree.py       plain pytrees, and the state of a custom step
     equinox.py, linen.py, nnx.py   modules of these libraries
     metric_objects.py   metrics of these libraries that can be merged
+    leaf_checks.py  range of all arrays of a model, and the dtype of those that train
     split.py        which of these a model is; what is none, such as an optimizer, is refused
 
 The libraries are imported only if a model is of them. A new kind is a file, and a case in `split`.

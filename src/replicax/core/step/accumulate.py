@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import joined_parts
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_free import free_of_rows
@@ -111,7 +112,7 @@ def add_in_turn(
 
     none = zeros_like(dataclasses.replace(shapes, rows={}))
     (total, extras), rows = lax.scan(add, (none, extras), (jnp.arange(count), parts))
-    return dataclasses.replace(total, rows=jax.tree.map(joined_rows, rows)), extras
+    return dataclasses.replace(total, rows=joined_parts(rows, joined_rows)), extras
 
 
 def _shapes_and_once(

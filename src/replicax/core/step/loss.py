@@ -22,6 +22,7 @@ from replicax.errors import ConfigError, LossError, ReplicaxError
 
 LOSS = "loss"
 RESERVED = (LOSS, "rows")
+_COUNT = 1024
 
 
 @answered
@@ -163,6 +164,11 @@ def values_by_name(returned: Any) -> dict[str, Any]:
             f"the loss returned a tuple of ({kinds}); it must return values, or a pair of values "
             "and a dict of metrics: return only values, or put the rest in a dict by name"
         )
+    if unnamed := [name for name in returned[1] if not isinstance(name, str)]:
+        raise LossError(
+            f"the loss returned a metric with the key {unnamed[0]!r}; metrics have names: use "
+            "strings"
+        )
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
         raise LossError(f"the loss returned a metric {taken[0]!r}, a reserved name: rename it")
@@ -213,8 +219,8 @@ def weighted_sum(name: str, value: Any, mask: jax.Array, axis: int | None = None
         weights = weights * _weights(name, value, values)
     weights = jnp.broadcast_to(weights, values.shape)
     # A value with zero weight may be anything, including NaN and infinity.
-    counted = jnp.where(weights != 0, values, 0)
-    return WeightedSum(jnp.sum(counted * weights, axis), jnp.sum(weights, axis))
+    rows_counted = jnp.where(weights != 0, values, 0)
+    return WeightedSum(jnp.sum(rows_counted * weights, axis), jnp.sum(weights, axis))
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
@@ -229,6 +235,12 @@ def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
 
 def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
+
+
+def rows_counted(mask: jax.Array) -> WeightedSum:
+    """Return the number of rows as `total + _COUNT * weight`: float32 alone ends at 2**24."""
+    count = jnp.sum(mask.astype(jnp.int32))
+    return WeightedSum(*(part.astype(jnp.float32) for part in (count % _COUNT, count // _COUNT)))
 
 
 class Totals:
@@ -251,11 +263,11 @@ class Totals:
         """Return each mean, NaN if the total weight is 0, other metrics, and the number of rows."""
         if not self._sums:
             raise ConfigError("evaluate was given 0 batches; pass at least 1")
-        rows = int(self._sums.pop("rows")[0])
+        rows, thousands = map(int, self._sums.pop("rows"))
         means: dict[str, Any] = {
             name: float(total) / float(weight) if weight else math.nan
             for name, (total, weight) in self._sums.items()
         }
         for name, merging in self._merging.items():
             means |= named_values(name, merging.compute())
-        return {**means, "rows": rows}
+        return {**means, "rows": rows + _COUNT * thousands}

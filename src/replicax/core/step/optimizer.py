@@ -15,6 +15,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.ground.leaves import PyTree, by_path
 from replicax.core.ground.precision import to_sum
 from replicax.core.models.definition import Definition
+from replicax.core.models.leaf_checks import check_trained
+from replicax.core.step.objective import only_read
 from replicax.errors import ConfigError
 
 Trainable = Any
@@ -58,7 +60,12 @@ def updater(
         optimizer = averaging(optimizer, ema)
     if trainable is not None:
         optimizer = _training(optimizer, trainable, definition, params)
-    shapes = jax.eval_shape(lambda params: params, params)
+    found = _updater(optimizer, jax.eval_shape(lambda params: params, params))
+    check_trained(only_read(params, found.read))
+    return found
+
+
+def _updater(optimizer: optax.GradientTransformation, shapes: PyTree) -> Updater:
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may only pass `value` on to other optimizers, so try
             return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))

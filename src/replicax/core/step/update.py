@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from replicax.core.data.batch import Batch
@@ -24,8 +23,8 @@ from replicax.core.step.base import (
     StepSums,
     SumsFunction,
 )
-from replicax.core.step.loss import LOSS, WeightedSum
-from replicax.core.step.objective import Objective, with_zeros
+from replicax.core.step.loss import LOSS, rows_counted
+from replicax.core.step.objective import Objective, only_read, with_zeros
 from replicax.core.step.optimizer import Updater
 
 
@@ -135,11 +134,12 @@ def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None
     # If the weight is 0, so is the sum. Selecting between two states would cost 10% of an update.
     divisor = total.divisor
     # In the parameter's dtype, as `jax.grad` returns it, so that moments keep their dtype.
-    return jax.tree.map(
+    mean = jax.tree.map(
         lambda leaf, param: (leaf / divisor).astype(param.dtype),
-        with_zeros(total.gradient, params, read),
-        params,
+        total.gradient,
+        only_read(params, read),
     )
+    return with_zeros(mean, params, read)
 
 
 def score(
@@ -153,15 +153,14 @@ def score(
 ) -> dict[str, Any]:
     """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 
-    A metric that is no mean is a `Merged`; `"rows"` counts the real rows: its total, with weight 1.
+    A metric that is no mean is a `Merged`; `"rows"` counts the real rows, see `loss.rows_counted`.
     """
 
     def part(
         params: PyTree, extras: PyTree, rows: Batch, context: CallContext
     ) -> tuple[StepSums, PyTree]:
         found, extras = objective.score_sums(params, extras, rows, context)
-        count = jnp.sum(rows.mask)
-        sums = {**found.weighted, "rows": WeightedSum(count, jnp.zeros_like(count))}
+        sums = {**found.weighted, "rows": rows_counted(rows.mask)}
         return dataclasses.replace(found, weighted=sums), extras
 
     total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)

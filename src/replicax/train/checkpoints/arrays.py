@@ -6,6 +6,7 @@
 The chunks are uncompressed, so that their sizes are known before anything is read.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from replicax.core.data.per_row import padded_again, real_rows
 from replicax.core.ground.leaves import PyTree, is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
+from replicax.errors import ConfigError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 from replicax.train.checkpoints.small import is_small, place_small, small
 from replicax.train.checkpoints.whole import whole
@@ -43,6 +45,20 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     """
     plain = {name: _shape(leaf) for name, leaf in _named(real_rows(state)).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
+
+
+def check_storable(state: TrainState) -> None:
+    """Raise `ConfigError` if TensorStore, which writes checkpoints, lacks an array's dtype."""
+    require("orbax.checkpoint", "checkpoints")
+    known = importlib.import_module("tensorstore").dtype
+    for name, leaf in _named(real_rows(state)).items():
+        try:
+            known(_shape(leaf).dtype.name)
+        except ValueError:
+            raise ConfigError(
+                f"{name} is {leaf.dtype}, which a checkpoint cannot hold: cast it (uint4 to uint8 "
+                "or int4), or run without a run_dir"
+            ) from None
 
 
 def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Callable[[], None]:

@@ -9,13 +9,12 @@ from replicax.arguments import Count, NotNegative, typed
 from replicax.errors import ConfigError, choose
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.hook import Hook, Running
+from replicax.train.hooks.directions import direction
 from replicax.train.load import BEST, Best
 from replicax.train.places import in_folder, read_bytes, write_whole
 from replicax.train.records import Record
 from replicax.train.sealed import sealed, unsealed
 
-_LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
-"""Suffixes of the names of metrics to minimize."""
 _MODES = {"min": "lowest", "max": "highest"}
 
 
@@ -24,12 +23,12 @@ class _Watching(Hook):
 
     _best: float | None = None
     _step = _since = 0  # step of the best value, and number of evaluations since
+    _data: Any = None  # digest of the rows that the best value was measured on, if known
 
     def __init__(self, metric: str, mode: str | None) -> None:
-        if mode is None:
-            mode = "min" if metric.endswith(_LESS_IS_BETTER) else "max"
-        choose(f"{type(self).__name__} with mode", mode, _MODES)
-        self._metric, self._mode = metric, mode
+        if mode is not None:
+            choose(f"{type(self).__name__} with mode", mode, _MODES)
+        self._metric, self._mode = metric, mode or direction(metric)
 
     @property
     def name(self) -> str:
@@ -44,21 +43,44 @@ class _Watching(Hook):
                     "eval_source, or remove it"
                 )
             choose(f"{type(self).__name__} with metric", self._metric, dict.fromkeys(known))
+        if self._mode is None:
+            kind = type(self).__name__
+            raise ConfigError(
+                f"{kind} with metric {self._metric!r}, whose name does not tell whether lower or "
+                f'higher is better: write {kind}({self._metric!r}, mode="min") or mode="max" '
+                f"({self._metric}:min or {self._metric}:max on the command line)"
+            )
+
+    def start(self, run: Running) -> None:
+        then, sets = self._data, run.config.get("data", {}).get("evaluation", {})
+        self._data = {
+            name: rows
+            for name, rows in sets.items()
+            if name == "rows" or self._metric.startswith(f"{name}/")
+        }
+        if self._best is not None and then and self._data and then != self._data:
+            run.say(
+                f"change {self._title} {self._best:.6g} at step {self._step:,} was measured on "
+                "other evaluation data: it is compared no longer"
+            )
+            self._best, self._step, self._since = None, 0, 0
 
     def end(self, run: Running) -> None:
         self._best, self._step, self._since = None, 0, 0  # there may be another run
 
     def save_state(self) -> Any:
         told = {"metric": self._metric, "mode": self._mode, "best": self._best}
-        return {**told, "step": self._step, "since": self._since}
+        return {**told, "step": self._step, "since": self._since, "data": self._data}
 
     def load_state(self, state: Any) -> None:
         if (state["metric"], state["mode"]) == (self._metric, self._mode):
             self._best, self._step, self._since = state["best"], state["step"], state["since"]
+            self._data = state.get("data")
 
     @property
     def _title(self) -> str:
         """A description such as `the lowest loss`."""
+        assert self._mode is not None
         return f"the {_MODES[self._mode]} {self._metric}"
 
     def _gains(self, record: Record, least: float = 0.0) -> bool:
@@ -87,12 +109,13 @@ class EarlyStopping(_Watching):
     Args:
         metric: name of the metric in the evaluation records.
         patience: number of consecutive evaluations without improvement before stopping.
-        mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
-            otherwise `max`.
+        mode: `min` or `max`; by default by the metric's name, if it is one that is known: `min` for
+            a loss, `max` for an accuracy (docs/hooks.md has the list).
         min_delta: minimum change that counts as an improvement.
 
     Raises:
-        ConfigError: `patience` below 1, `min_delta` below 0, or an unknown mode.
+        ConfigError: `patience` below 1, `min_delta` below 0, or an unknown mode; in a run, a metric
+            of another name without a `mode`.
     """
 
     @typed
@@ -108,6 +131,10 @@ class EarlyStopping(_Watching):
         self._patience, self._min_delta = patience, min_delta
 
     def start(self, run: Running) -> None:
+        super().start(run)
+        self._stop_if_due(run)
+
+    def _stop_if_due(self, run: Running) -> None:
         if self._since >= self._patience:
             best = "was never finite"
             if self._best is not None:
@@ -116,7 +143,7 @@ class EarlyStopping(_Watching):
 
     def evaluation(self, run: Running, record: Record) -> None:
         self._gains(record, self._min_delta)
-        self.start(run)
+        self._stop_if_due(run)
 
 
 class KeepBest(_Watching):
@@ -132,12 +159,13 @@ class KeepBest(_Watching):
 
     Args:
         metric: name of the metric in the evaluation records.
-        mode: `min` or `max`; by default `min` for a loss, an error, a perplexity and bits per byte,
-            otherwise `max`.
+        mode: `min` or `max`; by default by the metric's name, if it is one that is known: `min` for
+            a loss, `max` for an accuracy (docs/hooks.md has the list).
         file: name in the run's folder, unique among several `KeepBest`.
 
     Raises:
-        ConfigError: an unknown mode; in a run, no folder.
+        ConfigError: an unknown mode; in a run, no folder, or a metric of another name without a
+            `mode`.
     """
 
     @typed
@@ -163,6 +191,7 @@ class KeepBest(_Watching):
             )
 
     def start(self, run: Running) -> None:
+        super().start(run)
         if run.is_main:
             self._named = _read(in_folder(run.folder, self._file, self.name))
             self._name(run)
@@ -196,7 +225,8 @@ class KeepBest(_Watching):
     def _found(self) -> dict[str, Any]:
         if self._best is None:
             return {}
-        return {"metric": self._metric, "value": self._best, "step": self._step}
+        found = {"metric": self._metric, "value": self._best, "step": self._step}
+        return found | ({"evaluation": self._data} if self._data else {})
 
     def _name(self, run: Running) -> None:
         """Update the file if a better checkpoint than the one it names has been committed."""
