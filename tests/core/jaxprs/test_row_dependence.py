@@ -192,3 +192,11 @@ def test_what_is_apart_is_apart_in_numbers(name: str) -> None:
     before = APART[name](X, LABELS, *key)
     after = APART[name](X.at[0].add(1.0), LABELS.at[0].add(1), *key)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:], b[1:]), before, after)
+
+
+def test_an_index_of_rows_is_one_in_64_bits() -> None:
+    def own_entry(x: Any, labels: Any) -> Any:
+        return x[jnp.arange(len(x)), labels.astype(jnp.int32)]
+
+    with jax.enable_x64(True):
+        assert rows_of(own_entry) == [Rows(0)]

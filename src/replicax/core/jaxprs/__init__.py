@@ -3,6 +3,7 @@
 Read in this order:
 
     jaxpr.py            evaluate, inline and prune a jaxpr
+    linear.py           whether results are linear in some inputs, such as cotangents
     row_rules.py        where each primitive leaves rows that are still separate
     row_padding.py      what padded rows hold, and whether it counts
     row_counts.py       values of all rows: sums, means, counts, positions

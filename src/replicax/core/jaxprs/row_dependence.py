@@ -356,6 +356,7 @@ def _dims(place: Location) -> list[int]:
 def _of(eqn: Any, places: list[Location], out: Any) -> Location:
     name, avals = eqn.primitive.name, [atom.aval for atom in eqn.invars]
     rounds = name in ("div", "convert_element_type") and not _is_float_dtype(out.dtype)
+    rounds &= name == "div" or _is_float_dtype(avals[0].dtype) or out.dtype == np.bool_
     if rounds and not all(map(is_plain, places)):
         return MIXED
     zero = len(places) > 1 and _is_zero(eqn.invars[1])

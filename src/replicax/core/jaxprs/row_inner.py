@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.jaxprs.jaxpr import bind_eqn, closed, fixed_point, of_scan, shapes_of
+from replicax.core.jaxprs.linear import Linearity, linear_results
 from replicax.core.jaxprs.row_counts import Location, either, is_plain
 from replicax.core.jaxprs.row_padding import FixedNumber, Padded, same_rows, shifted
 from replicax.core.jaxprs.row_rules import MIXED, Rows
@@ -131,7 +132,13 @@ rounds to a format in which they are powers of 2, such as float8_e5m2."""
 
 
 def is_linear(rule: ClosedJaxpr, results: int) -> bool:
-    """Whether a backward pass scales with its cotangents, as numbers tell (`is_zero_at_zero`)."""
+    """Whether a backward pass is linear in its cotangents, as the trace shows.
+
+    Or else, whether it scales with them, as numbers tell; see `is_zero_at_zero`.
+    """
+    inputs = [Linearity.NONE] * (len(rule.in_avals) - results) + [Linearity.LINEAR] * results
+    if not {Linearity.NONE, Linearity.OTHER}.intersection(linear_results(rule, inputs)[results:]):
+        return True
     try:
         found = _derivatives(rule, results, 1)
         pairs = [
