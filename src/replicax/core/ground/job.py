@@ -118,15 +118,15 @@ class Job(Protocol):
         """Report that no progress is expected until the next `move`."""
 
 
-ISLANDS = "REPLICAX_ISLANDS"
-"""Environment variable of each of several islands: `host:port` of all, in order, with commas."""
+_ISLANDS = "REPLICAX_ISLANDS"
+"""Set in each of several islands, as `replicax.islands.island_variables` says."""
 
 
 def lone_job(env: Mapping[str, str]) -> "Alone":
     """Return the job of a process that was given none; `ConfigError` if it is an island's."""
-    if env.get(ISLANDS):
+    if env.get(_ISLANDS):
         raise ConfigError(
-            f"one of {env[ISLANDS].count(',') + 1} islands ({ISLANDS}) with no job, so that it "
+            f"one of {env[_ISLANDS].count(',') + 1} islands ({_ISLANDS}) with no job, so that it "
             "would train alone: pass job=rx.initialize()"
         )
     return Alone()
