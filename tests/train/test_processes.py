@@ -46,6 +46,6 @@ def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, proce
 @EXHAUSTIVE
 def test_a_different_number_of_steps_stops_all_before_the_first(folder: Path) -> None:
     for ended in fit(folder, "40,41"):
-        assert ended.code == 1
+        assert ended.code == 2
         assert "steps is 41 on process 1, 40 on process 0" in ended.err.splitlines()[-1]
     assert not (folder / "run").exists()

@@ -141,8 +141,8 @@ class Ledger:
         self._began = now()
         self._told: dict[str, Any] = {"start": token, "step": None}
         self._earlier: list[_Start] = []
-        self.saved: int | None = None
-        """Last step that earlier starts began to save, unless a later one gave it up."""
+        self.saved: list[int] = []
+        """Steps that earlier starts began to save, unless a later one gave them up; sorted."""
         self.damaged = 0
         """Number of lines of earlier starts that cannot be read."""
         self.hooks: Mapping[str, float] = {}
@@ -151,8 +151,8 @@ class Ledger:
             with contextlib.suppress(OSError):  # writing reports the error
                 text = self._lines.contents()
                 self._earlier, self.damaged = _starts(text, token)
-                steps = (step for start in self._earlier for step, _ in start.marks)
-                self.saved = max(steps, default=None)
+                steps = {step for start in self._earlier for step, _ in start.marks}
+                self.saved = sorted(steps)
                 if text and not text.endswith(b"\n"):  # cut off by a kill
                     self._lines.append("")
         self._write(mark=False)

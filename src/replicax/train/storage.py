@@ -139,7 +139,9 @@ class Storage:
         if self.ledger.damaged:
             self._say(f"times  {self.ledger.damaged:,} damaged lines of {FILE} do not count")
         there = [step for step, _ in self._store.paths()]
-        lost = self.ledger.saved or 0
+        # Who begins to save has saved what came before.
+        begun = self.ledger.saved if self._store.shows_begun else self.ledger.saved[:-1]
+        lost = begun[-1] if begun else 0
         if lost in unfinished or (there and lost <= there[-1]):
             lost = 0
         with self.ledger.spending("restoring"):

@@ -100,6 +100,9 @@ class Store:
     Only process 0 of the job that holds the lease modifies the folder, except for writing arrays.
     """
 
+    shows_begun = True
+    """Whether a save that was killed leaves something, whenever that was."""
+
     is_shared = True
     """Whether all processes write into one folder; if not, each uploads its own files."""
 
@@ -250,6 +253,8 @@ class Store:
 
 class RemoteStore(Store):
     """The checkpoints in a folder of an object store."""
+
+    shows_begun = False
 
     is_shared = False
 
