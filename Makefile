@@ -172,7 +172,8 @@ test-everything: $(STAMP) data peers engines compilers $(DOCS)
 TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/core/test_parity.py \
 	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
 	tests/core/first_step/test_rows_*.py tests/known_wrong \
-	--ignore tests/plan/test_plan_by_formula.py --ignore tests/plan/test_island_exchange.py
+	--ignore tests/plan/test_plan_by_formula.py --ignore tests/plan/test_island_exchange.py \
+	--ignore tests/plan/test_plan.py --ignore tests/verify/test_zoo_steps.py
 
 oldest:
 	$(MAKE) tier PYTHON=$(call runnable,$(OLDEST))
