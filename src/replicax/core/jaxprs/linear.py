@@ -21,12 +21,12 @@ from replicax.core.jaxprs.jaxpr import (
 
 
 class Linearity(enum.Enum):
-    """The part that the inputs have in a value."""
+    """How a value depends on the inputs."""
 
-    NONE = "none"
-    ZERO = "it is 0, and has none"
+    NONE = "it does not"
+    ZERO = "it is 0"
     LINEAR = "it is linear in them"
-    OTHER = "another, or an unknown one"
+    OTHER = "otherwise, or unknown"
 
 
 _KEEPING = {
@@ -42,7 +42,7 @@ _MULTIPLYING = {"mul", "dot_general", "conv_general_dilated"}
 
 
 def linear_results(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Linearity]) -> list[Linearity]:
-    """Return the part of `inputs` in each result."""
+    """Return how each result depends on the inputs that are not `NONE`."""
     return evaluate_jaxpr(jaxpr, inputs, _apply, _constant)
 
 
@@ -80,7 +80,8 @@ def _of(name: str, parts: list[Linearity]) -> Linearity:
     if name in _UPDATING:
         place = _UPDATING[name]
         others = [each for n, each in enumerate(parts) if n not in (0, place)]
-        return _sum([first, parts[place]]) if Linearity.LINEAR not in others else Linearity.OTHER
+        fixed = not {Linearity.LINEAR, Linearity.OTHER}.intersection(others)
+        return _sum([first, parts[place]]) if fixed else Linearity.OTHER
     if name == "select_n":
         return _sum(rest) if first in (Linearity.NONE, Linearity.ZERO) else Linearity.OTHER
     if name in _MULTIPLYING and Linearity.OTHER not in parts:
@@ -96,7 +97,7 @@ def _of(name: str, parts: list[Linearity]) -> Linearity:
 
 
 def _sum(parts: Sequence[Linearity]) -> Linearity:
-    """Return the part in a sum, or in one of several values.
+    """Return how a sum depends on them, or one of several values.
 
     With one that the inputs do not change, and that is not 0, it is not linear.
     """
