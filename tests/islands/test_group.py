@@ -12,7 +12,7 @@ from support.tiers import only
 from support.waiting import until
 
 from replicax.cluster.watchdog import Timeouts
-from replicax.errors import IslandLeftError
+from replicax.errors import AgreementError, IslandLeftError
 from replicax.islands import founding, group
 from replicax.islands.group import Group
 
@@ -32,6 +32,19 @@ def test_an_island_that_waits_for_others_can_be_stopped() -> None:
         group.enter({})
     group.finish()
     assert len(asked) == 2
+
+
+def test_who_refuses_another_tells_those_that_would_wait_for_it(threads: Threads) -> None:
+    first, odd, late = map(threads.start, places(3))
+    until(lambda: all(len(each.network.peers) == 2 for each in (first, odd, late)))
+    entering = [threads.enter(first, rate=1), threads.enter(odd, rate=2)]
+    for each in entering:
+        with pytest.raises(AgreementError, match="rate"):
+            each.result(20.0)
+    for each in (first, odd):
+        each.finish()
+    with pytest.raises(AgreementError, match="rate"):
+        threads.enter(late, rate=1).result(5.0)
 
 
 def test_nobody_is_the_first_before_it_is_agreed(threads: Threads) -> None:

@@ -38,8 +38,8 @@ class Threads:
         ]
         return found
 
-    def enter(self, island: Group) -> "Future[Any]":
-        return self._pool.submit(island.enter, {})
+    def enter(self, island: Group, **fields: Any) -> "Future[Any]":
+        return self._pool.submit(island.enter, fields)
 
     def exchange(self, island: Group, **options: Any) -> "Future[Any]":
         return self._pool.submit(island.exchange, NOTHING, island.place.index, **options)

@@ -1,6 +1,7 @@
 """Runs of islands, each in a thread: what is written, by whom, and what one that joins receives."""
 
 import contextlib
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -29,6 +30,7 @@ import replicax as rx
 from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
 from replicax.cluster.watchdog import Timeouts
+from replicax.core import first_step_checks
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
@@ -179,6 +181,22 @@ def test_islands_in_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
     errors = [island.join().error for island in [Island(place) for place in places(2)]]
     assert any(isinstance(error, rx.AgreementError) for error in errors)
     assert any("XLA_FLAGS --fast" in str(error) for error in errors)
+
+
+class Flips(rx.Hook):
+    """Changes a weight of this island before a step."""
+
+    def before_step(self, run: Any, batch: Any) -> None:
+        if run.place.step == 6:
+            params = {"w": run.state.params["w"].at[0, 0].add(1e-6)}
+            run.state = dataclasses.replace(run.state, params=params)
+
+
+def test_parameters_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_step_checks, "_COMPARED_EVERY", 4)
+    errors = [island.join().error for island in started(2, {1: [Flips()]})]
+    assert all(isinstance(error, rx.AgreementError) for error in errors)
+    assert all("the parameters is" in str(error) for error in errors)
 
 
 @pytest.mark.promise("islands.other-modes")
