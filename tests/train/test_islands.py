@@ -196,7 +196,7 @@ def test_parameters_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(first_step_checks, "_COMPARED_EVERY", 4)
     errors = [island.join().error for island in started(2, {1: [Flips()]})]
     assert all(isinstance(error, rx.AgreementError) for error in errors)
-    assert all("the parameters is" in str(error) for error in errors)
+    assert all("parameters is" in str(error) for error in errors)
 
 
 @pytest.mark.promise("islands.other-modes")
