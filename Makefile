@@ -169,7 +169,7 @@ test-everything: $(STAMP) data peers engines compilers $(DOCS)
 	$(BIN)/python benchmarks/exact_search.py
 
 # Tests of code that depends on JAX internals.
-TIER := tests/verify tests/plan tests/train/checkpoints tests/core/exact tests/core/test_parity.py \
+TIER := tests/verify tests/plan tests/train/checkpoints tests/core/modes/exact tests/core/test_parity.py \
 	tests/core/test_layout_parity.py tests/core/ground/test_jax_internals.py \
 	tests/core/first_step/test_rows_*.py tests/known_wrong \
 	--ignore tests/plan/test_plan_by_formula.py --ignore tests/plan/test_island_exchange.py \

@@ -36,10 +36,10 @@ import replicax as rx  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.lenet import LeNet  # noqa: E402
-from replicax.train.audit import Snapshot  # noqa: E402
-from replicax.train.fingerprint import Fingerprint  # noqa: E402
+from replicax.train.files.fingerprint import Fingerprint  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
-from replicax.train.host_memory import keep_freed_memory  # noqa: E402
+from replicax.train.hooks.audit import Snapshot  # noqa: E402
+from replicax.train.run.host_memory import keep_freed_memory  # noqa: E402
 
 CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
 PARTS = {"weights": "params", "optimizer": "opt_state", "extras": "extras"}

@@ -44,8 +44,8 @@ from timing import RESULTS, environment, save
 
 import replicax as rx
 from replicax.lint.files import examine_file
+from replicax.text.wording import first_line
 from replicax.verify.verification import Verification
-from replicax.wording import first_line
 
 KINDS = ("counts", "reductions", "split_models", "backward", "order", "loops")
 FORMS = ("broken", "mended")

@@ -37,9 +37,9 @@ from replicax.train.checkpoints.arrays import abstract, array_entries, read  # n
 from replicax.train.checkpoints.manifest import Position, read_manifest  # noqa: E402
 from replicax.train.checkpoints.saver import Saver  # noqa: E402
 from replicax.train.checkpoints.store import Store, verify_checkpoint  # noqa: E402
+from replicax.train.folder.saving import Saving  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
-from replicax.train.host_memory import keep_freed_memory  # noqa: E402
-from replicax.train.saving import Saving  # noqa: E402
+from replicax.train.run.host_memory import keep_freed_memory  # noqa: E402
 
 
 def gpt(**sizes: int) -> tuple[Any, Any, Any]:

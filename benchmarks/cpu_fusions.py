@@ -25,7 +25,7 @@ from replicax.recipes import transformer
 from replicax.recipes.cnn import CNN
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
 INDIVIDUAL = [f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}" for kind in ("DOT", "CONVOLUTION")]

@@ -28,8 +28,8 @@ from timing import RESULTS, environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.exact.fixed_tree import THREADS_VARIABLE, fix_threads
-from replicax.train.host_memory import keep_freed_memory
+from replicax.core.modes.exact.fixed_tree import THREADS_VARIABLE, fix_threads
+from replicax.train.run.host_memory import keep_freed_memory
 
 NAMES = ("lenet", "cnn", "gpt2")
 JOB = Path(__file__).with_name("exact_job.py")

@@ -15,10 +15,10 @@ import exact_subjects
 import jax
 
 import replicax as rx
-from replicax.core.exact.fixed_tree import fix_threads
 from replicax.core.ground.job import Job
-from replicax.train.fingerprint import sha256
-from replicax.train.host_memory import keep_freed_memory
+from replicax.core.modes.exact.fixed_tree import fix_threads
+from replicax.train.files.fingerprint import sha256
+from replicax.train.run.host_memory import keep_freed_memory
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from exact_draws import micro_shards_of, seeded
 from timing import RESULTS, environment
 
 import replicax as rx
-from replicax.core.exact.fixed_tree import THREADS_VARIABLE, fix_threads
+from replicax.core.modes.exact.fixed_tree import THREADS_VARIABLE, fix_threads
 
 RESULT = RESULTS / "exact_search.json"
 LIMIT_SECONDS = 120

@@ -27,7 +27,7 @@ from replicax.analysis.hardware import chip_of_kind
 from replicax.recipes import transformer
 from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import cudnn_takes
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1

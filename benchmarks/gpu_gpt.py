@@ -25,7 +25,7 @@ from replicax.analysis.compiled import read_memory
 from replicax.analysis.hardware import Chip
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import read_schedule
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

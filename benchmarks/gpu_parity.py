@@ -17,7 +17,7 @@ from gpu_part import answer, options
 from gpu_plans import gpt2, made_up_batch
 
 import replicax as rx
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.recipes.lenet import LeNet
 
 ROWS, BATCH, STEPS = 51, 64, 3

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from replicax.analysis.hardware import CHIPS, Chip, chip_of_kind
-from replicax.wording import first_line
+from replicax.text.wording import first_line
 
 
 class LeftOutError(Exception):

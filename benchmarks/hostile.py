@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import hostile, small_files
 
-from replicax.train import lease
+from replicax.train.files import lease
 
 TRIALS = {"folder": 200, "config": 150, "command line": 120, "environment": 30}
 
@@ -46,7 +46,7 @@ def trial(task: tuple[str, int, Path]) -> tuple[str, str | None]:
     lease.EXPIRE_SECONDS = 0.5
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("replicax.train.curves.draw_curves", lambda records, path: path.touch()),
+        mock.patch("replicax.train.hooks.curves.draw_curves", lambda records, path: path.touch()),
     ):
         return kind, hostile.trial(kind, seed, original, Path(folder) / "at")
 

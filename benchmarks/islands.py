@@ -29,7 +29,7 @@ from timing import environment, ratios, save, spread
 from replicax.bench.machine import Neighbours
 from replicax.bench.numbers import around
 from replicax.cluster import variables
-from replicax.core.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
+from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
 from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.islands.messages import Frame
 

@@ -37,7 +37,7 @@ from islands_runs import (
 from timing import environment, save
 
 from replicax.bench.machine import Neighbours
-from replicax.plot_style import picture
+from replicax.text.plot_style import picture
 
 VICTIMS = 1, 0, 2
 AT = 20.0, 60.0, 100.0

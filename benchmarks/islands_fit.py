@@ -18,7 +18,7 @@ import jax
 import replicax as rx
 from replicax.islands.island_job import IslandJob
 from replicax.recipes.gpt2 import GPT2
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 
 def began() -> float:

@@ -24,7 +24,7 @@ from timing import environment, save
 
 from replicax.bench.machine import Neighbours
 from replicax.bench.plots import STYLES
-from replicax.plot_style import picture
+from replicax.text.plot_style import picture
 
 RATES = 0.0, 30.0, 60.0, 125.0, 250.0
 """Faults an hour."""

@@ -16,8 +16,8 @@ from process_group import serve
 import replicax as rx
 from replicax.islands.island_job import IslandJob
 from replicax.recipes.gpt2 import GPT2
-from replicax.train.fingerprint import sha256
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.files.fingerprint import sha256
+from replicax.train.run.host_memory import keep_freed_memory
 
 SETTLE_SECONDS = 0.05
 """Before bytes are read, until the threads that send have counted the last ones."""

@@ -25,7 +25,7 @@ from torch_peer import torch_version
 import replicax as rx
 from replicax.recipes.datasets import fashion_mnist
 from replicax.recipes.lenet import LeNet
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 
 def replicax(mode: str, data: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from timing import environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.recipes.lenet import LeNet, logits
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 BATCH = 256
 STEPS_IN_A_ROUND = 4

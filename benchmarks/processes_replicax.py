@@ -18,7 +18,7 @@ from process_group import serve
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.recipes import lenet, transformer
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 SHAPE = transformer.Shape(layers=4, heads=4, width=128, context=128, vocab_size=257)
 SGD = {"learning_rate": 0.05, "momentum": 0.9}

@@ -22,7 +22,7 @@ from typing import Any
 
 from timing import environment, save
 
-from replicax.train.goodput import read_goodput
+from replicax.train.folder.goodput import read_goodput
 
 PROCESSES = 2
 TIMEOUT_SECONDS = 300.0

@@ -30,7 +30,7 @@ from replicax.core.data.sources import as_source
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP
 from replicax.train.guarded import guarded
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 SUBJECTS = {"lenet": (LeNet(), 10), "mlp": (MLP(), 100)}
 """Recipe, and steps per round."""

@@ -143,7 +143,7 @@ def shown(rows: list[dict[str, Any]]) -> None:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the losses of the widest models by step, and what islands cost by the model's size."""
     from replicax.bench.plots import STYLES
-    from replicax.plot_style import picture
+    from replicax.text.plot_style import picture
 
     widths = sorted({each["row"]["width"] for each in rows})
     with picture(path, 9.0, 3.8) as figure:

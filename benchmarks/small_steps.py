@@ -36,7 +36,7 @@ import ppo
 import replicax as rx
 from replicax.core.data.sources import as_source
 from replicax.recipes.mlp import MLP
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 
 STACK, AIM = 64, 1.10
 ByHand = Callable[[Any, Any, Any], tuple[Any, Any]]

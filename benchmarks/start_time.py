@@ -76,7 +76,7 @@ def child(arguments: list[str], began: float) -> None:
     from replicax.cli import train
     from replicax.core.data_parallel import DataParallel
     from replicax.core.first_step_checks import FirstStepChecks
-    from replicax.train.loop import Loop
+    from replicax.train.run.loop import Loop
 
     events = {"cache_hits": "read", "cache_misses": "compiled"}  # after /jax/compilation_cache/
     jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))

@@ -20,7 +20,7 @@ Run = Callable[[int], Any]
 Prepare = Callable[[int], Run]
 """`prepare(rank)` builds the model and warms up."""
 
-# The glibc variables for the settings of `replicax.train.host_memory.keep_freed_memory`.
+# The glibc variables for the settings of `replicax.train.run.host_memory.keep_freed_memory`.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),

@@ -35,7 +35,7 @@ from support.command_line import Main, runner
 from support.cost import functions
 from support.waiting import Threads
 
-from replicax.train.drawing import CURVES
+from replicax.train.hooks.drawing import CURVES
 
 HERE = Path(__file__).parent
 PIECES = json.loads((HERE / "durations.json").read_text())["pieces"]
@@ -159,7 +159,7 @@ def _nothing_drawn() -> Iterator[None]:
         (folder / CURVES).touch()
         return mock.Mock(poll=lambda: 0)
 
-    with mock.patch("replicax.train.curves.start_drawing", start):
+    with mock.patch("replicax.train.hooks.curves.start_drawing", start):
         yield
 
 

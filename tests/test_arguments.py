@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
-from replicax.arguments import Count, NotNegative, Positive, Range, Seed, fitted, typed
 from replicax.errors import ConfigError, ReplicaxError
+from replicax.text.arguments import Count, NotNegative, Positive, Range, Seed, fitted, typed
 
 SOURCE = {"x": np.ones((16, 3), np.float32), "y": np.ones(16, np.float32)}
 ODD: Any = st.one_of(

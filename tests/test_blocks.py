@@ -15,10 +15,10 @@ import pytest
 from bench.results import CASE, make_bench
 
 import replicax as rx
-from replicax.checks import Check
-from replicax.train.loss_curve import LossCurve
-from replicax.train.records import Record
-from replicax.train.summary import Fit
+from replicax.text.checks import Check
+from replicax.train.files.records import Record
+from replicax.train.hooks.loss_curve import LossCurve
+from replicax.train.run.summary import Fit
 from replicax.verify.verification import Verification
 
 

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from replicax import errors
-from replicax.errors import (
-    MissingDependencyError,
-    ReplicaxError,
-    install_command,
-    require,
-)
+from replicax.errors import MissingDependencyError, ReplicaxError, install_command, require
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import ConfigError
-from replicax.python_file import load_file
+from replicax.text.python_file import load_file
 
 
 def test_a_file_finds_its_neighbours_and_replaces_no_module(folder: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.figures import figures
 
-from replicax.table import WIDTH, aligned, columns, fold_lines, for_stream, labelled
+from replicax.text.table import WIDTH, aligned, columns, fold_lines, for_stream, labelled
 
 NAME = "a/path/that/can-be-copied-20261125-194006.json"
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.wording import (
+from replicax.text.wording import (
     UNKNOWN,
     duration,
     named,

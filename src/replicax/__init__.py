@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 
+from replicax.core.between.islands import Islands as Islands
 from replicax.core.custom.summing import mean as mean
 from replicax.core.custom.summing import value_and_grad as value_and_grad
 from replicax.core.data.batch import Batch as Batch
@@ -24,10 +25,9 @@ from replicax.core.ground.job import Job as Job
 from replicax.core.ground.train_state import TrainState as TrainState
 from replicax.core.models.stateful import Stateful as Stateful
 from replicax.core.models.stateful import Written as Written
-from replicax.core.modes import Mode as Mode
+from replicax.core.modes.mode_table import Mode as Mode
 from replicax.core.placement.layout import layout as layout
 from replicax.core.placement.mesh import make_mesh as make_mesh
-from replicax.core.rounds.islands import Islands as Islands
 from replicax.core.step.coded import Coded as Coded
 from replicax.core.step.loss import Weighted as Weighted
 from replicax.core.step.loss_context import gather as gather
@@ -63,12 +63,10 @@ if typing.TYPE_CHECKING:
     from replicax.load_run import load as load
     from replicax.plan.planned import Plan as Plan
     from replicax.plan.planner import plan as plan
-    from replicax.train.audit import Audit as Audit
-    from replicax.train.evaluator import Evaluation as Evaluation
-    from replicax.train.fit import Run as Run
-    from replicax.train.fit import fit as fit
+    from replicax.train.folder.load import Loaded as Loaded
+    from replicax.train.folder.saving import Saving as Saving
     from replicax.train.guarded import Guard as Guard
-    from replicax.train.hook import Hook as Hook
+    from replicax.train.hooks.audit import Audit as Audit
     from replicax.train.hooks.best import EarlyStopping as EarlyStopping
     from replicax.train.hooks.best import KeepBest as KeepBest
     from replicax.train.hooks.dump_hlo import DumpHLO as DumpHLO
@@ -76,19 +74,21 @@ if typing.TYPE_CHECKING:
     from replicax.train.hooks.figures import GradientNorm as GradientNorm
     from replicax.train.hooks.figures import LearningRate as LearningRate
     from replicax.train.hooks.figures import Throughput as Throughput
+    from replicax.train.hooks.hook import Hook as Hook
     from replicax.train.hooks.logger import CSV as CSV
     from replicax.train.hooks.logger import Logger as Logger
+    from replicax.train.hooks.noise_scale import NoiseMeter as NoiseMeter
     from replicax.train.hooks.profile import Profile as Profile
     from replicax.train.hooks.tensorboard import TensorBoard as TensorBoard
     from replicax.train.hooks.trackers import Comet as Comet
     from replicax.train.hooks.trackers import MLflow as MLflow
     from replicax.train.hooks.trackers import Trackio as Trackio
     from replicax.train.hooks.trackers import WandB as WandB
-    from replicax.train.load import Loaded as Loaded
-    from replicax.train.noise_scale import NoiseMeter as NoiseMeter
-    from replicax.train.saving import Saving as Saving
-    from replicax.train.stopping import Interrupt as Interrupt
-    from replicax.train.summary import Fit as Fit
+    from replicax.train.run.evaluator import Evaluation as Evaluation
+    from replicax.train.run.fit import Run as Run
+    from replicax.train.run.fit import fit as fit
+    from replicax.train.run.stopping import Interrupt as Interrupt
+    from replicax.train.run.summary import Fit as Fit
     from replicax.verified import verify as verify
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verification import Verification as Verification

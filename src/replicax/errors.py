@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from replicax.other_names import VALUES
+from replicax.text.other_names import VALUES
 
 T = TypeVar("T")
 

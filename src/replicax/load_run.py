@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from replicax.arguments import typed
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import BUILT_IN, abstract_model, find_recipe, recipe_of
-from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
-from replicax.train.places import place
+from replicax.text.arguments import typed
+from replicax.train.files.places import place
+from replicax.train.folder.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
 
 
 @typed

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.core.data.given import batch_given, leading_rows, size_given
 from replicax.core.data_parallel import DataParallel
 from replicax.core.models.split import refuse_state
-from replicax.core.modes import Mode
+from replicax.core.modes.mode_table import Mode
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
+from replicax.text.arguments import Count, Int32Count, Seed, typed
 from replicax.verify import stages
 from replicax.verify import verify_program as checks
 from replicax.verify.sums import Elsewhere, Text

@@ -19,7 +19,7 @@ from replicax.bench.link_report import link_json, link_table, write_link_bench
 from replicax.bench.machine import environment
 from replicax.cli.bench import bench
 from replicax.errors import ConfigError
-from replicax.table import WIDTH
+from replicax.text.table import WIDTH
 
 PARAMETERS = 4096 * 64
 

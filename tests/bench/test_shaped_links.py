@@ -7,12 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicax.bench.shaped_links import (
-    NamespaceLinks,
-    NoNamespacesError,
-    RelayLinks,
-    ShapedLinks,
-)
+from replicax.bench.shaped_links import NamespaceLinks, NoNamespacesError, RelayLinks, ShapedLinks
 
 RATE = 4e6
 """Bytes per second."""

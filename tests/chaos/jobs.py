@@ -17,7 +17,7 @@ import numpy as np
 from chaos.trial import STEP
 
 import replicax as rx
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 
 class Notes:

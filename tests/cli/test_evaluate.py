@@ -10,7 +10,7 @@ from support.object_store import register
 from support.recipe_runs import Ended
 from support.tiers import only
 
-from replicax.train.places import copy_files, place, shown
+from replicax.train.files.places import copy_files, place, shown
 
 
 @pytest.mark.parametrize("recipe", only(["mlp"], ["mlp", "gpt2"]))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.hostile import make_run, trial
 
-from replicax.train import lease
+from replicax.train.files import lease
 
 
 @pytest.fixture(scope="module")

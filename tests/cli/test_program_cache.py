@@ -17,7 +17,7 @@ from support.recipe_runs import MLP
 
 from replicax.cli import program_cache
 from replicax.cli.program_cache import keep_programs
-from replicax.recipes.cache_folder import prune, read_entry, write_entry
+from replicax.text.cache_folder import prune, read_entry, write_entry
 
 HITS, MISSES = "Persistent compilation cache hit", "PERSISTENT COMPILATION CACHE MISS"
 

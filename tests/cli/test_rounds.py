@@ -13,9 +13,9 @@ from support.recipe_runs import MLP, Ended, train
 import replicax as rx
 from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
+from replicax.core.between.islands import OuterSGD
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Alone
-from replicax.core.rounds.islands import OuterSGD
 
 ON_REPLICAS = ["--devices", "2", "--mode", "shard_map", "--island-axis", "data"]
 ROUNDS = ["--every", "3", "--send", "int4", "--outer-rate", "0.5", *ON_REPLICAS]

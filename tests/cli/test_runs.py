@@ -13,9 +13,9 @@ from support.recipe_runs import Ended, train
 from support.resumable import data_parallel, fit, rows
 
 from replicax.train.checkpoints.store import Store
-from replicax.train.goodput import read_goodput
-from replicax.train.lease import take_lease
-from replicax.train.summary import metrics_text
+from replicax.train.files.lease import take_lease
+from replicax.train.folder.goodput import read_goodput
+from replicax.train.hooks.record_lines import metrics_text
 
 
 def listed(out: str) -> dict[str, dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.command_line import REGRESSION, Main
 
-from replicax.train.streams import Unfailing, alarm, unfailing_stdout
+from replicax.text.streams import Unfailing, alarm, unfailing_stdout
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")

@@ -11,7 +11,7 @@ from support.recipe_runs import Ended
 from support.saved_checkpoint import data_file
 
 from replicax.train.checkpoints.manifest import read_manifest, write_manifest
-from replicax.train.places import write_whole
+from replicax.train.files.places import write_whole
 
 HARM = "from pathlib import Path\nPath('harm').touch()\n"
 

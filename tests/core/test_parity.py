@@ -16,7 +16,7 @@ from support.cases import CASES, DROPOUT_CASES
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.modes import MODES, Mode
+from replicax.core.modes.mode_table import MODES, Mode
 from replicax.core.placement.mesh import DATA
 
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS
 from replicax.doctor.between import (
     check_clocks,
     check_surroundings,
@@ -15,6 +14,7 @@ from replicax.doctor.between import (
     judge_surroundings,
     surroundings,
 )
+from replicax.text.checks import FAIL, NOTE, PASS
 
 
 def one(**changed: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import pytest
 from support.figures import assert_mentions
 from support.island_networks import SECRET, islands, places
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.cluster.secret import Secret
 from replicax.doctor import between_islands
 from replicax.doctor.between_islands import check_islands
 from replicax.islands.inquiry import Distance
 from replicax.islands.island_place import IslandPlace
+from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 
 def examined(*given: IslandPlace, seconds: float = 20.0) -> list[list[Check]]:

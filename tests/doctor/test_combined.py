@@ -6,7 +6,6 @@ import json
 import pytest
 from support.figures import figures
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
 from replicax.doctor.combined import (
     STYLE,
     checks_or_error,
@@ -16,6 +15,7 @@ from replicax.doctor.combined import (
     worst,
 )
 from replicax.errors import ConfigError
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
 
 FINE = Check("limits", "", PASS, "1,024 files")
 LOW = Check("limits", "", NOTE, "64 files", "raise it")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP
 from replicax.core.first_step import memory_check
 from replicax.core.ground.job import Alone
 from replicax.doctor import device_checks
@@ -25,6 +24,7 @@ from replicax.doctor.device_checks import (
     timing,
 )
 from replicax.errors import ConfigError
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP
 
 KB, MB = 2**10, 2**20
 CPU = FoundDevices("cpu", ["cpu"], [1], None, cores=4, gpus=0, tpus=0)

@@ -5,12 +5,8 @@ from typing import Any
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS
-from replicax.doctor.installation import (
-    judge_limits,
-    judge_versions,
-    requirements,
-)
+from replicax.doctor.installation import judge_limits, judge_versions, requirements
+from replicax.text.checks import FAIL, NOTE, PASS
 
 RANGES = {"jax": "<0.13,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12"}
 FITTING = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.cluster.place import Place
 from replicax.doctor.joined import check_coordinator, check_place
+from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 
 def test_what_was_detected_and_from_where() -> None:

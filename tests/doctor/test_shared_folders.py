@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replicax.checks import FAIL, NOTE, PASS
 from replicax.doctor import shared_folders
 from replicax.doctor.shared_folders import check_folders, judge_folder
+from replicax.text.checks import FAIL, NOTE, PASS
 
 SEEN = shared_folders._Seen("/shared", "node0", True, None, 50 * 10**9, sees_token=True)
 

@@ -14,7 +14,7 @@ from support.figures import figures
 import replicax as rx
 from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.schedule import Collective, Kernel, Schedule, read_schedule
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.layout import LAYOUTS
 from replicax.plan.step_traffic import advice, least_wire_bytes, read_traffic
 

@@ -16,8 +16,8 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import DataError
 from replicax.recipes import datasets
-from replicax.recipes.cache_folder import cache_folder
 from replicax.recipes.datasets import DEBIAN_DIR, IdxFile, fashion_mnist
+from replicax.text.cache_folder import cache_folder
 
 TINY_SHAPES = {
     ("train", "image"): ("train-images-idx3-ubyte", (6, 28, 28)),

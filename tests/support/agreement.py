@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from support.cases import Case
 
 import replicax as rx
-from replicax.core.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.ground.job import Job
-from replicax.train.fingerprint import sha256
+from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS
+from replicax.train.files.fingerprint import sha256
 from replicax.verify.simulated_islands import SimulatedIslands
 
 OPTIMIZERS = {

@@ -15,8 +15,8 @@ from support.cases import CASES, DROPOUT_CASES
 
 import replicax as rx
 from replicax.errors import DivergedError, ReplicasDifferError
-from replicax.train.audit import Snapshot
-from replicax.train.fingerprint import Fingerprint
+from replicax.train.files.fingerprint import Fingerprint
+from replicax.train.hooks.audit import Snapshot
 
 AUDIT_EVERY = 10
 STEPS = 30

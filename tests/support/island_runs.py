@@ -19,7 +19,7 @@ from replicax.cluster.watchdog import Timeouts
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import IslandPlace
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 ROWS, BATCH, EPOCHS = 64, 16, 10
 STEPS = EPOCHS * ROWS // BATCH

@@ -10,7 +10,7 @@ from replicax.cli import _explain
 from replicax.cluster.failure import end
 from replicax.train.dispatched import RunPosition, dispatched, finished
 from replicax.train.guarded import guarded
-from replicax.train.step_records import BadSteps
+from replicax.train.run.step_records import BadSteps
 
 
 def source(epoch: int) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from support import counted_metrics
 import replicax as rx
 from replicax.analysis.hlo import instructions
 from replicax.core.ground.job import Job
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
 BATCH = 16

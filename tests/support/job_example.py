@@ -16,7 +16,7 @@ from unittest import mock
 from support.resumable import told
 
 import replicax as rx
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 
 def end() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
     run_class = rx.Run
     sys.argv = [program, *flags]
-    no_curves = mock.patch("replicax.train.curves.start_drawing")  # takes longer than the run
+    no_curves = mock.patch("replicax.train.hooks.curves.start_drawing")  # takes longer than the run
     with no_curves, mock.patch.object(rx, "Run", make):
         runpy.run_path(program, run_name="__main__")
     (run,) = runs

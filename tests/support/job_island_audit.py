@@ -14,7 +14,7 @@ from support.job_cases import DATA, loss, model
 import replicax as rx
 from replicax.cli import _explain
 from replicax.cluster.failure import end
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 EVERY, STEPS = 10, 200
 SLOW_SECONDS = 0.3

@@ -15,7 +15,7 @@ from replicax.core.ground.train_state import TrainState
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.places import place
+from replicax.train.files.places import place
 
 
 def made() -> TrainState:

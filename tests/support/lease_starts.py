@@ -10,7 +10,7 @@ import pytest
 
 import replicax
 from replicax.errors import RunInUseError
-from replicax.train.lease import take_lease
+from replicax.train.files.lease import take_lease
 
 # Without `replicax/__init__.py`, which loads jax: a second for each process, and threads
 # that a fork must not meet.
@@ -20,8 +20,8 @@ package = types.ModuleType("replicax")
 package.__path__ = [{str(Path(replicax.__file__).parent)!r}]
 sys.modules["replicax"] = package
 from pathlib import Path
-from replicax.train import lease
-from replicax.train.lease import take_lease
+from replicax.train.files import lease
+from replicax.train.files.lease import take_lease
 assert not {{"jax", "numpy"}} & set(sys.modules)
 folder = Path(sys.argv[1])
 """

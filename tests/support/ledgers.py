@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from replicax.train.goodput import BUCKETS, FILE, Goodput, Ledger
+from replicax.train.folder.goodput import BUCKETS, FILE, Goodput, Ledger
 
 NOTHING = dict.fromkeys(BUCKETS, 0.0)
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import replicax as rx
 from replicax import cli
-from replicax.train.fit import fit
+from replicax.train.run.fit import fit
 
 MLP = ["mlp", "--layers", "2", "--hidden", "16", "--rows", "200", "--epochs", "2"]
 TINY_GPT2 = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16"]

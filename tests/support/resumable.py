@@ -19,8 +19,8 @@ import replicax as rx
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState
-from replicax.train.records import Record
-from replicax.train.storage import Storage
+from replicax.train.files.records import Record
+from replicax.train.folder.storage import Storage
 
 ROWS, BATCH, BATCHES = 75, 16, 5
 EPOCHS = 3

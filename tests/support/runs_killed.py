@@ -21,7 +21,7 @@ from support import object_store
 from support.resumable import bits, told, untimed
 
 import replicax as rx
-from replicax.train import curves
+from replicax.train.hooks import curves
 
 URL = "s3://bucket/runs/x"
 EPOCHS, BATCH, SAVE_EVERY = 2, 16, 3

@@ -22,12 +22,7 @@ from replicax.train.checkpoints.manifest import (
     write_manifest,
 )
 from replicax.train.checkpoints.store import verify_checkpoint
-from replicax.train.checkpoints.with_orbax import (
-    begin_orbax,
-    finish_orbax,
-    quiet_orbax,
-    write_tree,
-)
+from replicax.train.checkpoints.with_orbax import begin_orbax, finish_orbax, quiet_orbax, write_tree
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool", "float8_e4m3fn")
 POSITION = Position(

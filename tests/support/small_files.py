@@ -19,16 +19,17 @@ from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ReplicaxError
-from replicax.train import lease, load
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.fingerprint import sha256
-from replicax.train.goodput import Ledger
-from replicax.train.records import Record
-from replicax.train.run_state import first_batch
-from replicax.train.saving import Saving
-from replicax.train.sealed import sealed
-from replicax.train.storage import Storage
+from replicax.train.files import lease
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import Record
+from replicax.train.files.sealed import sealed
+from replicax.train.folder import load
+from replicax.train.folder.goodput import Ledger
+from replicax.train.folder.saving import Saving
+from replicax.train.folder.storage import Storage
+from replicax.train.run.run_state import first_batch
 
 CONFIG = {
     "fields": {"rate": 0.1, "layers": [1, 2]},

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from replicax.train.dispatched import RunPosition
-from replicax.train.hook import Hook
-from replicax.train.records import Record
+from replicax.train.files.records import Record
+from replicax.train.hooks.hook import Hook
 
 
 class WatchedRun:

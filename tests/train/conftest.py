@@ -11,7 +11,7 @@ from support.lease_starts import HOLDS, Start
 from support.resumable import Killed, crashing, data_parallel, fit
 
 import replicax as rx
-from replicax.train import lease
+from replicax.train.files import lease
 
 
 @pytest.fixture(scope="module", autouse=True)

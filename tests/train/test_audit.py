@@ -22,7 +22,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 CASE = CASES["linen"]
 OTHER_MODES = ("shard_map", "pmap", "exact")

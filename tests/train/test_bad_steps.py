@@ -17,9 +17,9 @@ from replicax.core.data.batch import Batch, pad
 from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
 from replicax.train.dispatched import Dispatched, RunPosition, dispatched
+from replicax.train.files.records import Record
 from replicax.train.guarded import NOT_FINITE, SPIKE
-from replicax.train.records import Record
-from replicax.train.step_records import BadSteps
+from replicax.train.run.step_records import BadSteps
 
 
 def batch(step: int, rows: int = 3, size: int = 4) -> Batch:

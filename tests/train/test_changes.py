@@ -14,7 +14,8 @@ from replicax.cli.step_options import RoundOptions
 from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.cluster.alike import compared_settings
 from replicax.errors import ConfigError
-from replicax.train.changes import (
+from replicax.train.files.records import RunFolder
+from replicax.train.folder.changes import (
     CHOOSING,
     HARMLESS,
     Change,
@@ -22,7 +23,6 @@ from replicax.train.changes import (
     config_changes,
     read_config,
 )
-from replicax.train.records import RunFolder
 
 CONFIG: dict[str, Any] = {
     "recipe": "lenet",

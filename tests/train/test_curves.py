@@ -16,10 +16,10 @@ from support.clock import Clock
 from support.tiers import only
 
 from replicax.errors import MissingDependencyError
-from replicax.train import curves, drawing
-from replicax.train.curves import Curves
-from replicax.train.drawing import draw_curves, panels_of, rates_of
-from replicax.train.records import CONFIG, Record, write_json
+from replicax.train.files.records import CONFIG, Record, write_json
+from replicax.train.hooks import curves, drawing
+from replicax.train.hooks.curves import Curves
+from replicax.train.hooks.drawing import draw_curves, panels_of, rates_of
 
 NO_FORMULA = "costs $5^$, a_b^c, 50 % {x}"
 

@@ -38,7 +38,7 @@ from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.lease import take_lease
+from replicax.train.files.lease import take_lease
 store = Store(pathlib.Path(sys.argv[1]).resolve() / "checkpoints", 3, None)
 state = TrainState(jnp.int32(3), {"w": jnp.full(2, 1.5)}, (), {}, jnp.uint32(0))
 with take_lease(pathlib.Path(sys.argv[1])) as lease:

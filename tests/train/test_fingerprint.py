@@ -14,7 +14,7 @@ from support.training import train
 
 import replicax as rx
 from replicax.core.placement.mesh import replicated
-from replicax.train.fingerprint import Fingerprint, UnequalCopies, fingerprint
+from replicax.train.files.fingerprint import Fingerprint, UnequalCopies, fingerprint
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64", "int4")
 
@@ -123,7 +123,7 @@ def test_numbers_that_are_not_finite_are_told(value: float) -> None:
 
 def test_nothing_is_moved_between_devices_but_the_fingerprints() -> None:
     from replicax.analysis.hlo import instructions
-    from replicax.train.fingerprint import _sums, of_each_device
+    from replicax.train.files.fingerprint import _sums, of_each_device
 
     mesh = rx.make_mesh()
     shape = jax.ShapeDtypeStruct((1000, 100), jnp.float32, sharding=replicated(mesh))

@@ -17,7 +17,7 @@ from support.waiting import Threads
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError
-from replicax.train.summary import describe
+from replicax.train.run.summary import describe
 
 
 @pytest.fixture(scope="module")

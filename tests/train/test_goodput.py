@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ledgers import NOTHING, Clock, spent, worked
 
-from replicax.train.goodput import BUCKETS, FILE, Ledger
+from replicax.train.folder.goodput import BUCKETS, FILE, Ledger
 
 
 def test_the_buckets_add_up_to_the_time_since_the_ledger_was_made() -> None:

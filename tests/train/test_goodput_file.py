@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.figures import figures
 from support.ledgers import NOTHING, Clock, spent, worked
 
-from replicax.train.goodput import BUCKETS, FILE, Goodput, read_goodput
+from replicax.train.folder.goodput import BUCKETS, FILE, Goodput, read_goodput
 
 
 def test_a_month_leaves_a_file_of_megabytes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.training import assert_near, parallel
 
 import replicax as rx
 from replicax.errors import LossError
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 from replicax.train.guarded import (
     NOT_FINITE,
     SPIKE,

@@ -6,12 +6,12 @@ import sys
 import pytest
 from support.tiers import EXHAUSTIVE
 
-from replicax.train import host_memory
+from replicax.train.run import host_memory
 
 PROGRAM = """
 import resource
 import numpy as np
-from replicax.train.host_memory import keep_freed_memory
+from replicax.train.run.host_memory import keep_freed_memory
 if {kept}:
     assert keep_freed_memory()
 def faults():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import HANG_SECONDS, until
 
-from replicax.train.stopping import Interrupt, shown_signal
+from replicax.train.run.stopping import Interrupt, shown_signal
 
 TERMINATING = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 

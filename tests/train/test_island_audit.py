@@ -24,8 +24,8 @@ from replicax.core.ground.job import Alone
 from replicax.errors import IslandLeftError, ReplicasDifferError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
-from replicax.train.fingerprint import Fingerprint
-from replicax.train.island_audit import IslandAudit, IslandVerdict, judge_islands
+from replicax.train.files.fingerprint import Fingerprint
+from replicax.train.hooks.island_audit import IslandAudit, IslandVerdict, judge_islands
 
 LEAVES = ["w", "b"]
 

@@ -34,10 +34,10 @@ from replicax.core import first_step_checks
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
-from replicax.train.changes import read_config, run_id
 from replicax.train.checkpoints.store import is_complete
-from replicax.train.fingerprint import sha256
-from replicax.train.records import CONFIG
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import CONFIG
+from replicax.train.folder.changes import read_config, run_id
 
 
 @pytest.fixture(scope="module")

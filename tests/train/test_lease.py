@@ -12,9 +12,9 @@ import pytest
 from support.lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, refused
 
 from replicax.errors import RunInUseError
-from replicax.train import lease
-from replicax.train.lease import MOST_KEPT, Lease, take_lease
-from replicax.train.sealed import sealed
+from replicax.train.files import lease
+from replicax.train.files.lease import MOST_KEPT, Lease, take_lease
+from replicax.train.files.sealed import sealed
 
 # On one host
 

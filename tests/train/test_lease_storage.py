@@ -11,7 +11,7 @@ import pytest
 from support.lease_starts import Watch, refused
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.lease import take_lease
+from replicax.train.files.lease import take_lease
 
 
 def full(*_: object, **__: object) -> None:

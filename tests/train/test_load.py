@@ -18,11 +18,11 @@ from support.tiers import EXHAUSTIVE
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, StateError
 from replicax.recipes import mlp
-from replicax.train import load as loading
-from replicax.train.changes import read_config
 from replicax.train.checkpoints.store import Store
+from replicax.train.files.lease import take_lease
+from replicax.train.folder import load as loading
+from replicax.train.folder.changes import read_config
 from replicax.train.guarded import with_losses
-from replicax.train.lease import take_lease
 
 
 @pytest.fixture(scope="module")

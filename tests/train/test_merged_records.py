@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.core.data.merged import Merged, apart
 from replicax.core.models.metric_objects import as_metric
 from replicax.train.dispatched import Dispatched, RunPosition
-from replicax.train.step_records import Meter
+from replicax.train.run.step_records import Meter
 
 
 def part(metric: Any) -> Merged:

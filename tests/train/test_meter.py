@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from support.clock import Clock, clock_of
 
-from replicax.train import step_records as module
 from replicax.train.dispatched import Dispatched, RunPosition
-from replicax.train.records import Record
-from replicax.train.step_records import Meter, log_interval
+from replicax.train.files.records import Record
+from replicax.train.run import step_records as module
+from replicax.train.run.step_records import Meter, log_interval
 
 clock = clock_of(module)
 

@@ -13,7 +13,7 @@ from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.train.noise_scale import PARTS, noise_probe
+from replicax.train.hooks.noise_scale import PARTS, noise_probe
 
 DIM = 5
 MEAN = np.array([1.0, -0.5, 0.0, 2.0, 0.5], np.float32)

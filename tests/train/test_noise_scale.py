@@ -19,9 +19,9 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.fingerprint import sha256
-from replicax.train.noise_scale import NoiseScale, load_noise_scale, noise_scale
-from replicax.train.records import Record
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import Record
+from replicax.train.hooks.noise_scale import NoiseScale, load_noise_scale, noise_scale
 
 DIM = 40
 DEVIATION = 0.5

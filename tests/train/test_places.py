@@ -8,9 +8,9 @@ from support.lease_starts import move, refused
 from support.object_store import Objects, register
 
 from replicax.errors import ConfigError, MissingDependencyError, RunInUseError
-from replicax.train import lease
-from replicax.train.lease import take_lease
-from replicax.train.places import (
+from replicax.train.files import lease
+from replicax.train.files.lease import take_lease
+from replicax.train.files.places import (
     is_remote,
     names,
     place,

@@ -22,7 +22,7 @@ package.__path__ = [{str(SRC)!r}]
 sys.modules["replicax"] = package
 import hashlib, os, threading, time
 from replicax.cluster.failure import stop_all_now
-from replicax.train.stopping import Interrupt, shown_signal
+from replicax.train.run.stopping import Interrupt, shown_signal
 
 def say(line):
     print(line, flush=True)

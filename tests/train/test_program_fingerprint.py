@@ -22,9 +22,9 @@ import replicax as rx
 from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
+from replicax.train.folder.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.guarded import guarded, with_losses
-from replicax.train.program_fingerprint import program_fingerprint, some_rows
-from replicax.train.summary import this_start
+from replicax.train.run.summary import this_start
 
 ROWS = rows(16)
 ADAM = optax.adam(0.01)

@@ -17,10 +17,10 @@ import pytest
 from support.clock import Clock, clock_of
 from support.figures import figures as numbers
 
-from replicax.train import progress as module
-from replicax.train.progress import PlainProgress, Progress, figures, open_progress
-from replicax.train.records import Record
-from replicax.train.streams import Unfailing
+from replicax.text.streams import Unfailing
+from replicax.train.files.records import Record
+from replicax.train.hooks import progress as module
+from replicax.train.hooks.progress import PlainProgress, Progress, figures, open_progress
 
 clock = clock_of(module)
 

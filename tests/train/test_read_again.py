@@ -17,8 +17,8 @@ from support.tiers import only
 import replicax as rx
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
-from replicax.train.audit import Snapshot
-from replicax.train.read_again import FirstBatch, checksums, difference
+from replicax.train.folder.read_again import FirstBatch, checksums, difference
+from replicax.train.hooks.audit import Snapshot
 
 MIDDLE, END = 7, 5  # of the second epoch, and of the first
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicax.train import places
-from replicax.train.records import Record, RunFolder, read_records
+from replicax.train.files import places
+from replicax.train.files.records import Record, RunFolder, read_records
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from replicax.train.records import Record
-from replicax.train.summary import Fit
+from replicax.train.files.records import Record
+from replicax.train.run.summary import Fit
 
 
 def fit(**more: Any) -> Fit:

@@ -177,7 +177,7 @@ def test_rows_of_processes_are_those_of_as_many(
     with crashing(4):
         fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     with monkeypatch.context() as patch:
-        name = "replicax.train.run_state.parts_of_processes"
+        name = "replicax.train.run.run_state.parts_of_processes"
         patch.setattr(name, lambda source: {"processes": 2})
         says = r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
         with pytest.raises(ConfigError, match=says):

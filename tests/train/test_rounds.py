@@ -21,7 +21,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.islands.messages import Done
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 SETTINGS = [
     {"every": 5},

@@ -7,9 +7,9 @@ import pytest
 from support.rounds import BATCH, MODEL, SOURCE, on, over
 
 import replicax as rx
+from replicax.core.between.islands import OuterSGD
 from replicax.core.ground.codecs import CODECS
-from replicax.core.rounds.islands import OuterSGD
-from replicax.train.rounds_told import doubtful_rounds, rounds_lines
+from replicax.train.run.rounds_told import doubtful_rounds, rounds_lines
 
 
 def lines_of(islands: rx.Islands, devices: int = 2) -> str:

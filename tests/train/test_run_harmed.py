@@ -10,8 +10,8 @@ from chaos.runs.corruption import corrupt
 from support.small_files import make_run, outcome, state_at
 from support.tiers import only
 
-from replicax.train.fingerprint import sha256
-from replicax.train.records import Record
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import Record
 
 FOLDERS, MANY_FOLDERS = 60, 250
 STEPS = (2, 4)

@@ -18,8 +18,8 @@ from support.resumable import (
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.changes import run_id
 from replicax.train.checkpoints.manifest import read_manifest
+from replicax.train.folder.changes import run_id
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.places import place, write_whole
+from replicax.train.files.places import place, write_whole
 
 URL = "s3://bucket/runs/x"
 EVALUATED = {"eval_source": rows(20, 2)}

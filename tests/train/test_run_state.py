@@ -10,7 +10,7 @@ import replicax as rx
 from replicax.core.data.sources import Source, as_source
 from replicax.core.ground.job import Alone
 from replicax.train.dispatched import RunPosition
-from replicax.train.run_state import RunState, first_batch
+from replicax.train.run.run_state import RunState, first_batch
 
 ROWS = (100, 20)
 

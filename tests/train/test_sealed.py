@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.arriving import harmed
 
-from replicax.train.sealed import CHECKSUM, sealed, unsealed
+from replicax.train.files.sealed import CHECKSUM, sealed, unsealed
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

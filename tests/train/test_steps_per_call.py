@@ -21,8 +21,8 @@ from support.training import slices
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.train.call_sizes import CallSizes
 from replicax.train.dispatched import RunPosition
+from replicax.train.hooks.call_sizes import CallSizes
 
 EVALUATED = {"eval_source": rows(20, 2)}
 

@@ -10,8 +10,8 @@ from support.clock import Clock, clock_of
 from support.cluster_jobs import opened
 
 from replicax.core.ground.job import Alone
-from replicax.train import stopping as stopping_module
-from replicax.train.stopping import Interrupt, Stopping
+from replicax.train.run import stopping as stopping_module
+from replicax.train.run.stopping import Interrupt, Stopping
 
 clock = clock_of(stopping_module)
 

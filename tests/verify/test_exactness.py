@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from replicax.checks import Check
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
+from replicax.text.checks import Check
 from replicax.verify.exactness import Bits, check_exactness
 
 SAME = Bits([{"w": "00", "b": "01"}, {"w": "02", "b": "03"}], {"step.0": "aa", "step.1": "bb"})

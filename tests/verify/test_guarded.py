@@ -12,8 +12,8 @@ from support.training import parallel
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.checks import Check
 from replicax.errors import LossError
+from replicax.text.checks import Check
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases

@@ -9,12 +9,7 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.verify.facts import examine_subject
-from replicax.verify.independence import (
-    ADDED_UP,
-    DEPENDENT,
-    INDEPENDENT,
-    WEIGHTED_SCALAR,
-)
+from replicax.verify.independence import ADDED_UP, DEPENDENT, INDEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.subject import Subject
 
 

@@ -11,7 +11,7 @@ from support.tiers import EXHAUSTIVE
 from support.training import parallel
 from verify import zoo_recipes as zoo
 
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.plain_step import PlainStep

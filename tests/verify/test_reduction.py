@@ -13,12 +13,12 @@ from support.tiers import EXHAUSTIVE, only
 from support.training import parallel
 from verify import zoo_recipes as zoo
 
-from replicax.checks import Check
 from replicax.core.ground.codecs import BLOCK
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.step.base import StepSums
 from replicax.core.step.coded import Coded
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
+from replicax.text.checks import Check
 from replicax.verify.facts import examine_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.residual import check_residual

@@ -14,8 +14,8 @@ from support.recipe_runs import MLP
 from support.rounds import MODEL, SOURCE, noisy, on, over, own_step, squared
 
 import replicax as rx
-from replicax.checks import Check
 from replicax.core.ground.codecs import Integers
+from replicax.text.checks import Check
 from replicax.verify.round_checks import CLOSE, check_rounds
 
 CASES = [

@@ -14,8 +14,8 @@ from support.figures import refused
 from support.tiers import EXHAUSTIVE
 from verify import step_parts as zoo
 
-from replicax.checks import Check
 from replicax.errors import ConfigError
+from replicax.text.checks import Check
 from replicax.verify.step import verify_step
 from replicax.verify.step_files import verify_files
 from replicax.verify.verification import Verification

@@ -16,8 +16,8 @@ from plan.compilers import FOLDER, needs
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.checks import Check
 from replicax.errors import CompilerError, ConfigError
+from replicax.text.checks import Check
 from replicax.verified import compiling_for
 from replicax.verify.sums import Elsewhere, Text, check_sums, judged_sums, with_sums_as_cause
 

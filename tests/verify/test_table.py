@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from replicax.checks import Check
+from replicax.text.checks import Check
 from replicax.verify.verification import GrowingTable, Verification, merged_checks
 
 PASSED = [

@@ -16,7 +16,7 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.verify.facts import examine_subject
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (

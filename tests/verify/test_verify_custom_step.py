@@ -10,7 +10,7 @@ from support.tiers import EXHAUSTIVE
 from support.training import normals, parallel
 
 import replicax as rx
-from replicax.checks import PASS, SKIP
+from replicax.text.checks import PASS, SKIP
 from replicax.verify.verification import Verification
 
 optimizer = optax.adam(1e-2)

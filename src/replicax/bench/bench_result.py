@@ -8,8 +8,8 @@ from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import Collectives
 from replicax.bench.cases import STRONG
 from replicax.bench.numbers import ratios, spread
-from replicax.blocks import Reported
-from replicax.wording import counted, duration
+from replicax.text.blocks import Reported
+from replicax.text.wording import counted, duration
 
 
 @dataclasses.dataclass(frozen=True)

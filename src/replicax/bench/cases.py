@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from replicax.core.data.feed import Split
-from replicax.core.modes import MODES, as_mode
+from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.core.placement.layout import Layout, as_layout
 from replicax.core.placement.mesh import DATA, STAGE, abstract_mesh, replica_count
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 STRONG, WEAK = "strong", "weak"
 

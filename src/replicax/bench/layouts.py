@@ -10,7 +10,7 @@ from replicax.core.placement.layout import LAYOUTS, Layout, as_layout
 from replicax.core.placement.mesh import DATA, MODEL, STAGE, make_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError, choose
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 ONE = "replicated"
 """The baseline layout on one device, where all layouts are the same."""

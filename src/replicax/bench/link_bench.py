@@ -29,7 +29,7 @@ from replicax.bench.shaped_links import ShapedLinks, shaped_links
 from replicax.cluster import variables
 from replicax.errors import ClusterError
 from replicax.islands.island_variables import ISLAND, ISLANDS
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 LinkForecast = Callable[[LinkMethod, int, int, float], float]
 """`forecast(method, parameters, islands, step_seconds)`: the utilization that is expected."""

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from replicax.bench.link_methods import ENDLESS_STEPS, LinkMethod
+from replicax.core.between.islands import Islands
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.rounds.islands import Islands
 from replicax.islands.island_job import IslandJob
 
 ALONE = "alone"

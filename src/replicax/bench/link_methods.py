@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from replicax.core.between.islands import Islands
 from replicax.core.ground.codecs import CODECS
-from replicax.core.rounds.islands import Islands
 from replicax.errors import choose
 
 ENDLESS_STEPS = 1_000_000_000

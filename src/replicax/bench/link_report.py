@@ -11,9 +11,9 @@ from replicax.bench.link_bench import LinkBench, LinkCase
 from replicax.bench.link_methods import LinkMethod
 from replicax.bench.numbers import percent_around, spread
 from replicax.errors import MissingDependencyError
-from replicax.plot_style import INK, PALETTE, picture
-from replicax.table import aligned, labelled
-from replicax.wording import counted, duration, percent, size_text, time_text
+from replicax.text.plot_style import INK, PALETTE, picture
+from replicax.text.table import aligned, labelled
+from replicax.text.wording import counted, duration, percent, size_text, time_text
 
 PICTURE = "slow_links.png"
 FORECAST = PALETTE[4]

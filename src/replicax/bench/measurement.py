@@ -18,7 +18,7 @@ from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, LossError
-from replicax.wording import duration
+from replicax.text.wording import duration
 
 
 class Display:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
-from replicax.plot_style import INK, ON_COLOUR, picture
-from replicax.wording import number_text
+from replicax.text.plot_style import INK, ON_COLOUR, picture
+from replicax.text.wording import number_text
 
 COLOURS = {
     FORWARD: "#56B4E9",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replicax.wording import decimals, number_text, percent
+from replicax.text.wording import decimals, number_text, percent
 
 
 def around(values: Sequence[float]) -> str:

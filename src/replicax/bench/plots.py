@@ -10,9 +10,9 @@ import numpy as np
 from replicax.bench.bench_result import Bench, CaseResult, by_mode
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.numbers import is_noise, spread
-from replicax.core.modes import MODES, as_mode
+from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.errors import require
-from replicax.plot_style import INK, PALETTE, picture
+from replicax.text.plot_style import INK, PALETTE, picture
 
 # With markers for black-and-white prints.
 STYLES = tuple(zip((INK, *PALETTE), "Xos^DPv", strict=True))

@@ -14,9 +14,9 @@ from replicax.bench.bench_result import Bench, CaseResult, by_mode, with_efficie
 from replicax.bench.cases import STRONG, WEAK, usual_modes
 from replicax.bench.machine import Neighbours, check_cores, environment, notes_on_neighbours
 from replicax.bench.measurement import Display
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.errors import ConfigError, did_you_mean
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 RUNS_OF_A_JOB = 4
 """Runs of every step in one job; their median is the result of the round."""

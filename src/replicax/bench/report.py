@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.numbers import around, is_noise, percent_around, spread
-from replicax.blocks import GAP, Grid, Paragraph, ReportPart, report_of
-from replicax.wording import UNKNOWN, counted, duration, number_text, percent, size_text
+from replicax.text.blocks import GAP, Grid, Paragraph, ReportPart, report_of
+from replicax.text.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
 Column = tuple[str, Callable[[CaseResult], str]]
 """A heading, possibly of several lines, and a function that formats a case."""

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 import replicax.bench.report  # noqa: F401 - how a benchmark is printed and shown
-from replicax.arguments import Count, Int32Count, Seed, typed
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (
     BenchCase,
@@ -33,9 +32,10 @@ from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
 from replicax.core.data.per_row import has_rows
 from replicax.core.data_parallel import DataParallel
-from replicax.core.modes import MODES, as_mode
+from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.core.placement.mesh import make_mesh
 from replicax.errors import ConfigError
+from replicax.text.arguments import Count, Int32Count, Seed, typed
 
 
 @typed
@@ -61,7 +61,7 @@ def bench(
     quarter of a second, input included, in random order. In a job of several processes, all
     processes must call this, and all their devices are measured.
 
-    On CPU devices, call `replicax.train.host_memory.keep_freed_memory()` first, as
+    On CPU devices, call `replicax.train.run.host_memory.keep_freed_memory()` first, as
     `replicax train` does; otherwise the allocator affects the measurement.
 
     Examples:
@@ -77,8 +77,8 @@ def bench(
         batch_size: rows of a global batch.
         devices: device counts; by default powers of two up to the number of attached devices, and
             that number. A job of several processes always uses all devices.
-        modes: names of `replicax.core.modes.MODES`; by default all that are not bitwise, and that
-            of `dp`.
+        modes: names of `replicax.core.modes.mode_table.MODES`; by default all that are not bitwise,
+            and that of `dp`.
         layouts: layouts to compare, by default in mode `jit` on all devices and on one:
             `replicated`, `zero1`, `fsdp`; with the rules of `dp`'s layout also `model` and
             `stages`, which use the most devices along that axis that divide its dims; or pairs of a

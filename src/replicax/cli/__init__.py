@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
-from replicax.table import fold_lines, for_stream, printable
+from replicax.text.table import fold_lines, for_stream, printable
 
 COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import jax
 
 import replicax as rx
-from replicax.arguments import Count, Seed
 from replicax.bench import processes
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import all_cases, notes_on_cases, possible_modes, usual_modes, weak_rows
@@ -29,12 +28,13 @@ from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_a
 from replicax.cli.output import run_folder, show
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.ground.job import Alone
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.errors import ClusterError, ConfigError, MissingDependencyError
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
-from replicax.train.host_memory import keep_freed_memory
-from replicax.wording import counted
+from replicax.text.arguments import Count, Seed
+from replicax.text.wording import counted
+from replicax.train.run.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"
 TRACES = "trace"

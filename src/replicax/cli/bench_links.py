@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import jax
 
 import replicax as rx
-from replicax.arguments import Count
 from replicax.bench.link_bench import LINK_CONTROL, LinkForecast, bench_links
 from replicax.bench.link_island import LinkIsland, answer_lines
 from replicax.bench.link_methods import METHOD_NAMES, LinkMethod, link_methods
@@ -17,15 +16,16 @@ from replicax.bench.link_report import link_table, write_link_bench
 from replicax.cli.flags import Arguments, several_of, shown_as, words
 from replicax.cli.output import run_folder, show
 from replicax.cli.step_options import print_data
+from replicax.core.between.islands import Islands
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.rounds.islands import Islands
 from replicax.errors import ConfigError, did_you_mean
 from replicax.islands.island_job import IslandJob
 from replicax.launch.compiled_folder import compiled_folder
 from replicax.plan.site_network import NETWORK_EXAMPLE, SiteNetwork, parse_network
 from replicax.plan.slow_links import Method, forecast
-from replicax.train.host_memory import keep_freed_memory
+from replicax.text.arguments import Count
+from replicax.train.run.host_memory import keep_freed_memory
 
 MOST_ISLANDS = 16
 _OTHERS = ("devices", "processes", "modes", "layouts", "profile", "pin")

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import BUILT_IN, from_json, presets_of, typed_fields
-from replicax.train.changes import read_config
+from replicax.train.folder.changes import read_config
 
 Options = TypeVar("Options")
 

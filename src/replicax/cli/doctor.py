@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from replicax.arguments import Positive
-from replicax.checks import FAIL, print_table
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
@@ -19,7 +17,9 @@ from replicax.cluster.variables import PROCESS_ID
 from replicax.doctor.combined import NOT_WELL, STYLE, doctor_json, doctor_summary
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.errors import ConfigError, require
-from replicax.table import for_stream
+from replicax.text.arguments import Positive
+from replicax.text.checks import FAIL, print_table
+from replicax.text.table import for_stream
 
 SPEAK_SECONDS = 2.0
 """Time for process 0 to report: launchers often kill all processes after the first exit."""

@@ -11,7 +11,7 @@ from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import data_lines
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
-from replicax.train.summary import metrics_text
+from replicax.train.hooks.record_lines import metrics_text
 
 ANOTHER_ROUNDING = 1e-2
 """Relative difference of a metric that other devices may cause, at most (in bfloat16)."""

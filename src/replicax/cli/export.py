@@ -10,9 +10,9 @@ from replicax.cli.opened import RunOptions, about_line
 from replicax.cli.output import show
 from replicax.errors import ConfigError, require
 from replicax.recipes.recipe import weight_names
-from replicax.train.places import check_replaceable
+from replicax.text.wording import size_text
+from replicax.train.files.places import check_replaceable
 from replicax.weights.save_weights import check_suffix, save_weights
-from replicax.wording import size_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, get_args
 
-from replicax.arguments import Int32Count, check_ranges, fitted
 from replicax.cli.config_file import (
     Options,
     field_names,
@@ -22,9 +21,10 @@ from replicax.cli.config_file import (
     started_from,
 )
 from replicax.errors import ConfigError, did_you_mean, require
-from replicax.other_names import alike, is_of_others
 from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
-from replicax.table import for_stream
+from replicax.text.arguments import Int32Count, check_ranges, fitted
+from replicax.text.other_names import alike, is_of_others
+from replicax.text.table import for_stream
 
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional

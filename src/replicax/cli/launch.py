@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from replicax.arguments import Count, Devices, Natural, Range
 from replicax.cli import failed
 from replicax.cli.flags import flag_value, one_of, parse, shown_as
 from replicax.errors import ConfigError, did_you_mean
@@ -12,6 +11,7 @@ from replicax.launch.island_supervisor import RESTARTS_IN_A_ROW
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.launch.supervisor import launch as launch_here
+from replicax.text.arguments import Count, Devices, Natural, Range
 
 ENGINES = ("local", "slurm", "kubernetes", "ray")
 EXAMPLE = "replicax launch --processes 2 -- python train.py"

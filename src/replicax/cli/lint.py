@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from replicax.checks import FAIL, NOTE, Check, Style, print_table
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.output import JsonOptions
 from replicax.errors import ConfigError
@@ -20,6 +19,7 @@ from replicax.lint.files import (
     source_text,
 )
 from replicax.lint.step_file import step_file
+from replicax.text.checks import FAIL, NOTE, Check, Style, print_table
 
 _STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 

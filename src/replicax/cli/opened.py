@@ -10,8 +10,8 @@ from replicax.cli.output import RUNS
 from replicax.cli.step_options import check_alone
 from replicax.errors import ConfigError, did_you_mean
 from replicax.recipes.recipe import recipe_name
-from replicax.train.load import Loaded
-from replicax.train.places import place, shown
+from replicax.train.files.places import place, shown
+from replicax.train.folder.load import Loaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

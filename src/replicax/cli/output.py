@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
-from replicax.table import for_stream, printable
-from replicax.train.places import check_own
+from replicax.text.table import for_stream, printable
+from replicax.train.files.places import check_own
 
 RUNS = Path("runs")
 _SECONDS_BETWEEN_LINES = 2.0

@@ -9,24 +9,19 @@ from typing import Annotated, Any, get_args, get_type_hints
 import jax
 
 import replicax as rx
-from replicax.arguments import Count, Positive
 from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.plan_failures import plan_failures
-from replicax.cli.step_options import (
-    ModeOptions,
-    StepOptions,
-    data_lines,
-    make_host_devices,
-)
-from replicax.core.modes import as_mode
+from replicax.cli.step_options import ModeOptions, StepOptions, data_lines, make_host_devices
+from replicax.core.modes.mode_table import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
 from replicax.plan.plan_table import plan_lines
 from replicax.plan.planned import LATER_PARTS, Plan
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
-from replicax.train.noise_scale import load_noise_scale
+from replicax.text.arguments import Count, Positive
+from replicax.train.hooks.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096
 """Limit on simulated devices that replace a target's, for kernels lowered only with devices."""

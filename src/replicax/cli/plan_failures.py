@@ -6,8 +6,8 @@ from typing import Any
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions
 from replicax.plan.failures import FailureForecast, Failures, goodput_forecast
-from replicax.table import Line, columns, labelled
-from replicax.wording import counted, time_text
+from replicax.text.table import Line, columns, labelled
+from replicax.text.wording import counted, time_text
 
 
 @dataclasses.dataclass(frozen=True)

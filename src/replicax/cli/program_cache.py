@@ -8,14 +8,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from replicax.analysis.host import host_processor
 from replicax.core.ground.jax_internals import open_cache_as
-from replicax.recipes.cache_folder import (
-    cache_folder,
-    make_private,
-    prune,
-    read_entry,
-    write_entry,
-)
-from replicax.wording import size_text
+from replicax.text.cache_folder import cache_folder, make_private, prune, read_entry, write_entry
+from replicax.text.wording import size_text
 
 MOST_KEPT_BYTES = 10**9
 """Size to which the programs of one kind of device are pruned, least recently read first. JAX's own

@@ -11,16 +11,17 @@ from typing import Annotated, Any
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.output import RUNS, show
 from replicax.errors import CheckpointError, ConfigError
-from replicax.table import NO_BREAK, WIDTH, aligned, width, wrapped
-from replicax.train.changes import read_config
+from replicax.text.table import NO_BREAK, WIDTH, aligned, width, wrapped
+from replicax.text.wording import UNKNOWN, counted, size_text
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
-from replicax.train.goodput import FILE as GOODPUT
-from replicax.train.goodput import read_goodput
-from replicax.train.lease import is_held
-from replicax.train.places import read_end
-from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
-from replicax.train.summary import LENGTH, metrics_text
-from replicax.wording import UNKNOWN, counted, size_text
+from replicax.train.files.lease import is_held
+from replicax.train.files.places import read_end
+from replicax.train.files.records import CONFIG, RECORDS, Record, record_from_json
+from replicax.train.folder.changes import read_config
+from replicax.train.folder.goodput import FILE as GOODPUT
+from replicax.train.folder.goodput import read_goodput
+from replicax.train.hooks.record_lines import metrics_text
+from replicax.train.run.summary import LENGTH
 
 _STATE = ""
 """The column of the state, which has no heading."""

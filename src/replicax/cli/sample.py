@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Annotated, Any
 
-from replicax.arguments import Natural, NotNegative, Seed
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions
 from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
-from replicax.train.load import Loaded
+from replicax.text.arguments import Natural, NotNegative, Seed
+from replicax.train.folder.load import Loaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

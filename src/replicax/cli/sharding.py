@@ -12,8 +12,8 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import STAGE, by_rows
 from replicax.core.placement.sharding_rules import axes_of
-from replicax.table import width
-from replicax.wording import size_text
+from replicax.text.table import width
+from replicax.text.wording import size_text
 
 MOST_NAMED = 3
 """Arrays listed individually, among those with the same placement."""

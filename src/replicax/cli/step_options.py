@@ -8,24 +8,24 @@ from typing import Annotated, Any, Literal
 import jax
 
 import replicax as rx
-from replicax.arguments import Count, Devices, Natural, NotNegative
 from replicax.cli.flags import one_of, shown_as
 from replicax.cli.output import show
 from replicax.cluster.place import find_place
+from replicax.core.between.islands import OuterSGD
 from replicax.core.data.batch import row_count
 from replicax.core.data.given import leading_rows
-from replicax.core.exact.fixed_tree import MICRO_SHARDS, fix_threads
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Job
-from replicax.core.modes import MODES, as_mode
+from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, fix_threads
+from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.core.placement.layout import LAYOUTS, Layout
 from replicax.core.placement.mesh import replica_count
 from replicax.core.placement.pipeline_schedules import SCHEDULES
-from replicax.core.rounds.islands import OuterSGD
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
-from replicax.table import labelled
+from replicax.text.arguments import Count, Devices, Natural, NotNegative
+from replicax.text.table import labelled
 
 # Each docstring is one line: tyro would keep its line breaks in --help.
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import jax
 
 import replicax as rx
-from replicax.arguments import Count, NotNegative, Seed
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder, show
@@ -33,13 +32,14 @@ from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
 from replicax.recipes.recipe import weight_names
-from replicax.table import labelled
+from replicax.text.arguments import Count, NotNegative, Seed
+from replicax.text.streams import unfailing_stdout
+from replicax.text.table import labelled
+from replicax.text.wording import size_text
 from replicax.train.hooks.figures import injected_rates
-from replicax.train.host_memory import keep_freed_memory
-from replicax.train.stopping import Interrupt, shown_signal
-from replicax.train.streams import unfailing_stdout
-from replicax.train.summary import Fit
-from replicax.wording import size_text
+from replicax.train.run.host_memory import keep_freed_memory
+from replicax.train.run.stopping import Interrupt, shown_signal
+from replicax.train.run.summary import Fit
 
 OF_THIS_START = ("accept_changes", "config")
 """Options that do not belong to the run."""

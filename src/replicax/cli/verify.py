@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import replicax as rx
-from replicax.arguments import Count, Seed
-from replicax.checks import FAIL, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions, Live
 from replicax.cli.program_cache import keep_programs
@@ -30,14 +28,16 @@ from replicax.cli.step_options import (
 from replicax.core.ground.job import Alone
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import CallContext
-from replicax.core.modes import MODES, as_mode
+from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.table import fold_lines, labelled
-from replicax.train.fingerprint import sha256
+from replicax.text.arguments import Count, Seed
+from replicax.text.checks import FAIL, SKIP, Check
+from replicax.text.table import fold_lines, labelled
+from replicax.text.wording import first_line
+from replicax.train.files.fingerprint import sha256
 from replicax.verify.program_cases import program_text
 from replicax.verify.verification import GrowingTable, Verification
 from replicax.verify.verify_program import rows_needed
-from replicax.wording import first_line
 
 HOST_DEVICES = 8
 _MOST_CONSTANTS = 1 << 20

@@ -13,10 +13,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from replicax.arguments import Positive, typed
 from replicax.cluster.message import Typed
 from replicax.core.ground.in_flight import InFlight
 from replicax.errors import ConfigError
+from replicax.text.arguments import Positive, typed
 
 SAVED = 75
 """The exit code of a process that stopped early with everything saved."""

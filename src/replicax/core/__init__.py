@@ -12,27 +12,25 @@
     program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
                            parts of its step, `built_in_step.py` what a layout changes of them, and
                            `begun_state.py` the state before it
-    modes.py               the mode, which builds the step from its parts
-    step_builder.py        by default one `jax.jit` program: sums, mapped; then the update
-    mapping.py             how a function of one replica is mapped onto the mesh, as in `shard_map`
-    per_replica_sums.py    mode `jit` on several GPUs: the same sums, replica by replica
-    exchanged_step.py      the same sums, part by part, if other jobs compute some of them
-    rounds/                steps of an island alone, and the exchange of what they changed
+    modes/                 how the step is built from its parts: by default one `jax.jit` program,
+                           `exact/` of many whose order fixes bits
+    between/               the same sums, if other jobs compute some of them, or rounds of steps
+                           before islands agree
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update
     custom/                the same sums, called by a step of the user's
     placement/, data/      where the arrays of the state lie, and the rows of the batch
-    exact/, pipeline/      the same sums, if the mode fixes bits, or the layout has stages
+    pipeline/              the same sums, if the layout has stages
 
 `evaluation.py` is the same walk without an update: sums for `dp.evaluate`, rows for `dp.predict`.
 To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
-step_builder, mapping, exact, pipeline, first_step; then per_replica_sums, modes, exchanged_step,
-rounds, config, built_in_step, begun_state, batch_placement, program, first_step_checks, evaluation,
-several_steps, configured, data_parallel. From the rest of Replicax they import `errors` and
-`arguments`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
-`tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
-`test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
+pipeline, first_step, modes, between, config, built_in_step, begun_state, batch_placement, program,
+first_step_checks, evaluation, several_steps, configured, data_parallel. From the rest of Replicax
+they import `errors`, `text` and `known_wrong`; from elsewhere jax, numpy and optax, and a model's
+library where a model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest,
+with a folder for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode
+and layout with one device.
 
 Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.Mode` of the
 files here. Paths of modules may change, as the changelog says.

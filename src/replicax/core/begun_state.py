@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax.core.between.arithmetic import arithmetic_of
 from replicax.core.config import Configuration
 from replicax.core.first_step.argument_checks import check_kind, check_shapes, lies_elsewhere
 from replicax.core.ground.leaves import PyTree
@@ -13,7 +14,6 @@ from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.ground.vectors import size_in_blocks
 from replicax.core.models.definition import Definition
 from replicax.core.placement.mesh import AnyMesh, replica_count
-from replicax.core.rounds.arithmetic import arithmetic_of
 from replicax.core.step.loss_scale import first_scale
 from replicax.core.step.objective import only_read
 from replicax.core.step.optimizer import Updater

@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from replicax.core.between.islands import Islands
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import padded_state, rows_of_state
@@ -21,7 +22,7 @@ from replicax.core.models.definition import SplitModel
 from replicax.core.models.leaf_checks import check_leaves
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
-from replicax.core.modes import Mode, as_mode
+from replicax.core.modes.mode_table import Mode, as_mode
 from replicax.core.placement.layout import Layout, as_layout, check_axes
 from replicax.core.placement.mesh import (
     STAGE,
@@ -35,7 +36,6 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
-from replicax.core.rounds.islands import Islands
 from replicax.core.step.base import Accumulator, Apply
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable, check_decay

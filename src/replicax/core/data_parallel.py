@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from replicax.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
+from replicax.core.between.islands import Islands
+from replicax.core.between.round_step import RoundStep
 from replicax.core.config import DataParallelArguments
 from replicax.core.configured import Configured
 from replicax.core.custom.custom_step import StepFunction
@@ -19,25 +20,24 @@ from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
-from replicax.core.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_order
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes import Mode
+from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS
+from replicax.core.modes.mode_table import Mode
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import by_rows
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import of_one_thread
-from replicax.core.rounds.islands import Islands
-from replicax.core.rounds.round_step import RoundStep
 from replicax.core.several_steps import SeveralSteps
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable
 from replicax.core.step.reduction import Reduction
 from replicax.errors import ConfigError
+from replicax.text.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
 
 
 class DataParallel(Configured):

@@ -15,8 +15,8 @@ from replicax.core.first_step.argument_checks import check_kind, check_loss, che
 from replicax.core.first_step_checks import EVALUATION, FirstStepChecks
 from replicax.core.ground.leaves import PyTree, by_path, kind_changes
 from replicax.core.ground.train_state import TrainState
-from replicax.core.mapping import lift
 from replicax.core.models.definition import CallContext
+from replicax.core.modes.mapping import lift
 from replicax.core.placement.mesh import Axis, batch_shardings, by_rows, replicated
 from replicax.core.program import Program
 from replicax.core.step.loss import Totals

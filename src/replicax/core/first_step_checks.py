@@ -31,13 +31,7 @@ from replicax.core.first_step.memory_check import check_fits
 from replicax.core.first_step.row_trials import Division
 from replicax.core.first_step.step_run import each_set, run_step
 from replicax.core.ground.job import Job
-from replicax.core.ground.leaves import (
-    PyTree,
-    by_path,
-    describe_leaves,
-    is_here,
-    shapes_by_path,
-)
+from replicax.core.ground.leaves import PyTree, by_path, describe_leaves, is_here, shapes_by_path
 from replicax.core.ground.train_state import Metrics, TrainState, check_outside_jit, check_unused
 from replicax.core.placement.mesh import by_rows
 from replicax.core.program import Program

@@ -9,31 +9,26 @@ import numpy as np
 
 from replicax.core.batch_placement import BatchPlacement
 from replicax.core.begun_state import create_state
+from replicax.core.between.arithmetic import Weighing, arithmetic_of
+from replicax.core.between.coded_sums import CodedSums
+from replicax.core.between.exchanged_step import ExchangedStep
+from replicax.core.between.islands import Islands
+from replicax.core.between.round_step import RoundStep
+from replicax.core.between.transports import BetweenJobs, InnerJob, OverMesh, OwnSpan, Transport
 from replicax.core.built_in_step import optimizer_update, split_objective
 from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import map_rows_of_state, padded_rows, rows_of_state
-from replicax.core.exchanged_step import ExchangedStep
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
+from replicax.core.modes.step_builder import Jitted, StepParts
 from replicax.core.placement.layout import on_devices_of
-from replicax.core.placement.mesh import (
-    AnyMesh,
-    batch_shardings,
-    by_rows,
-    options_on,
-    replicated,
-)
-from replicax.core.rounds.arithmetic import Weighing, arithmetic_of
-from replicax.core.rounds.coded_sums import CodedSums
-from replicax.core.rounds.islands import Islands
-from replicax.core.rounds.round_step import RoundStep
-from replicax.core.rounds.transports import BetweenJobs, InnerJob, OverMesh, OwnSpan, Transport
+from replicax.core.placement.mesh import AnyMesh, batch_shardings, by_rows, options_on, replicated
 from replicax.core.step.base import (
     CompiledFunction,
     ReplicaFunction,
@@ -47,7 +42,6 @@ from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of
 from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, shards_of
 from replicax.core.step.update import score, step_sums
-from replicax.core.step_builder import Jitted, StepParts
 from replicax.errors import ConfigError, StateError
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.cluster.differences import field_differences, processes_text
 from replicax.core.ground.job import Job
 from replicax.doctor.installation import installed
-from replicax.wording import counted
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
+from replicax.text.wording import counted
 
 DIFFERENCES = "differences"
 CLOCKS = "clocks"

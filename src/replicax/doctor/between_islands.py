@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.cluster.address import split_address
 from replicax.cluster.variables import JOB_ID, SECRET
 from replicax.doctor.between import MOST_SECONDS, seconds_text
@@ -21,7 +20,8 @@ from replicax.islands.inquiry import Distance, answer_inquiry, bytes_per_second,
 from replicax.islands.island_place import IslandPlace, find_island
 from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting
-from replicax.wording import listed, size_text
+from replicax.text.checks import FAIL, NOTE, PASS, Check
+from replicax.text.wording import listed, size_text
 
 ISLANDS_CHECK = "islands"
 _CONNECT_SECONDS = 5.0

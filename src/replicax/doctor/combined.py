@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Style, Verdict
 from replicax.cluster.differences import processes_text
 from replicax.errors import ReplicaxError
-from replicax.table import aligned
-from replicax.wording import counted, size_text
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Style, Verdict
+from replicax.text.table import aligned
+from replicax.text.wording import counted, size_text
 
 NOT_WELL = (NOTE, FAIL)
 WORDS: Mapping[Verdict, str] = {PASS: "ok", NOTE: "warning", FAIL: "problem", SKIP: "skipped"}

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.accelerators import VISIBLE, list_gpus
 from replicax.core.first_step import memory_check
 from replicax.core.ground.job import Job
 from replicax.core.placement.mesh import make_mesh
 from replicax.errors import ConfigError
-from replicax.wording import counted, size_text
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.text.wording import counted, size_text
 
 DEVICES = "devices"
 MESH = "mesh"

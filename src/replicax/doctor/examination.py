@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
 from replicax.cluster import watchdog
 from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
@@ -30,6 +29,7 @@ from replicax.doctor.joined import COORDINATOR_CHECK, JOINED, PLACE
 from replicax.doctor.known_numbers import NUMBERS, check_known_numbers
 from replicax.doctor.shared_folders import FOLDER, check_folders
 from replicax.islands.island_variables import ISLAND, ISLANDS
+from replicax.text.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
 
 PART_SECONDS = 0.5
 """Time for the others to read the reason from process 0, before JAX's runtime aborts them."""

@@ -8,8 +8,8 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.cluster.accelerators import list_gpus
+from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 VERSIONS = "versions"
 LIMITS = "limits"

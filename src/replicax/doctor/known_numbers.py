@@ -2,9 +2,9 @@
 
 import jax
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.known_wrong.findings import KnownFinding, finding_of
 from replicax.known_wrong.known_table import known_table, rows_here
+from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 NUMBERS = "numbers"
 

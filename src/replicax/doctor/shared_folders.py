@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.checks import FAIL, NOTE, PASS, Check, Verdict
 from replicax.cluster.differences import processes_text
 from replicax.core.ground.job import Job
+from replicax.text.checks import FAIL, NOTE, PASS, Check, Verdict
 
 FOLDER = "folder"
 LEAST_FREE_BYTES = 10**9

@@ -11,7 +11,6 @@ from typing import ParamSpec
 
 import jax
 
-from replicax.arguments import bind
 from replicax.cluster import join
 from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
@@ -22,6 +21,7 @@ from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
 from replicax.islands.island_variables import ISLAND, ISLANDS
+from replicax.text.arguments import bind
 
 _Settings = ParamSpec("_Settings")
 _job: IslandJob | None = None

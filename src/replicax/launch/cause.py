@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
-from replicax.wording import shortened
+from replicax.text.wording import shortened
 
 MOST_CHARACTERS = 600
 SAME_IN_A_ROW = 3

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from replicax.table import fold_lines, for_stream, width
+from replicax.text.table import fold_lines, for_stream, width
 
 MOST_QUEUED_BYTES = 4 << 20
 MOST_LINE_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from replicax.launch.cause import USAGE
 from replicax.launch.context import LaunchContext
 from replicax.launch.event_loop import EventLoop
 from replicax.launch.process import free_port
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 RESTARTS_IN_A_ROW = 20
 """Restarts of an island that keeps dying early, by default: 80 seconds of waiting."""

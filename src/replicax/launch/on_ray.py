@@ -28,7 +28,7 @@ from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, free_port
 from replicax.launch.ray_worker import WORKER_ENV, forwarded, run_on_node
 from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 REACH_SECONDS = 5.0
 

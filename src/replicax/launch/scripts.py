@@ -10,7 +10,7 @@ from pathlib import Path
 from replicax.cluster.engines import POD_PORT
 from replicax.errors import ConfigError
 from replicax.launch.job_spec import JobSpec
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Lines between `#if NAME` and `#else` or `#end` are included if NAME is given.

@@ -21,8 +21,8 @@ from replicax.launch.event_loop import EventLoop, collected_signals, signals_tak
 from replicax.launch.island_supervisor import island_labels, run_islands
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import core_blocks
-from replicax.table import width
-from replicax.wording import counted
+from replicax.text.table import width
+from replicax.text.wording import counted
 
 GRACE_SECONDS = 30.0
 _MOST_PROCESSES = 4096

@@ -25,7 +25,7 @@ from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
 from replicax.lint.parsed import ERROR, NOTE_LEVEL, WARNING, Finding, ParsedFile
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 

@@ -13,7 +13,7 @@ import jax
 from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.layout import LAYOUTS, Layout, layout
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, abstract_like, replica_count
 from replicax.core.placement.sharding_rules import Rules
@@ -28,7 +28,7 @@ from replicax.plan.speed import speed, work
 from replicax.plan.step_traffic import read_traffic
 from replicax.plan.steps import StepCache, TargetStep, rows_of_a_replica
 from replicax.plan.target import Target
-from replicax.wording import first_line, size_text, time_text
+from replicax.text.wording import first_line, size_text, time_text
 
 REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}

@@ -25,7 +25,7 @@ from replicax.errors import (
     install_command,
 )
 from replicax.plan.exported import ExportedStep
-from replicax.wording import first_line
+from replicax.text.wording import first_line
 
 FAILS = "the compiler fails on this step"
 _EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.traced_for import traced_for
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.mesh import AnyMesh, mesh_of
 from replicax.core.step.loss_scale import LOSS_SCALE, OVERFLOWS
 from replicax.core.step.objective import LossFunction

@@ -9,8 +9,8 @@ no device fails during it. Islands that all fail at once are not counted either.
 import math
 from dataclasses import dataclass
 
-from replicax.arguments import Count, NotNegative, Positive
 from replicax.errors import ConfigError
+from replicax.text.arguments import Count, NotNegative, Positive
 
 DEVICE_MTBF_HOURS = 50_677.0
 """Llama 3 405B: 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv 2407.21783)."""

@@ -13,14 +13,8 @@ from replicax.analysis.compiled import Memory
 from replicax.analysis.host import host_processor
 from replicax.plan.compilation import Compilation, Compiler, Description, TooLarge
 from replicax.plan.exported import ExportedStep
-from replicax.recipes.cache_folder import (
-    cache_folder,
-    make_private,
-    prune,
-    read_entry,
-    write_entry,
-)
-from replicax.wording import counted, first_line, size_text
+from replicax.text.cache_folder import cache_folder, make_private, prune, read_entry, write_entry
+from replicax.text.wording import counted, first_line, size_text
 
 _MOST_BYTES = 2**28
 """Limit on all entries; beyond it those not used for longest are removed."""

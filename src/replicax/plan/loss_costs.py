@@ -6,7 +6,7 @@ published model that is no larger than yours is an upper guess.
 
 from collections.abc import Mapping
 
-from replicax.wording import UNKNOWN
+from replicax.text.wording import UNKNOWN
 
 _Costs = Mapping[int, Mapping[int, float]]
 """Percent by parameters, then by islands."""

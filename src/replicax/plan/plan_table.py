@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from replicax.blocks import GAP, Entry, ReportPart, report_of
 from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
 from replicax.plan.slow_links_table import slow_links_entries
-from replicax.table import MARGIN, Line, width
-from replicax.wording import (
+from replicax.text.blocks import GAP, Entry, ReportPart, report_of
+from replicax.text.table import MARGIN, Line, width
+from replicax.text.wording import (
     UNKNOWN,
     counted,
     number_text,

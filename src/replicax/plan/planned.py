@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from replicax.blocks import Reported
 from replicax.core.placement.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
 from replicax.plan.island_exchange import IslandExchange
@@ -15,7 +14,8 @@ from replicax.plan.memory_formula import MemoryFormula, OnPaper
 from replicax.plan.slow_links import SlowLinks
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
-from replicax.wording import size_text
+from replicax.text.blocks import Reported
+from replicax.text.wording import size_text
 
 LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""

@@ -12,7 +12,6 @@ import replicax.plan.plan_table  # noqa: F401 - how a plan is printed and shown
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import Schedule
-from replicax.arguments import Count, Int32Count, Positive, typed
 from replicax.core.data.batch import row_count
 from replicax.core.data.given import batch_given, leading_rows, rows_given, size_given
 from replicax.core.data_parallel import DataParallel
@@ -39,6 +38,7 @@ from replicax.plan.steps import (
     rows_of_a_replica,
 )
 from replicax.plan.target import Target, parse_target
+from replicax.text.arguments import Count, Int32Count, Positive, typed
 
 
 @dataclasses.dataclass

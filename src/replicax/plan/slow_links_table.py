@@ -1,9 +1,9 @@
 """The methods over a network as lines of a table."""
 
-from replicax.blocks import Entry
 from replicax.plan.slow_links import SlowLinkForecast, SlowLinks
-from replicax.table import Line
-from replicax.wording import UNKNOWN, counted, percent, size_text, time_text
+from replicax.text.blocks import Entry
+from replicax.text.table import Line
+from replicax.text.wording import UNKNOWN, counted, percent, size_text, time_text
 
 _HEAD = ("method", "bytes", "every", "waits", "util.", "loss")
 _MARK = " *"

@@ -8,9 +8,9 @@ from typing import Any
 from replicax.analysis import hlo
 from replicax.analysis.collectives import SLIGHTLY, wire_bytes, wire_bytes_of_all_reduce
 from replicax.analysis.schedule import Collective, Kernel, Schedule
-from replicax.core.modes import MODES, Mode
+from replicax.core.modes.mode_table import MODES, Mode
 from replicax.core.placement.layout import LAYOUTS, Layout
-from replicax.wording import size_text
+from replicax.text.wording import size_text
 
 _SMALL_BYTES = 4096
 """Size of an array, in bytes, up to which it is not reported."""

@@ -17,8 +17,8 @@ from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.data.batch import row_count
 from replicax.core.data.per_row import with_rows
 from replicax.core.data_parallel import DataParallel
-from replicax.core.exact.fixed_tree import float_sums
 from replicax.core.ground.traced_for import cuda_capability, traced_for
+from replicax.core.modes.exact.fixed_tree import float_sums
 from replicax.core.placement.mesh import (
     STAGE,
     AnyMesh,
@@ -40,12 +40,7 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.memory_formula import (
-    MemoryFormula,
-    memory_formula,
-    shard_of_device,
-    tree_bytes,
-)
+from replicax.plan.memory_formula import MemoryFormula, memory_formula, shard_of_device, tree_bytes
 from replicax.plan.planned import Need
 from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST
+from replicax.text.arguments import Count, Int32Count
 
 nnx = require("flax.nnx", "flax")
 

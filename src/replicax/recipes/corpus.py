@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from replicax.errors import DataError
 from replicax.recipes.text_columns import Document, is_table, read_column
-from replicax.wording import counted
+from replicax.text.wording import counted
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from replicax.errors import DataError, MissingDependencyError, require
-from replicax.recipes.cache_folder import cache_folder
+from replicax.text.cache_folder import cache_folder
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
@@ -23,6 +22,7 @@ from replicax.recipes.corpus import read_corpus
 from replicax.recipes.gpt2_weights import GPT2_NAMES
 from replicax.recipes.text import TextDataset, packed, text_dataset
 from replicax.recipes.text_columns import Document
+from replicax.text.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
 from replicax.weights.rename_table import Rename
 
 SMALLEST_WINDOW = 32

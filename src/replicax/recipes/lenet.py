@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.recipes import cpu
 from replicax.recipes.datasets import OnFashionMNIST
+from replicax.text.arguments import Count, Int32Count
 
 Params = dict[str, dict[str, jax.Array]]
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from replicax.arguments import Count, Int32Count, NotNegative
+from replicax.text.arguments import Count, Int32Count, NotNegative
 
 
 @dataclasses.dataclass(frozen=True)

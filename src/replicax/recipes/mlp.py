@@ -11,10 +11,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from replicax.arguments import Count, Int32Count
 from replicax.core.ground.precision import to_sum
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import require
+from replicax.text.arguments import Count, Int32Count
 
 nn = require("flax.linen", "flax")
 

@@ -18,7 +18,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.models.definition import Definition
 from replicax.core.models.split import split_model
 from replicax.errors import ConfigError, did_you_mean
-from replicax.python_file import load_file
+from replicax.text.python_file import load_file
 from replicax.weights.rename_table import Rename
 
 BUILT_IN: Mapping[str, str] = {

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.arguments import Count, typed
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.errors import ConfigError
 from replicax.recipes import cpu
 from replicax.remat import in_turn, products_and_attention
+from replicax.text.arguments import Count, typed
 
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]

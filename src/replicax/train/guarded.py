@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.arguments import Count, typed
 from replicax.core.data.per_row import map_rows_of_state
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, by_path, shapes_by_path
@@ -20,6 +19,7 @@ from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import unless
 from replicax.core.step.objective import only_read
 from replicax.errors import ConfigError
+from replicax.text.arguments import Count, typed
 
 NOT_FINITE = "not_finite"
 """Metric of a guarded step: 0, or `LOSS_NOT_FINITE`, or the number, from 1, of the first array of
@@ -66,7 +66,7 @@ def guarded(
     A step is bad if its loss or any gradient element that the optimizer reads is not finite (or has
     a non-finite square), or, with a state from `with_losses`, if its loss is a spike. `step` then
     returns the metrics `NOT_FINITE` and `SPIKE`, and does not raise if the first loss is not
-    finite: the caller reads the metrics and decides. See `replicax.train.step_records`.
+    finite: the caller reads the metrics and decides. See `replicax.train.run.step_records`.
 
     This also preserves evidence for an audit: a flipped bit in one replica's weights can make the
     next gradient NaN on all replicas, and applying it would make them equal again.

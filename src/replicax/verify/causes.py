@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from replicax.text.wording import named
 from replicax.verify.difference import (
     MISSING,
     NOT_NUMBERS,
@@ -21,7 +22,6 @@ from replicax.verify.difference import (
 )
 from replicax.verify.evidence import EXPLAINED, MOST_REPLICAS, Evidence
 from replicax.verify.factors import factor_cause
-from replicax.wording import named
 
 NO_CAUSE = "no known cause fits"
 """Start of the text if no hypothesis reproduces the results."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from replicax.checks import FAIL, NOTE, Check
+from replicax.text.checks import FAIL, NOTE, Check
 
 _COUNTS = ("device_count", "local_device_count", "process_count")
 _QUERIES = {

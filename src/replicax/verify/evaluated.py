@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.checks import FAIL, Check
 from replicax.core.models.definition import CallContext
 from replicax.core.step.loss import LOSS, Weighted
+from replicax.text.checks import FAIL, Check
 from replicax.verify.plain import PlainLoss, plain_means
 from replicax.verify.subject import Subject
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes import Mode
+from replicax.core.modes.mode_table import Mode
 from replicax.core.placement.mesh import replica_count
 from replicax.core.program import Program
 from replicax.errors import LossError, ReplicaxError
-from replicax.train.fingerprint import sha256
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
+from replicax.train.files.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE
 from replicax.verify.facts import Facts
 from replicax.verify.simulated_islands import SimulatedIslands

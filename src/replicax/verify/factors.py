@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from replicax.text.wording import named
 from replicax.verify.difference import Difference
 from replicax.verify.evidence import Evidence
-from replicax.wording import named
 
 NEAR = 2e-2
 """Relative tolerance for matching a factor: weight decay and eps shift the ratio slightly."""

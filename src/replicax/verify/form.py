@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
-from replicax.wording import shortened
+from replicax.text.wording import shortened
 
 StepFile = Callable[..., Any]
 

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.ground.leaves import PyTree
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
+from replicax.text.wording import first_line, named
 from replicax.verify.difference import Leaves, equations, leaves
 from replicax.verify.finite_difference import difference_in_direction
 from replicax.verify.own_rules import OwnRule, rules_in, without
 from replicax.verify.plain_step import PlainStep
-from replicax.wording import first_line, named
 
 _SHARE, _UNITS = 1e-3, 16
 """A rule may differ from the derivative by this share of a leaf's norm, or by so many units of the

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.loss_check import UNSHOWN, LossExamination
 from replicax.core.first_step.row_trials import Division, Tested
 from replicax.core.ground.train_state import TrainState
 from replicax.core.jaxprs.row_evaluation import Undecided
 from replicax.core.step.loss import LOSS
+from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 INDEPENDENT = "independent"
 ADDED_UP = "summed"

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.core.step.loss import LOSS
 from replicax.errors import ReplicaxError
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.text.wording import first_line, named
 from replicax.verify.batch_rows import shuffled
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Difference
@@ -24,15 +25,9 @@ from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_trial import AsGiven, ProgramTrial
 from replicax.verify.residual import check_residual
 from replicax.verify.stages import VerifyStage
-from replicax.verify.step_checks import (
-    determinism,
-    parameters,
-    recompilation,
-    same_on_all_replicas,
-)
+from replicax.verify.step_checks import determinism, parameters, recompilation, same_on_all_replicas
 from replicax.verify.step_parity import parity
 from replicax.verify.subject import Case, SkippedStepError, Subject
-from replicax.wording import first_line, named
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
 NEGATED = "padded, other signs"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.compiled import Collectives
-from replicax.checks import FAIL, NOTE, PASS, Verdict
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
+from replicax.text.checks import FAIL, NOTE, PASS, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.subject import Case, Subject

@@ -16,12 +16,12 @@ import numpy as np
 from replicax.analysis import hlo
 from replicax.analysis.collectives import axes_of_group, first_group
 from replicax.analysis.compiled import collective_kind
-from replicax.checks import FAIL, PASS, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import DATA, FSDP
+from replicax.text.checks import FAIL, PASS, Check
+from replicax.text.wording import named
 from replicax.verify.form import parts_returned
 from replicax.verify.trial import renamed
-from replicax.wording import named
 
 _INDEX = re.compile(r"index=(\d+)")
 _BODY = re.compile(r"body=%?([\w.\-]+)")

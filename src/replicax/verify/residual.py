@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from replicax.checks import FAIL, PASS, Check
 from replicax.core.data.batch import Batch
+from replicax.text.checks import FAIL, PASS, Check
 from replicax.verify.difference import Leaves, leaf_differences, leaves
 from replicax.verify.program_trial import ProgramTrial
 

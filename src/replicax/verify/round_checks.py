@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from replicax.analysis.compiled import inspect
-from replicax.checks import FAIL, PASS, SKIP, Check
+from replicax.core.between.islands import Islands
+from replicax.core.between.round_step import RoundStep
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Alone
@@ -19,12 +20,11 @@ from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import TrainState
 from replicax.core.ground.vectors import as_blocks
 from replicax.core.placement.mesh import make_mesh
-from replicax.core.rounds.islands import Islands
-from replicax.core.rounds.round_step import RoundStep
 from replicax.errors import ReplicaxError
 from replicax.known_wrong.avoidance import avoiding
+from replicax.text.checks import FAIL, PASS, SKIP, Check
+from replicax.text.wording import size_text
 from replicax.verify.simulated_islands import SharingIsland, on_sharing_islands
-from replicax.wording import size_text
 
 MOST_ISLANDS_COMPARED = 4
 """Number of islands simulated, at most; more show nothing new."""

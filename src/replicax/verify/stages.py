@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from replicax.checks import Check, checks_summary
+from replicax.text.checks import Check, checks_summary
 
 Show = Callable[[str], None]
 """A function that is called with a few words on what is checked next."""

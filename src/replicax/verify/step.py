@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.arguments import Count, typed
-from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
 from replicax.known_wrong.findings import lines_once
-from replicax.train.streams import alarm
+from replicax.text.arguments import Count, typed
+from replicax.text.checks import FAIL, PASS, SKIP, Check
+from replicax.text.streams import alarm
+from replicax.text.wording import first_line
 from replicax.verify.batch_rows import find_weights, rows_of_batch, shuffled, with_weights
 from replicax.verify.difference import coarsest_eps, is_float, step_changes
 from replicax.verify.form import Form, StepFile, candidates, host
@@ -29,15 +30,8 @@ from replicax.verify.step_checks import (
 )
 from replicax.verify.step_parity import indivisible, parity, weighted
 from replicax.verify.step_program import gradient_bytes, program_checks
-from replicax.verify.trial import (
-    Trial,
-    arguments_of,
-    compiled_reference,
-    find_form,
-    run_reference,
-)
+from replicax.verify.trial import Trial, arguments_of, compiled_reference, find_form, run_reference
 from replicax.verify.verification import Verification
-from replicax.wording import first_line
 
 MOST_WARM_STEPS = 2
 """Most steps of the reference before the comparison starts; see `_moving`."""

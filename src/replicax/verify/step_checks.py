@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.ground.leaves import PyTree
+from replicax.text.checks import FAIL, NOTE, PASS, Check
+from replicax.text.wording import named
 from replicax.verify.batch_rows import rows_of_batch
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, equations, is_float, leaf_differences
 from replicax.verify.form import parts_returned
 from replicax.verify.trial import Trial
-from replicax.wording import named
 
 _STEPS = 3
 """The first rate of a warm-up is 0, and layers behind a layer of zeros move one step later."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from replicax.errors import ConfigError, did_you_mean
-from replicax.python_file import load_file
+from replicax.text.python_file import load_file
 from replicax.verify.form import StepFile
 from replicax.verify.step import verify_step
 from replicax.verify.verification import Verification

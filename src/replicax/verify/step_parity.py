@@ -7,22 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import ConfigError
+from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.text.wording import first_line, named
 from replicax.verify.batch_rows import rows_of_batch, take, weights_of, with_weights
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import (
-    Difference,
-    Leaves,
-    is_float,
-    leaf_differences,
-    leaves,
-)
+from replicax.verify.difference import Difference, Leaves, is_float, leaf_differences, leaves
 from replicax.verify.evidence import Hypothesis
 from replicax.verify.trial import Trial
-from replicax.wording import first_line, named
 
 INDIVISIBLE = "indivisible batch"
 UNEQUAL = ("unequal weights", "padded batch")

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from replicax.analysis.compiled import CompiledStep, inspect
-from replicax.checks import FAIL, SKIP, Check
 from replicax.core.ground.leaves import PyTree
+from replicax.text.checks import FAIL, SKIP, Check
+from replicax.text.wording import first_line
 from replicax.verify.batch_rows import rows_of_batch, take
 from replicax.verify.program_judge import (
     NO_PRODUCTS,
@@ -19,7 +20,6 @@ from replicax.verify.program_judge import (
 )
 from replicax.verify.reduced import check_reduced, unreduced
 from replicax.verify.trial import Trial, arguments_of
-from replicax.wording import first_line
 
 _CASE = "full batch"
 

@@ -25,7 +25,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
-from replicax.core.modes import MODES, Mode
+from replicax.core.modes.mode_table import MODES, Mode
 from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
 from replicax.core.program import Program
 from replicax.core.step.loss import LOSS

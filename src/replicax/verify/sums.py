@@ -15,14 +15,14 @@ from replicax.analysis.low_precision_sums import (
     has_16_bits,
     sums_in_16_bits,
 )
-from replicax.checks import NOTE, PASS, SKIP, Check
 from replicax.core.data_parallel import DataParallel
-from replicax.core.modes import MODES
+from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.mesh import DATA, FSDP
 from replicax.errors import ReplicaxError
+from replicax.text.checks import NOTE, PASS, SKIP, Check
+from replicax.text.wording import first_line
 from replicax.train.guarded import guarded
 from replicax.verify.causes import NO_CAUSE
-from replicax.wording import first_line
 
 _BETWEEN = BETWEEN_DEVICES[0]
 _SHOWN = 3

@@ -24,7 +24,6 @@ from replicax.analysis.compiled import (
     inspect,
     result_bytes,
 )
-from replicax.checks import PASS, SKIP, Check, Verdict
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
@@ -35,6 +34,8 @@ from replicax.core.placement.sharding_rules import axes_of
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import Wire
 from replicax.errors import ReplicaxError
+from replicax.text.checks import PASS, SKIP, Check, Verdict
+from replicax.text.wording import size_text
 from replicax.verify.facts import Facts
 from replicax.verify.program_judge import (
     EVERYTHING,
@@ -45,7 +46,6 @@ from replicax.verify.program_judge import (
 )
 from replicax.verify.reduced import unreduced
 from replicax.verify.subject import Case, Subject
-from replicax.wording import size_text
 
 _UPDATED = ("state.params", "state.opt_state")
 """Results of a step that hold sums over all rows, also where a layout splits them."""

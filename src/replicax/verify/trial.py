@@ -12,6 +12,7 @@ import numpy as np
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.errors import ConfigError
 from replicax.known_wrong.avoidance import avoiding
+from replicax.text.wording import first_line
 from replicax.verify.batch_rows import last_name, rows_of_batch, take
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
@@ -24,7 +25,6 @@ from replicax.verify.difference import (
 )
 from replicax.verify.evidence import Evidence
 from replicax.verify.form import Form, StepFile, host, is_pmap, parts_returned
-from replicax.wording import first_line
 
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
 _KEY_NAMES = ("rng", "key")

@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from replicax.blocks import html_of
-from replicax.checks import (
+from replicax.errors import ReplicaxError
+from replicax.text.blocks import html_of
+from replicax.text.checks import (
     FAIL,
     NOTE,
     SKIP,
@@ -17,8 +18,7 @@ from replicax.checks import (
     print_table,
     table_text,
 )
-from replicax.errors import ReplicaxError
-from replicax.wording import first_line
+from replicax.text.wording import first_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.checks import FAIL, SKIP, Check
 from replicax.core.data.batch import Batch, host_rows, pad
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes import Mode
+from replicax.core.modes.mode_table import Mode
 from replicax.core.placement.mesh import make_mesh
 from replicax.core.step.base import StepProgram, StepResult
 from replicax.errors import ReplicaxError
-from replicax.train.fingerprint import sha256
+from replicax.text.checks import FAIL, SKIP, Check
+from replicax.train.files.fingerprint import sha256
 from replicax.verify.devices_asked import check_devices_asked, devices_asked
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
 from replicax.verify.form import StepFile

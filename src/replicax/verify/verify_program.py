@@ -10,15 +10,16 @@ from typing import Any
 import jax
 
 from replicax.analysis.compiled import inspect
-from replicax.checks import NOTE, SKIP, Check
 from replicax.core.data.batch import row_count, values_of_sets
 from replicax.core.data_parallel import DataParallel
-from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.modes.mode_table import MODES, Mode, as_mode
 from replicax.core.placement.mesh import platform_of, replica_count
 from replicax.core.step.loss import LOSS
 from replicax.errors import ConfigError
 from replicax.known_wrong.findings import lines_once
-from replicax.train.streams import alarm
+from replicax.text.checks import NOTE, SKIP, Check
+from replicax.text.streams import alarm
+from replicax.text.wording import named
 from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.evaluated import check_evaluated
 from replicax.verify.exactness import (
@@ -41,7 +42,6 @@ from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification, failed_on_one_device
 from replicax.verify.verify_custom_step import verify_custom_step
-from replicax.wording import named
 
 MICRO_BATCHES_TRIED = 4
 ROWS_OF_ONE = 2

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.arguments import typed
 from replicax.errors import DataError
-from replicax.table import labelled
+from replicax.text.arguments import typed
+from replicax.text.table import labelled
+from replicax.text.wording import counted, named
 from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import ModelLeaves, leaves_of, like_leaf
 from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
 from replicax.weights.tensor_files import Tensors, open_tensors
-from replicax.wording import counted, named
 
 _SHOWN = 3
 """Names in a message, of each kind."""

@@ -6,8 +6,8 @@ towards the file: `transposed(stacked("layers.kernel"))` is the transpose of one
 
 from collections.abc import Sequence
 
-from replicax.arguments import Natural, typed, typed_but
 from replicax.errors import ConfigError
+from replicax.text.arguments import Natural, typed, typed_but
 from replicax.weights.leaf_parts import (
     Joined,
     Part,

@@ -19,8 +19,8 @@ from support.counted_rows import rows
 
 import replicax as rx
 from replicax.cluster import alike
-from replicax.train import members
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
+from replicax.train.run import members
 
 BATCH, ROWS, EPOCHS, FEATURES = 16, 96, 8, 8
 Differ = Callable[["Settings"], Any]

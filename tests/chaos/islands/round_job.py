@@ -16,8 +16,8 @@ from chaos.islands.sizes import MICRO_SHARDS, ROWS
 from chaos.jobs import Notes
 
 import replicax as rx
-from replicax.train.fingerprint import sha256
-from replicax.train.records import Record
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import Record
 
 FEATURES = 8
 

@@ -40,7 +40,7 @@ def _fallback() -> None:
 
 
 def _lease() -> None:
-    from replicax.train import storage
+    from replicax.train.folder import storage
 
     class Nobodys:
         token = int(time.time() * 1000)
@@ -64,7 +64,7 @@ def _guard() -> None:
 
 
 def _records_rewind() -> None:
-    from replicax.train.records import RunFolder
+    from replicax.train.files.records import RunFolder
 
     keep = RunFolder.keep
 
@@ -75,14 +75,14 @@ def _records_rewind() -> None:
 
 
 def _agreed_stop() -> None:
-    from replicax.train.stopping import Stopping
+    from replicax.train.run.stopping import Stopping
 
     Stopping.signal = property(lambda self: self._interrupt.signal)  # type: ignore[method-assign]
     Stopping.vote = lambda self, **how: self.over  # type: ignore[method-assign]
 
 
 def _position() -> None:
-    from replicax.train import resuming
+    from replicax.train.run import resuming
 
     resuming.first_batch = lambda *arguments: 0  # type: ignore[assignment]
 
@@ -101,14 +101,14 @@ def _atomic_rename() -> None:
 
 
 def _sigterm() -> None:
-    from replicax.train import fit
-    from replicax.train.stopping import Interrupt
+    from replicax.train.run import fit
+    from replicax.train.run.stopping import Interrupt
 
     fit.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
 
 
 def _final_save() -> None:
-    from replicax.train.storage import Storage
+    from replicax.train.folder.storage import Storage
 
     Storage.finish = lambda *arguments: None  # type: ignore[method-assign]
 

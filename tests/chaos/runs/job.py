@@ -35,7 +35,7 @@ import replicax as rx
 from replicax.cluster.failure import end
 from replicax.core.ground.job import Job
 from replicax.errors import Terminated
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 
 class Fitting(rx.Hook):

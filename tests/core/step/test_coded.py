@@ -25,7 +25,7 @@ from replicax.core.step.base import StepSums
 from replicax.core.step.coded import Coded
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.reduction import REDUCTIONS
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE, guarded
 
 ROWS = 64

@@ -27,7 +27,7 @@ from replicax.core.step.loss_scale import (
 )
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.hooks.figures import GRADIENT_NORM
-from replicax.train.noise_scale import noise_probe
+from replicax.train.hooks.noise_scale import noise_probe
 
 PLACES: dict[str, dict[str, Any]] = {
     "jit": {},

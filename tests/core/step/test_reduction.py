@@ -23,7 +23,7 @@ from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import inspect
 from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import REDUCTIONS
-from replicax.train.fingerprint import sha256
+from replicax.train.files.fingerprint import sha256
 
 REPLICAS = 8
 ROWS = 32

@@ -22,7 +22,7 @@ from replicax.train.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
-from replicax.train.sealed import sealed
+from replicax.train.files.sealed import sealed
 
 OF_AN_EARLIER_VERSION = (
     '{"arrays":{"step":{"dtype":"int32","shape":[]}},'

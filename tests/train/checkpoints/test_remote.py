@@ -22,7 +22,7 @@ from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.places import place
+from replicax.train.files.places import place
 
 
 @pytest.fixture

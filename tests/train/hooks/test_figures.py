@@ -11,8 +11,8 @@ import pytest
 
 import replicax as rx
 from replicax.errors import ConfigError
+from replicax.train.files.records import Record
 from replicax.train.hooks import figures as module
-from replicax.train.records import Record
 
 SCHEDULE = optax.linear_schedule(0.5, 0.0, 10)
 

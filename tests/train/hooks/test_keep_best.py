@@ -9,7 +9,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.sealed import unsealed
+from replicax.train.files.sealed import unsealed
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import MissingDependencyError
+from replicax.train.files.records import Record
 from replicax.train.hooks import logger as module
 from replicax.train.hooks.logger import MOST_WAITING, scalars
-from replicax.train.records import Record
 
 
 class Kept(rx.Logger):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.arguments import answered, typed
 from replicax.core.custom.known_gradient import FORWARD, of_known_gradient, sums_of_all_replicas
 from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count, row_count
 from replicax.core.data.merged import Merged
@@ -26,6 +25,7 @@ from replicax.core.step.loss_context import LossContext, current
 from replicax.core.step.objective import LossFunction, Objective
 from replicax.core.step.update import Summing, mean_gradient
 from replicax.errors import ConfigError, LossError
+from replicax.text.arguments import answered, typed
 
 
 class Examiner(Protocol):

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
-from replicax.arguments import answered
 from replicax.core.data.host_arrays import (
     check_range,
     device_dtype,
@@ -22,6 +21,7 @@ from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.array_table import arrays_html, arrays_text
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import DataError
+from replicax.text.arguments import answered
 
 
 @answered

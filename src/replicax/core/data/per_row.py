@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, by_path, whole_on_host
 from replicax.errors import ConfigError, LossError
+from replicax.text.arguments import answered
 
 
 @answered

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from replicax.arguments import answered
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.grain_elements import batch_size_in, check_rows, is_grain
 from replicax.core.data.host_arrays import has_columns, host_array, is_array_like, opened
@@ -19,6 +18,7 @@ from replicax.core.data.loader_state import Loader, LoaderState
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
 from replicax.errors import ConfigError, DataError
+from replicax.text.arguments import answered
 
 _OF_LOADER = ("sampler", "batch_sampler", "dataset")
 """Attributes of a PyTorch loader that may have `set_epoch`."""

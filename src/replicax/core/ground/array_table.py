@@ -18,7 +18,7 @@ def arrays_text(tree: PyTree, name: str) -> str:
 
 def arrays_html(title: str, tree: PyTree, name: str) -> str:
     """Return a table of dtypes and shapes, and of the shapes that each device holds."""
-    from replicax.blocks import Grid, Paragraph, html_of
+    from replicax.text.blocks import Grid, Paragraph, html_of
 
     leaves = _leaves(tree)
     rows = [(path or name, _kind(leaf), _shape(leaf), _part(leaf)) for path, leaf in leaves]

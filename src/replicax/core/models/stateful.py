@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.arguments import answered
 from replicax.core.ground.leaves import PyTree, kind_changes
 from replicax.core.models.definition import CallContext, is_array
 from replicax.errors import LossError
+from replicax.text.arguments import answered
 
 
 @answered

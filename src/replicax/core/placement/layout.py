@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.arguments import answered
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import (
@@ -24,6 +23,7 @@ from replicax.core.placement.mesh import (
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import Rules, axes_of, check_rules, spec_by_rule
 from replicax.errors import ConfigError, choose
+from replicax.text.arguments import answered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from replicax.arguments import typed
 from replicax.core.data.batch import Batch
 from replicax.core.ground.job import Job
 from replicax.errors import ConfigError
 from replicax.known_wrong.avoidance import avoiding
+from replicax.text.arguments import typed
 
 DATA, FSDP, MODEL, STAGE = "data", "fsdp", "model", "stage"
 """Names of mesh axes; replicas are laid out along `data`, and `fsdp` if there is one."""

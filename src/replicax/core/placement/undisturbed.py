@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax.arguments import bind
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.train_state import check_outside_jit
 from replicax.core.placement.mesh import AnyMesh
 from replicax.errors import ConfigError
+from replicax.text.arguments import bind
 
 _NO_MESH = Mesh(np.empty((), object), ())
 

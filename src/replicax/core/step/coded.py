@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.arguments import answered
 from replicax.core.ground.codecs import BLOCK, Codec, Floats, as_codec, filled
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.vectors import all_reduce, as_blocks, size_in_blocks
 from replicax.core.placement.mesh import Axis
 from replicax.core.step.base import StepSums
 from replicax.errors import ConfigError
+from replicax.text.arguments import answered
 
 
 @answered

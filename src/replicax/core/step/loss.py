@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.arguments import answered
 from replicax.core.data.merged import Merge, Merged, Merging, apart, named_values
 from replicax.core.data.per_row import PerRow, checked_rows
 from replicax.core.ground.leaves import PyTree
@@ -19,6 +18,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.models.metric_objects import as_metric
 from replicax.core.placement.mesh import DATA
 from replicax.errors import ConfigError, LossError, ReplicaxError
+from replicax.text.arguments import answered
 
 LOSS = "loss"
 RESERVED = (LOSS, "rows")

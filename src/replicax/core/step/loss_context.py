@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-from replicax.arguments import answered
 from replicax.core.data.batch import Batch, row_count
 from replicax.core.ground.leaves import PyTree, by_dtype, in_one_call
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import numbers_on
 from replicax.errors import LossError
+from replicax.text.arguments import answered
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,8 +16,8 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 and others with NumPy
 import numpy as np
 
 from replicax.errors import CheckpointError
-from replicax.train.places import read_bytes, write_whole
-from replicax.train.sealed import sealed, unsealed
+from replicax.train.files.places import read_bytes, write_whole
+from replicax.train.files.sealed import sealed, unsealed
 
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20

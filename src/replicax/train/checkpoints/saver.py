@@ -13,12 +13,8 @@ from typing import Any, TypeVar
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.train.checkpoints.arrays import (
-    ITEM,
-    array_entries,
-    begin_writing,
-    params_not_finite,
-)
+from replicax.text.wording import first_line
+from replicax.train.checkpoints.arrays import ITEM, array_entries, begin_writing, params_not_finite
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
@@ -29,7 +25,6 @@ from replicax.train.checkpoints.manifest import (
 )
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.with_orbax import finish_orbax
-from replicax.wording import first_line
 
 _Result = TypeVar("_Result")
 MOST_FAILURES = 3

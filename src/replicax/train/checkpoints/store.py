@@ -35,7 +35,7 @@ from replicax.train.checkpoints.manifest import (
     read_manifest,
 )
 from replicax.train.checkpoints.with_orbax import missing_chunks
-from replicax.train.places import (
+from replicax.train.files.places import (
     copy_files,
     is_remote,
     names,

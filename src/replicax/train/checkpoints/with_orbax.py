@@ -18,7 +18,7 @@ import numpy as np
 
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import CheckpointError, require
-from replicax.train.places import write_whole
+from replicax.train.files.places import write_whole
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 

@@ -1,7 +1,7 @@
-"""Hooks that a user passes to a run: figures, watching a metric, profiles, loggers.
+"""Observers of a run: progress, curves, figures, watching a metric, audits, profiles, loggers.
 
-`hook.py`, one folder up, is their protocol. `logger.py` is the base of loggers, which work in a
-thread of their own; those in `tensorboard.py` and
-`trackers.py` import their libraries when used. Tests: `tests/train/`.
-Public: all of them, such as `rx.KeepBest` and `rx.TensorBoard` (`docs/hooks.md`).
+`hook.py` is their protocol; the loop knows none by name. `logger.py` is the base of loggers, which
+work in a thread of their own; those in `tensorboard.py` and `trackers.py` import their libraries
+when used. Tests: `tests/train/`. Public: `rx.Hook`, and all that a user passes, such as
+`rx.KeepBest` and `rx.TensorBoard` (`docs/hooks.md`).
 """

@@ -5,15 +5,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from replicax.arguments import Count, NotNegative, typed
 from replicax.errors import ConfigError, choose
+from replicax.text.arguments import Count, NotNegative, typed
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
-from replicax.train.hook import Hook, Running
+from replicax.train.files.places import in_folder, read_bytes, write_whole
+from replicax.train.files.records import Record
+from replicax.train.files.sealed import sealed, unsealed
+from replicax.train.folder.load import BEST, Best
 from replicax.train.hooks.directions import direction
-from replicax.train.load import BEST, Best
-from replicax.train.places import in_folder, read_bytes, write_whole
-from replicax.train.records import Record
-from replicax.train.sealed import sealed, unsealed
+from replicax.train.hooks.hook import Hook, Running
 
 _MODES = {"min": "lowest", "max": "highest"}
 

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from replicax.arguments import typed
 from replicax.core.data.share import FeedItem
-from replicax.train.hook import Hook, Running
-from replicax.train.places import check_own, on_disk, write_whole, writing
+from replicax.text.arguments import typed
+from replicax.train.files.places import check_own, on_disk, write_whole, writing
+from replicax.train.hooks.hook import Hook, Running
 
 _NAME = re.compile(r"step\.(mlir|(\d+\.)?hlo)")
 _MARK = "// written by replicax\n"

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
-from replicax.arguments import NotNegative, typed
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.step.base import Apply, StepFigure, StepSums
 from replicax.errors import ConfigError
+from replicax.text.arguments import NotNegative, typed
 from replicax.train.dispatched import Dispatched
-from replicax.train.hook import Hook, Running
-from replicax.train.records import Record
+from replicax.train.files.records import Record
+from replicax.train.hooks.hook import Hook, Running
 
 GRADIENT_NORM, LEARNING_RATE = "gradient_norm", "learning_rate"
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replicax.arguments import typed
 from replicax.errors import require
-from replicax.train.hook import Hook, Running
-from replicax.train.places import check_replaceable, on_disk, shown
-from replicax.train.records import Record
-from replicax.wording import first_line
+from replicax.text.arguments import typed
+from replicax.text.wording import first_line
+from replicax.train.files.places import check_replaceable, on_disk, shown
+from replicax.train.files.records import Record
+from replicax.train.hooks.hook import Hook, Running
 
 MOST_WAITING = 1000
 """Maximum number of queued records; further ones are dropped."""

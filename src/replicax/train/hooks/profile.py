@@ -6,12 +6,12 @@ from typing import Self
 
 import jax
 
-from replicax.arguments import Count, typed
 from replicax.core.data.batch import Batch
 from replicax.errors import ConfigError
+from replicax.text.arguments import Count, typed
 from replicax.train.dispatched import Dispatched
-from replicax.train.hook import Hook, Running
-from replicax.train.places import on_disk
+from replicax.train.files.places import on_disk
+from replicax.train.hooks.hook import Hook, Running
 
 _FOLDER = "profile"
 

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replicax.arguments import typed
-from replicax.train.hook import Running
+from replicax.text.arguments import typed
+from replicax.train.files.places import on_disk, shown
+from replicax.train.files.records import Record
+from replicax.train.hooks.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
-from replicax.train.places import on_disk, shown
-from replicax.train.records import Record
 
 
 class TensorBoard(Logger):

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from replicax.arguments import typed
 from replicax.errors import require
-from replicax.train.hook import Running
+from replicax.text.arguments import typed
+from replicax.train.files.places import on_disk, shown
+from replicax.train.files.records import Record
+from replicax.train.hooks.hook import Running
 from replicax.train.hooks.logger import Logger, Start, scalars
-from replicax.train.places import on_disk, shown
-from replicax.train.records import Record
 
 STEP = "step"
 INIT_SECONDS = 20

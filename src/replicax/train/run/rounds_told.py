@@ -1,0 +1,68 @@
+"""The lines that a run with rounds prints about them."""
+
+import jax
+import jax.numpy as jnp
+
+from replicax.core.between.islands import MOMENTUM, OuterSGD
+from replicax.core.between.round_step import RoundStep
+from replicax.core.data_parallel import DataParallel
+from replicax.core.ground.train_state import TrainState
+from replicax.text.table import labelled
+from replicax.text.wording import counted, size_text
+
+FEW_ROUNDS = 100
+"""With fewer, an outer momentum of 0.9 does harm: see docs/slow-links.md."""
+FEW_SPARSE_ROUNDS = 1_000
+"""The same of a codec that sends few values: a value is then sent 16 times, on average."""
+
+
+def rounds_lines(dp: DataParallel, state: TrainState) -> list[str]:
+    """Return what a round is, and what an island sends in it; nothing without rounds."""
+    islands, step = dp.configuration.islands, dp.program(state).step
+    if islands is None or not isinstance(step, RoundStep):
+        return []
+    count = dp.split.replicas if islands.axis is not None else dp.job.islands
+    outer = islands.outer if isinstance(islands.outer, OuterSGD) else "optimizer of your own"
+    sent = size_text(step.arithmetic.payload_bytes(state.params))
+    parts = [counted(islands.every, "step"), islands.codec.name, f"outer {outer}"]
+    if islands.fragments > 1:
+        parts.append(f"{islands.fragments} fragments")
+    if islands.delay:
+        parts.append(f"{counted(islands.delay, 'step')} later")
+    parts += [counted(count, "island"), f"each sends {sent}"]
+    return labelled("rounds", " · ".join(parts))
+
+
+def doubtful_rounds(dp: DataParallel, steps: int | None) -> list[str]:
+    """Return a line on each setting that costs loss; `steps` are those of the run, if known."""
+    islands = dp.configuration.islands
+    if islands is None or islands.outer is None:
+        return []
+    found, every = list[str](), islands.every
+    if every == 1 and jax.tree.leaves(jax.eval_shape(islands.outer.init, jnp.zeros(1))):
+        found.append(
+            "every=1 with an outer optimizer that keeps state, the worst choice: use every=30, or "
+            "outer=optax.sgd(1.0), or no rounds, as islands then add up the sums of every step"
+        )
+    if steps is None:
+        return found
+    rounds = steps // every
+    momentum = islands.outer.momentum if isinstance(islands.outer, OuterSGD) else 0.0
+    if every > 1 and rounds < FEW_ROUNDS and momentum >= MOMENTUM:
+        found.append(
+            f"{counted(rounds, 'round')} with outer momentum {momentum:g}, which does harm in "
+            f"fewer than {FEW_ROUNDS}: train for longer, or use outer=optax.sgd(0.7, momentum=0.5, "
+            "nesterov=True) (--outer-rate 0.7 --outer-momentum 0.5)"
+        )
+    if every > 1 and rounds < FEW_SPARSE_ROUNDS and islands.codec.error >= 1:
+        found.append(
+            f"{counted(rounds, 'round')} with send={islands.codec.name!r}, which sends few values "
+            f"in each and costs much loss in fewer than {FEW_SPARSE_ROUNDS:,}: train for longer, "
+            "or use send='int4'"
+        )
+    if rest := steps % every:
+        found.append(
+            f"{steps:,} steps are {counted(rounds, 'round')} of {every} and a last one of {rest}, "
+            f"whose outer step is as large: use a multiple of {every}"
+        )
+    return found

@@ -1,0 +1,161 @@
+"""The state of a run besides its `TrainState`: its place, its counts, and all that it resumes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from replicax.core.data.loader_state import LoaderState
+from replicax.core.data.share import Batches, FeedItem
+from replicax.core.data.sources import PerProcessSource, Source
+from replicax.core.ground.job import Job
+from replicax.errors import ConfigError
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.dispatched import RunPosition
+from replicax.train.files.records import Record
+from replicax.train.folder.read_again import RereadCheck
+from replicax.train.hooks.hook import Hooks
+from replicax.train.run.evaluator import Evaluator
+from replicax.train.run.step_records import BadSteps, Meter
+
+
+@dataclasses.dataclass
+class RunState:
+    """The place and the counts of a run, and its parts with a state that checkpoints keep."""
+
+    source: Source
+    job: Job
+    hooks: Hooks
+    meter: Meter
+    bad_steps: BadSteps
+    evaluator: Evaluator | None
+    reread: RereadCheck
+    place: RunPosition = dataclasses.field(default=RunPosition(0, 0, 0))
+    rows: int = 0
+    """Rows trained on in the whole run."""
+    records: list[Record] = dataclasses.field(default_factory=list)
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    source_state: LoaderState | None = None
+    """State of this process's source before the next batch, if it has any."""
+    closed_at: int = -1
+    """Step at which an epoch or the run was last closed, after its evaluation."""
+
+    def stepped(self, batch: FeedItem) -> None:
+        """Count the step that was dispatched on `batch`, or the steps."""
+        rows = batch.rows if isinstance(batch, Batches) else (batch.rows,)
+        here, steps = self.place, len(rows)
+        self.place = RunPosition(here.step + steps, here.epoch, here.batch + steps)
+        self.rows += sum(each or 0 for each in rows)
+        self.source_state = batch.source_state
+        self.reread.trained_on(batch.hosts[1] if isinstance(batch, Batches) else batch.host)
+
+    def next_epoch(self) -> None:
+        self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
+
+    def position(self) -> Position:
+        """Return the current position, once all due records are written."""
+        rows, whole = self.place.batch * self.source.batch_size, _rows_in_order(self.source)
+        return Position(
+            step=self.place.step,
+            epoch=self.place.epoch,
+            rows=rows if whole is None else min(rows, whole),
+            evaluated_step=max(self.closed_at, 0),
+            rows_trained=self.rows,
+            rows_unrecorded=self.meter.rows,
+            records=len(self.records),
+            bad_steps=self.bad_steps.in_a_row,
+        )
+
+    def extra(self) -> dict[str, Any]:
+        """Return the rest, as JSON values, with which a run that goes on can go back to here."""
+        return {
+            "batch": self.place.batch,
+            "batch_size": self.source.batch_size,
+            "evaluated": self.evaluated_at,
+            "meter": self.meter.save_state(),
+            "hooks": self.hooks.save_state(self.place.step),
+            "source_states": [self.source_state],
+            **parts_of_processes(self.source),
+        }
+
+    def save_state(self) -> tuple[Position, dict[str, Any]]:
+        """Return the position and the rest for a checkpoint, from which a new start resumes."""
+        position, extra = self.position(), self.extra()
+        if self.source.batches is None:
+            extra |= self.reread.save_state()
+            own = self.source_state and dataclasses.asdict(self.source_state)
+            extra["source_states"] = self.job.gather("the state of the data", own)
+        if self.evaluator is not None:
+            extra["evaluation"] = self.evaluator.save_state()
+        return position, extra
+
+    def load_state(
+        self, position: Position, extra: dict[str, Any], *, compiled: bool = False
+    ) -> None:
+        """Move to `position`, and discard everything after it; `extra["batch"]` is the next one.
+
+        `compiled` says whether the step is compiled already.
+        """
+        self.place = RunPosition(position.step, position.epoch, extra["batch"])
+        self.rows, self.closed_at = position.rows_trained, position.evaluated_step
+        self.evaluated_at = extra.get("evaluated", position.evaluated_step)
+        self.reread.load_state(extra)
+        states = extra.get("source_states", [None])
+        mine = states[self.job.process if len(states) == self.job.processes else 0]
+        self.source_state = LoaderState(**mine) if isinstance(mine, dict) else mine
+        self.source.restore(self.source_state)
+        if self.evaluator is not None:
+            self.evaluator.load_state(extra.get("evaluation", {}))
+        self.job.in_flight.forget()
+        self.bad_steps.rewind(position.bad_steps)
+        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
+        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
+        self.meter.rewind(extra.get("meter", older), resumed=begun, compiled=compiled and begun)
+        self.hooks.load_state(position.step, extra.get("hooks", {}))
+        del self.records[position.records :]
+
+
+def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
+    """Return the next batch of `position.epoch`, counted from 0; derived from rows if known.
+
+    Rows have the same order for any number of processes; the batch size may have changed.
+    """
+    told = extra.get("processes")
+    now = parts_of_processes(source).get("processes")
+    if told != now:
+        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (told, now)]
+        raise ConfigError(
+            f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
+            "rows: use the same source and number of processes, or start a new run"
+        )
+    saved, size = extra.get("batch"), source.batch_size
+    batch = saved if type(saved) is int and saved >= 0 else None
+    if batch is not None and extra.get("batch_size") == size:
+        return batch
+    if not size or not position.rows:
+        return batch or 0
+    if position.rows == _rows_in_order(source):
+        return source.batches or 0
+    if position.rows % size:
+        raise ConfigError(
+            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
+            f"{size} does not divide that; the next batch must start there: use a batch size that "
+            "divides it"
+        )
+    return position.rows // size
+
+
+def _rows_in_order(source: Source) -> int | None:
+    """Return the rows of an epoch, if all batches but the last are full.
+
+    Where processes have rows of their own, some may run out early, so the row count does not
+    determine the batch.
+    """
+    return None if isinstance(source, PerProcessSource) else source.rows
+
+
+def parts_of_processes(source: Source) -> dict[str, int]:
+    """The number of processes, if each has its own rows; else empty."""
+    own = isinstance(source, PerProcessSource)
+    return {"processes": jax.process_count()} if own else {}

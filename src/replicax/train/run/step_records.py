@@ -1,0 +1,245 @@
+"""Records of finished steps: means over an interval, and skipped updates, up to a limit."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from replicax.core.between.round_step import ROUND_LOSS
+from replicax.core.data.merged import Merged
+from replicax.core.ground.job import Job
+from replicax.core.step.loss import LOSS
+from replicax.errors import DivergedError
+from replicax.train.dispatched import Dispatched, python_number
+from replicax.train.files.records import Record
+from replicax.train.guarded import SPIKE
+from replicax.train.run.merged_records import MergedOfSteps
+
+_READ_TOGETHER = 64
+"""Steps of which the metrics are read at once, if there is no record before."""
+_FEWEST_RECORDS, _INTERVALS = 20, (50, 20, 10, 5, 2, 1)
+_NAMED = 8  # examples listed in a message; the record has all of them
+
+
+def log_interval(total: int | None) -> int:
+    """Return the steps between two records of a run of `total` steps, if known; no clock decides.
+
+    At most 50, and in a shorter run as many as give it `_FEWEST_RECORDS`.
+    """
+    most = max((total or 10**9) // _FEWEST_RECORDS, 1)
+    return next(steps for steps in _INTERVALS if steps <= most)
+
+
+class Meter:
+    """Tracks finished steps; returns a `Record` every `log_every` steps.
+
+    Its metrics are means over the steps since the last record, weighted by their real rows, but for
+    a `StepFigure` with `latest`, which has its last value. Skipped steps, which have separate
+    records, and non-finite metrics are excluded; if no value remains, the mean is NaN, and a figure
+    or the loss of rounds is left out. Step 1 has a separate record. Metrics that are no means are
+    merged over these steps; see `MergedOfSteps`.
+    """
+
+    _last: Dispatched | None  # the newest step, if it has no record yet
+    _sums: dict[str, list[float]]  # name -> sum over rows, and their number; or the last value, 1
+    _started: float | None
+    _reached: float  # when the last step finished
+    _together: tuple[int, float]  # steps that had finished with it, and the seconds of each
+    _wait_seconds: float
+    _merged: MergedOfSteps
+    rows: int
+    """Rows of finished steps that are not in a record yet."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self.rewind({}, resumed=False, compiled=False)
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether steps are being timed; the first step, which compiles, is not."""
+        return self._started is not None
+
+    def finished(self, step: Dispatched, ready: int = 1) -> list[Record]:
+        """Return the record of a step that has finished, if one is due.
+
+        Args:
+            step: the next step. No step may be dispatched after the first one before this call,
+                which starts the clock.
+            ready: number of steps that have finished by now, from this one on. They share the time
+                since the last one before them, as when each of them finished is not known.
+        """
+        rows = step.rows or 0
+        left, seconds = self._together
+        if not left:
+            left, seconds = ready, (time.perf_counter() - self._reached) / ready
+        self._reached += seconds
+        self._together = left - 1, seconds
+        self.rows += rows
+        self._unread.append((step, 0 if step.skipped else rows))
+        if len(self._unread) >= _READ_TOGETHER:
+            self._read()
+        self._last = step
+        is_first = not (self._resumed or self.is_timing)
+        records = self.flush() if is_first or step.place.step % self._log_every == 0 else []
+        if self._started is None:
+            self._start()
+        return records
+
+    def add_wait(self, seconds: float) -> None:
+        self._wait_seconds += seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Exclude the last `seconds`, such as an evaluation, from the steps' time."""
+        if self._started is not None:
+            self._started += seconds
+            self._reached += seconds
+
+    def flush(self) -> list[Record]:
+        """Return a record up to the last step, if it has none."""
+        step, self._last = self._last, None
+        if step is None:
+            return []
+        self._read()
+        seconds = self._timed()
+        waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
+        sums, at = (
+            {name: self._sums[name] for name in step.metrics if name in self._sums},
+            step.place,
+        )
+        for name in (*step.latest, ROUND_LOSS):
+            if name in sums and not sums[name][1]:
+                del sums[name]
+        metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
+        metrics |= self._merged.values()
+        record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
+        self.rows, self._sums, self._wait_seconds, self._seconds = 0, {}, 0.0, 0.0
+        self._merged = MergedOfSteps()
+        if self._started is not None:
+            self._started = self._reached
+        return [record]
+
+    def save_state(self) -> dict[str, Any]:
+        """Return, as JSON values, what the next record needs from the steps so far."""
+        self._read()
+        sums = {name: list(each) for name, each in self._sums.items()}
+        state = {"rows": self.rows, "seconds": self._timed(), "sums": sums}
+        merged = self._merged.save_state()
+        return state | {"merged": merged} if merged else state
+
+    def rewind(self, state: dict[str, Any], *, resumed: bool, compiled: bool) -> None:
+        """Return to the point where `save_state` returned `state`, discarding later steps.
+
+        Args:
+            state: empty for none; without `sums`, metrics include only the steps that follow.
+            resumed: whether there were earlier steps.
+            compiled: whether the next step is already compiled.
+        """
+        self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
+        self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
+        self._merged = MergedOfSteps(state.get("merged"))
+        self._unread: list[tuple[Dispatched, int]] = []  # finished steps, and their rows
+        self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
+        self._started, self._reached, self._together = None, time.perf_counter(), (0, 0.0)
+        if compiled:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the clock, as if the seconds that a resumed run brings had just passed."""
+        self._reached, self._together = time.perf_counter(), (0, 0.0)
+        self._started = self._reached - self._seconds
+
+    def _timed(self) -> float:
+        """Return the seconds from the last record to the last step."""
+        return self._seconds if self._started is None else self._reached - self._started
+
+    def _read(self) -> None:
+        """Add the metrics of finished steps, of which reading many at once takes least time."""
+        for step, rows in self._unread:
+            for name, metric in step.metrics.items():
+                if isinstance(metric, Merged):
+                    if rows:
+                        self._merged.add(name, metric)
+                    continue
+                value = float(python_number(metric))
+                sums = self._sums.setdefault(name, [0.0, 0])
+                if not math.isfinite(value):
+                    continue
+                if step.latest.get(name):
+                    sums[:] = value, 1
+                elif rows:
+                    sums[0] += rows * value
+                    sums[1] += rows
+        self._unread.clear()
+
+
+class BadSteps:
+    """Tracks the steps of a guarded `DataParallel`; returns a `Record` for each skipped update.
+
+    At `most_in_a_row` the run ends; `optax.apply_if_finite` would instead apply the update.
+    """
+
+    def __init__(self, most_in_a_row: int, job: Job, judged: Sequence[str] = ()) -> None:
+        self.in_a_row = 0
+        """Consecutive skipped steps among those read so far; set it when a run resumes."""
+        self._most, self._job = most_in_a_row, job
+        self._judged = judged
+        self._skipped: list[Record] = []  # of the consecutive skipped steps
+        self._verdicts: list[int] = []  # of these
+
+    def finished(self, step: Dispatched) -> list[Record]:
+        if not step.skipped:
+            self.rewind(0)
+            return []
+        self.in_a_row += 1
+        spike = step.spike is not None and bool(step.spike)
+        examples = step.examples()
+        metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
+        rows, at = len(examples) if step.rows is None else step.rows, step.place
+        record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
+        self._skipped.append(record)
+        self._verdicts.append(int(step.not_finite))
+        return [record]
+
+    def check(self) -> None:
+        """Raise `DivergedError` on too many consecutive bad steps; call once they are recorded."""
+        if self.in_a_row < self._most or not self._skipped:
+            return
+        first, end = self._skipped[0], self._skipped[-1].step
+        begin = end - self.in_a_row + 1
+        on = "first on" if first.step == begin else f"step {first.step} on"
+        when, those = f"in {self.in_a_row} steps in a row, {begin} to {end}", "all were"
+        if begin == end:
+            on, when, those = "on", f"at step {end}", "it was"
+        # Before any process ends, which would break what the others still read.
+        self._job.agree("the bad steps", {"first": begin, "last": end})
+        self._job.barrier("too many bad steps")
+        spikes = {SPIKE in record.metrics for record in self._skipped}
+        what = "the loss was far above recent losses, or it or its gradient was not finite,"
+        if spikes == {False}:
+            what = "the loss or its gradient was not finite"
+        elif spikes == {True}:
+            what = "the loss was far above recent losses"
+        fix = "lower the learning rate, clip the gradient, or look at these examples"
+        named = {self._judged[each - 1] for each in self._verdicts if 0 < each <= len(self._judged)}
+        if min(self._verdicts) > 0 and named:
+            what = f"the loss was finite and {min(named)} was not"
+            fix = (
+                "where a mask or a weight of 0 hides a value, such as sqrt(0), its derivative "
+                "still counts: replace its operand with jnp.where; or " + fix
+            )
+        raise DivergedError(f"{what} {when} ({on} {_examples_text(first)}); {those} skipped: {fix}")
+
+    def rewind(self, in_a_row: int) -> None:
+        """Discard the steps to be repeated; `in_a_row` is the count before them."""
+        self.in_a_row = in_a_row
+        self._skipped.clear()
+        self._verdicts.clear()
+
+
+def _examples_text(record: Record) -> str:
+    """Return a text such as `examples 17, 203, 5, ... of epoch 3`."""
+    examples = record.examples or ()
+    more = ", ..." if len(examples) > _NAMED else ""
+    plural = "s" if len(examples) != 1 else ""
+    names = ", ".join(map(str, examples[:_NAMED])) or "none"
+    return f"example{plural} {names}{more} of epoch {record.epoch}"
