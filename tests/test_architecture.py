@@ -1,7 +1,6 @@
-"""Who may import whom, how long a file may be, and what `import replicax` loads."""
+"""Who may import whom, and what `import replicax` loads."""
 
 import ast
-import functools
 import re
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 import pytest
 from support.entered import entered, files
 from support.one_step import warm_step
+from support.source_tree import FILES, imports, parsed, part
 
 from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.layout import LAYOUTS
-
-SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
 BESIDE = {"core", "known_wrong", "train", "cluster", "islands", "analysis", "recipes", "text"}
@@ -64,7 +62,6 @@ NAMED = {
 }
 """Modules that compare such a name and mean something else."""
 
-MOST_LINES = 400
 MOST_LINES_OF_STEP = 1_900
 """Lines of `core/step`, which is the mathematics."""
 MOST_FILES_OF_A_STEP = 16
@@ -92,53 +89,6 @@ OPTIONAL = (
     "tyro",
     "wandb",
 )
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-FILES = {module_name(path): path for path in sorted(SOURCE.glob("replicax/**/*.py"))}
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def part(module: str, depth: int) -> str:
-    """The word at `depth` of a dotted name, or "" for the package itself."""
-    return (*module.split("."), "", "")[depth]
-
-
-def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
-    """The modules of Replicax that `module` imports: anywhere, or only while it is being loaded."""
-    path = FILES[module]
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in statements(parsed(path), into_functions=not when_loaded):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            named = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name in FILES else base for name in named]
-        else:
-            continue
-        yield from (name for name in names if part(name, 0) == "replicax" and name != module)
-
-
-def statements(node: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        )
-        if into_functions or not deferred:
-            yield child
-            yield from statements(child, into_functions=into_functions)
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
@@ -276,11 +226,6 @@ def test_the_walk_of_a_step_is_short() -> None:
     walked = files(entered(warm_step()))
     assert "core/step/update.py" in walked
     assert len(walked) <= MOST_FILES_OF_A_STEP
-
-
-def test_files_are_short() -> None:
-    lines = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
-    assert {module: count for module, count in lines.items() if count > MOST_LINES} == {}
 
 
 @pytest.mark.promise("install.core-is-small")

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from replicax.plan.network_entries import island_entries, slow_links_entries, traffic_entries
 from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
-from replicax.plan.slow_links_table import slow_links_entries
 from replicax.text.blocks import GAP, Entry, ReportPart, report_of
 from replicax.text.table import MARGIN, Line, width
 from replicax.text.wording import (
@@ -42,7 +42,7 @@ def _blocks(plan: Plan, part: str) -> list[ReportPart]:
     come with the largest batch.
     """
     beyond = [
-        [*_traffic(plan), *_islands(plan)],
+        [*traffic_entries(plan), *island_entries(plan)],
         slow_links_entries(plan.slow_links) if plan.slow_links else [],
         [*_scaling(plan), *_cost(plan)],
     ]
@@ -269,43 +269,6 @@ def _changes(plan: Plan) -> list[Entry]:
 
 def _known(value: float | None, text: Callable[[float], str]) -> str:
     return "" if value is None else text(value)
-
-
-def _traffic(plan: Plan) -> list[Entry]:
-    traffic = plan.traffic
-    if traffic is None:
-        return []
-    lines: list[Line] = [("per device and step", "count", "result", "sent", "compute overlap")]
-    for each in traffic.movements:
-        meanwhile = "none"
-        if each.asynchronous and each.between_seconds != 0:
-            known = each.between_seconds is not None
-            meanwhile = f"{time_text(each.between_seconds or 0)}" if known else "yes"
-        figures = (number_text(each.count), size_text(each.bytes), size_text(each.wire_bytes))
-        over = f" over {', '.join(each.axes)}" if each.axes else ""
-        lines.append((f"{each.kind}{over}", *figures, meanwhile))
-    if traffic.least_bytes:
-        least = size_text(traffic.least_bytes)
-        lines.append(("minimum", "", "", least, f"sends {traffic.share:.2f} x this"))
-    warned = [Entry("note", traffic.warning)] if traffic.warning else []
-    return [Entry("sends", lines), *warned]
-
-
-def _islands(plan: Plan) -> Iterator[Entry]:
-    found = plan.islands
-    if found is None:
-        return
-    sent, received = (size_text(max(each)) for each in (found.sent_bytes, found.received_bytes))
-    text = (
-        f"{counted(found.islands, 'island')}, {counted(found.parts, 'part')} of "
-        f"{size_text(found.sums_bytes)} per step: one sends up to {sent} and receives up to "
-        f"{received}"
-    )
-    if found.network is not None and found.seconds is not None:
-        text += f"; {time_text(found.seconds)} over {found.network.text}"
-    if found.share is not None:
-        text += f", at most {percent(found.share)} of a step"
-    yield Entry("sums", text)
 
 
 def _scaling(plan: Plan) -> list[Entry]:

@@ -377,7 +377,8 @@ class Storage:
         if self.folder is None:
             return
         try:
-            self._check()
+            if self._lease is not None:
+                self._lease.check()
         except CheckpointError as error:  # the next save tries again
             self._alarm(f"{self.folder.records} lacks the newest records: {first_line(error)}")
         else:
@@ -387,7 +388,8 @@ class Storage:
         """Whether no newer start has taken over the folder, in process 0."""
         with contextlib.suppress(CheckpointError):
             try:
-                self._check()
+                if self._lease is not None:
+                    self._lease.check()
             except RunInUseError:
                 return False
         return True
@@ -395,10 +397,6 @@ class Storage:
     def all_still_write(self) -> bool:
         """Return the same in all processes, which must call it together."""
         return bool(self._job.broadcast("whether this start still writes", self.still_writes))
-
-    def _check(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:

@@ -1,0 +1,169 @@
+"""Limits of files and classes, and who may name what. The lists can only shrink."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from support.source_tree import FILES, imports, parsed, part
+
+MOST_CODE_LINES = 300
+"""In a file, without docstrings, imports and blank lines: who documents need not cut a file."""
+
+ONE_SUBCLASS = {
+    "Collectives": "SentOverAxes",
+    "CollectivePrograms": "ExchangedPrograms",
+    "Configured": "DataParallel",
+    "Failures": "FailureOptions",
+    "Form": "AsGiven",
+    "LinkOptions": "BenchOptions",
+    "Loop": "Resuming",
+    "Objective": "Staged",
+    "PlainProgress": "NotebookProgress",
+    "Requests": "Loop",
+    "Resuming": "Run",
+    "Store": "RemoteStore",
+    "TreeSum": "_ExchangedSum",
+    "Trial": "ProgramTrial",
+    "Wire": "_Magnitudes",
+}
+"""Classes with one subclass, which are often one class that was cut."""
+
+NAME_ISLANDS = {
+    "begun_state",
+    "config",
+    "data_parallel",
+    "first_step.argument_checks",
+    "first_step_checks",
+    "ground.codecs",
+    "ground.job",
+    "ground.train_state",
+    "program",
+    "step.coded",
+    "step.loss_context",
+}
+"""Files of the core that name islands, `between` apart."""
+
+SEAMS = {
+    "RoundStep": "replicax.core.between",
+    "IslandJob": "replicax.islands",
+    "Wire": "replicax.core.step",
+    "Linked": "replicax.cluster",
+}
+"""Implementations of a protocol, and their rooms, outside of which nobody asks for them."""
+
+ASK_FOR_ONE = {
+    ("RoundStep", "core.data_parallel"),
+    ("RoundStep", "train.run.resuming"),
+    ("RoundStep", "train.run.rounds_told"),
+    ("RoundStep", "verify.round_checks"),
+    ("IslandJob", "cli.bench_links"),
+    ("IslandJob", "train.hooks.audit"),
+    ("IslandJob", "train.run.members"),
+    ("Wire", "bench.runner"),
+    ("Wire", "core.modes.exact.exact_mode"),
+    ("Wire", "core.modes.exact.micro_shard_function"),
+    ("Wire", "core.modes.exact.ordered_reduction"),
+    ("Wire", "core.modes.mapping"),
+    ("Wire", "plan.planner"),
+    ("Wire", "verify.traffic"),
+}
+
+SMALLEST = 60
+SMALL = {
+    "core.built_in_step",
+    "core.first_step.forward_mode",
+    "core.models.equinox",
+    "core.models.inference_mode",
+    "doctor.known_numbers",
+    "islands.exchange_bytes",
+    "islands.own_arrays",
+    "islands.pace",
+    "plan.loss_costs",
+    "recipes.gpt2_weights",
+    "train.checkpoints.small",
+    "train.hooks.directions",
+    "train.run.ahead",
+    "train.run.to_its_end",
+    "verify.evaluated",
+    "verify.finite_difference",
+    "verify.magnitudes",
+}
+"""Modules below `SMALLEST` lines with one importer, commands apart."""
+
+
+def short(module: str) -> str:
+    return module.removeprefix("replicax.")
+
+
+def code_lines(path: Path) -> int:
+    apart: set[int] = set()
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+                apart |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return sum(bool(line.strip()) and number not in apart for number, line in lines)
+
+
+def test_files_are_short() -> None:
+    lines = {short(module): code_lines(path) for module, path in FILES.items()}
+    assert {module: count for module, count in lines.items() if count > MOST_CODE_LINES} == {}
+
+
+def test_a_class_is_not_cut_in_two() -> None:
+    """Protocols and errors apart."""
+    classes: dict[str, list[str]] = {}
+    heirs = defaultdict(list)
+    for path in FILES.values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                classes[node.name] = bases
+                for base in bases:
+                    heirs[base].append(node.name)
+    assert {
+        name: heirs[name][0]
+        for name, bases in classes.items()
+        if len(heirs[name]) == 1 and "Protocol" not in bases and not name.endswith("Error")
+    } == ONE_SUBCLASS
+
+
+def test_islands_are_named_in_few_files_of_the_core() -> None:
+    assert {
+        module.removeprefix("replicax.core.")
+        for module, path in FILES.items()
+        if module.startswith("replicax.core.")
+        and part(module, 2) != "between"
+        and re.search("island", path.read_text(), re.I)
+    } == NAME_ISLANDS
+
+
+def test_an_implementation_is_not_asked_for() -> None:
+    asked = set()
+    for module, path in FILES.items():
+        for node in ast.walk(parsed(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                    names = {each.id for each in ast.walk(kinds) if isinstance(each, ast.Name)}
+                    asked |= {
+                        (name, short(module))
+                        for name in names & {*SEAMS}
+                        if not module.startswith(SEAMS[name])
+                    }
+    assert asked == ASK_FOR_ONE
+
+
+def test_small_files_have_several_users() -> None:
+    importers = defaultdict(set)
+    for module in FILES:
+        for imported in imports(module):
+            importers[imported].add(module)
+    assert {
+        short(module)
+        for module, path in FILES.items()
+        if part(module, 1) not in ("cli", "__main__")
+        and path.stem != "__init__"
+        and len(importers[module]) == 1
+        and len(path.read_text().splitlines()) < SMALLEST
+    } == SMALL
