@@ -1,4 +1,4 @@
-"""What a plan says of networks: collectives, sums between islands, methods over slow links."""
+"""Networks in a plan: collectives, sums between islands, methods over slow links."""
 
 from collections.abc import Iterator
 

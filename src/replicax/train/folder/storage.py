@@ -110,16 +110,8 @@ class Storage:
         except BaseException:
             self.close()
             raise
-        self._saver = Saver(
-            self._store,
-            told["token"],
-            self._check,
-            job,
-            seed,
-            self._config,
-            never_finite,
-            pinned,
-        )
+        own = job, seed, self._config, never_finite, pinned
+        self._saver = Saver(self._store, told["token"], self._check, *own)
         self._saved: Any = None
         self._told_failure = False
         self._island = {} if island is None else {WRITER: island}
@@ -377,8 +369,7 @@ class Storage:
         if self.folder is None:
             return
         try:
-            if self._lease is not None:
-                self._lease.check()
+            self._check()
         except CheckpointError as error:  # the next save tries again
             self._alarm(f"{self.folder.records} lacks the newest records: {first_line(error)}")
         else:
@@ -388,8 +379,7 @@ class Storage:
         """Whether no newer start has taken over the folder, in process 0."""
         with contextlib.suppress(CheckpointError):
             try:
-                if self._lease is not None:
-                    self._lease.check()
+                self._check()
             except RunInUseError:
                 return False
         return True
@@ -397,6 +387,10 @@ class Storage:
     def all_still_write(self) -> bool:
         """Return the same in all processes, which must call it together."""
         return bool(self._job.broadcast("whether this start still writes", self.still_writes))
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
