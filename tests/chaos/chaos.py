@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{starts} starts; {seconds:.0f} s, {seconds / count:.2f} s and {each:.2f} CPU seconds "
         "a trial"
     )
-    if options.json and not options.islands:
+    if options.json and (options.differing or not options.islands):
         told = [dataclasses.asdict(outcome) for outcome in outcomes]
         options.json.write_text(json.dumps({"seconds": seconds, "trials": told}, indent=1) + "\n")
     if options.without:

@@ -1,13 +1,15 @@
 """Which islands begin."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.island_networks import places
 
-from replicax.islands.founding import FOUND_SECONDS, AwaitedIslands, disagreement, founders
-from replicax.islands.messages import Ready
+from replicax.errors import AgreementError
+from replicax.islands.founding import FOUND_SECONDS, AwaitedIslands, disagreement, founders, refuse
+from replicax.islands.messages import Out, Ready
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,35 @@ def test_what_differs_is_told_with_the_islands() -> None:
     assert found is not None
     assert "b.c is 3 on island 7, 2 on island 4" in found
     assert disagreement({4: '{"a": 1, "b": 2}', 7: '{"b": 2, "a": 1}'}) is None
+
+
+def test_who_refuses_goes_once_nobody_can_wait_for_it() -> None:
+    """A connection that is replaced may be gone before what was said on it is heard."""
+    told = []
+
+    class Connection:
+        def __init__(self, index: int, number: int) -> None:
+            self.index, self.number = index, number
+
+        def send(self, _: Out) -> None:
+            told.append((self.index, self.number))
+
+    network: Any = SimpleNamespace(peers={1: Connection(1, 0)}, troubles={2: "not there yet"})
+    refused_by: set[int] = set()
+
+    def moments() -> Iterator[None]:
+        network.peers = {}  # replaced
+        yield
+        network.peers, network.troubles = {1: Connection(1, 1), 2: Connection(2, 0)}, {}
+        yield
+        network.peers, network.troubles = {1: network.peers[1]}, {2: "it is gone"}
+        yield
+        refused_by.add(1)
+        yield
+
+    passing = moments()
+    changed: Any = SimpleNamespace(wait=lambda _: next(passing))
+    with pytest.raises(AgreementError, match="why"):
+        refuse(network, {1, 2}, "why", changed, refused_by)
+    assert sorted(told) == [(1, 0), (1, 1), (2, 0)]
+    assert next(passing, "over") == "over"

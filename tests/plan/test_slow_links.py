@@ -8,9 +8,9 @@ from support.published_links import TABLE_4, TABLE_6, PublishedRow
 
 import replicax as rx
 from replicax.errors import ConfigError
+from replicax.plan.network_entries import slow_links_entries
 from replicax.plan.site_network import parse_network
 from replicax.plan.slow_links import METHODS, Method, SlowLinks, forecast, slow_links, utilization
-from replicax.plan.network_entries import slow_links_entries
 
 
 def drawn(found: SlowLinks) -> list[str]:

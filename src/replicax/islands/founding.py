@@ -62,10 +62,26 @@ class AwaitedIslands:
         return found
 
 
-def refuse(network: Network, others: int, why: str, changed: threading.Condition) -> NoReturn:
-    """Raise `AgreementError`, once all who could wait for this island know; `changed` is held."""
+def refuse(
+    network: Network,
+    others: Collection[int],
+    why: str,
+    changed: threading.Condition,
+    refused_by: Collection[int],
+) -> NoReturn:
+    """Raise `AgreementError`, once none of the `others` can wait for this island any more.
+
+    Such a one has said that it refuses, too, or was told and is gone. `changed` is held, which
+    frees the thread that adds to `refused_by`.
+    """
     told, until = set[IslandPeer](), time.monotonic() + _REFUSES_SECONDS
-    while len(told) < others and time.monotonic() < until:
+
+    def waits(index: int) -> bool:
+        # A connection may be replaced before what was said on it is heard; then it is no trouble.
+        gone = index in network.troubles and any(peer.index == index for peer in told)
+        return not (index in refused_by or gone)
+
+    while any(map(waits, others)) and time.monotonic() < until:
         for peer in {*network.peers.values()} - told:
             peer.send(Out(why, is_final=True))
             told.add(peer)

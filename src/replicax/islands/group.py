@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -59,6 +59,7 @@ class Group:
     def _connect(self) -> None:
         self._candidates: dict[int, tuple[str, Ready]] = {}
         self._disagrees = ""  # why, of an island that may be gone since
+        self._refused_by: set[int] = set()  # islands that will not train with this one
         self._frames: dict[int, dict[int, list[tuple[Frame, list[np.ndarray]]]]] = {}
         self._asks: Ready | None = None
         self._grouped: set[int] = set()  # peers that are members of some view
@@ -101,6 +102,8 @@ class Group:
                     self._grouped.add(peer.index)
                 case Out(_, True) if self._grouped and peer.index not in self._grouped:
                     return  # only the group knows
+                case Out(_, True):
+                    self._refused_by.add(peer.index)
             self.agreement.hear((peer.index, peer.start), message)
             self._look()
 
@@ -187,7 +190,7 @@ class Group:
                 if self.agreement.left is None:
                     return self._state
                 if self.agreement.is_final:
-                    raise AgreementError(self.agreement.left)
+                    self._refuse(self.agreement.left)
             # Who was to give the state is gone; nothing is lost by asking again, as a new start.
             self.network.close()
             time.sleep(_AGAIN_SECONDS)
@@ -218,13 +221,19 @@ class Group:
         asked = {index: asks.fields for index, (_, asks) in self._candidates.items()}
         asked[self.place.index] = self._asks.fields
         if why := self._disagrees or disagreement(asked):
-            refuse(self.network, len(self.place.addresses) - 1, why, self._changed)
+            self._refuse(why)
         me, everyone = (self.place.index, self.network.start), len(self.place.addresses)
         here = self._candidates, self.network.peers, waited_seconds, self.is_over
         if first := founders(me, everyone, *here):
             confirmed = [index for index, _ in first] if has_state else [self.place.index]
             self.agreement.begin(founded(first, confirmed))
             self._look()
+
+    def _refuse(self, why: str) -> NoReturn:
+        if self._grouped:  # which does not wait for this island
+            raise AgreementError(why)
+        others = {*range(len(self.place.addresses))} - {self.place.index}
+        refuse(self.network, others, why, self._changed, self._refused_by)
 
     @property
     def rank(self) -> int:
