@@ -2,15 +2,30 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
-from plan.small_step import MODEL, PARAMETERS, rows, step, strict
+from plan.small_step import MODEL, rows, step, strict
 from support.published_links import TABLE_4, TABLE_6, PublishedRow
 
 import replicax as rx
+from replicax.core.ground.vectors import size_in_blocks
 from replicax.errors import ConfigError
 from replicax.plan.network_entries import slow_links_entries
 from replicax.plan.site_network import parse_network
-from replicax.plan.slow_links import METHODS, Method, SlowLinks, forecast, slow_links, utilization
+from replicax.plan.slow_links import (
+    METHODS,
+    SlowLinks,
+    forecast,
+    method_title,
+    slow_links,
+    utilization,
+)
+
+
+def arrays(size: int, count: int = 1) -> list[jax.ShapeDtypeStruct]:
+    """Return arrays of `size` values in all."""
+    return [jax.ShapeDtypeStruct((size // count,), np.float32)] * count
 
 
 def drawn(found: SlowLinks) -> list[str]:
@@ -42,23 +57,29 @@ def test_published_table_of_scaling_laws() -> None:
 def test_waiting_by_hand() -> None:
     # 4 MB to one other at 1 MB/s and twice 50 ms: 4.1 s after 30 steps of 0.1 s.
     network = parse_network("8 Mbit/s, 50 ms")
-    found = forecast(1_000_000, 0.1, 2, network, Method("DiLoCo", "float32", 30))
+    found = forecast(arrays(1_000_000), 0.1, 2, network, rx.Islands(every=30))
     assert (found.sync_bytes, found.transfer_seconds) == (4_000_000, pytest.approx(4.1))
     assert found.exposed_seconds == pytest.approx(4.1)
     assert found.utilization == pytest.approx(3 / 7.1)
-    three = forecast(1_000_000, 0.1, 3, network, Method("DiLoCo", "float32", 30))
+    three = forecast(arrays(1_000_000), 0.1, 3, network, rx.Islands(every=30))
     assert three.transfer_seconds == pytest.approx(8.1)
-    alone = forecast(1_000_000, 0.1, 1, network, METHODS[0])
+    alone = forecast(arrays(1_000_000), 0.1, 1, network, METHODS[0])
     assert (alone.exposed_seconds, alone.utilization) == (0, 1)
 
 
 def test_a_delay_hides_as_many_steps() -> None:
     network = parse_network("8 Mbit/s")
-    whole = forecast(1_000_000, 0.1, 2, network, Method("", "float32", 30, 1, 5))
+    whole = forecast(arrays(1_000_000), 0.1, 2, network, rx.Islands(every=30, delay=5))
     assert whole.exposed_seconds == pytest.approx(4 - 0.5)
-    # Six parts of 0.67 s after every 5 steps: the links are always busy and set the pace.
-    parts = forecast(1_000_000, 0.1, 2, network, Method("", "float32", 30, 6, 50))
-    assert parts.utilization == pytest.approx(3 / 4, rel=1e-4)
+    # Six parts of 0.64 to 0.80 s after every 5 steps, of which 4 hide them: whole arrays.
+    parts = rx.Islands(every=30, fragments=6, delay=4)
+    uneven = forecast(arrays(1_000_000, 25), 0.1, 2, network, parts)
+    assert uneven.exposed_seconds == pytest.approx(4 - 6 * 0.4)
+    assert uneven.utilization == pytest.approx(3 / (3 + 1.6))
+    one = forecast(arrays(1_000_000), 0.1, 2, network, parts)
+    assert one.exposed_seconds == pytest.approx(4 - 0.4)  # the other five send nothing
+    # Links that are always busy set the pace.
+    assert utilization(0.5, 0.8, 5.0) == pytest.approx(5 / 8)
     assert utilization(1.0, 0.2, 5.0) == 1
 
 
@@ -73,31 +94,32 @@ def test_a_delay_hides_as_many_steps() -> None:
     ],
 )
 def test_the_least_risk_that_is_fast_enough(network: str, title: str, every: int) -> None:
-    found = slow_links(124_000_000, 1.0, parse_network(network))
+    found = slow_links(arrays(124_000_000, 124), 1.0, parse_network(network))
     assert found.recommended is not None
     best = found.forecasts[found.recommended]
-    assert (best.method.title, best.method.every) == (title, every)
+    assert (method_title(best.method), best.method.every) == (title, every)
     assert best.utilization is not None
     assert best.utilization >= 0.9
     assert all(len(line) <= 80 for line in drawn(found))
 
 
 def test_none_is_fast_enough() -> None:
-    found = slow_links(10_000_000_000, 0.01, parse_network("1Mbit, 1 s"))
+    found = slow_links(arrays(10_000_000_000, 10), 0.01, parse_network("1Mbit, 1 s"))
     assert found.recommended is not None
     shares = [each.utilization or 0 for each in found.forecasts]
     assert shares[found.recommended] == max(shares)
 
 
 def test_costs_in_loss() -> None:
+    network, int4 = parse_network("1Gbit"), rx.Islands(every=30, send="int4")
     costs = {
-        size: forecast(size, 1.0, 4, parse_network("1Gbit"), Method("", "int4", 30)).loss_cost
+        size: forecast(arrays(size), 1.0, 4, network, int4).loss_cost
         for size in (1_000_000, 200_000_000, 10**10)
     }
     assert list(costs.values()) == [">+2.0% 35M", "+1.1% 180M", "+0.3% 2.4B"]
-    three = forecast(10**6, 1.0, 3, parse_network("1Gbit"), Method("", "int4", 30)).loss_cost
+    three = forecast(arrays(10**6), 1.0, 3, network, int4).loss_cost
     assert three == ">+2.0% 35M"
-    many = forecast(10**9, 1.0, 30, parse_network("1Gbit"), Method("", "int4", 100)).loss_cost
+    many = forecast(arrays(10**9), 1.0, 30, network, rx.Islands(every=100, send="int4")).loss_cost
     assert many == ">+1.6% 1B"
 
 
@@ -148,7 +170,7 @@ def test_a_plan_has_the_methods() -> None:
     slow, speed = found.slow_links, found.speed
     assert (slow.islands, len(slow.forecasts)) == (2, len(METHODS))
     assert slow.step_seconds == pytest.approx(speed.step.seconds / 2)
-    assert slow.forecasts[0].sync_bytes == 4 * PARAMETERS
+    assert slow.forecasts[0].sync_bytes == 4 * size_in_blocks(jax.tree.leaves(MODEL))
     assert strict(found)["slow_links"]["forecasts"][0]["method"]["send"] == "float32"
     lines = str(found).splitlines()
     assert any(line.startswith("links ") for line in lines)
@@ -164,7 +186,7 @@ def test_a_plan_has_the_methods() -> None:
 
 
 def test_the_time_of_a_step_may_be_unknown() -> None:
-    found = slow_links(1_000_000, None, parse_network("100Mbit"))
+    found = slow_links(arrays(1_000_000), None, parse_network("100Mbit"))
     assert (found.recommended, found.forecasts[0].utilization) == (None, None)
     assert found.forecasts[0].transfer_seconds == pytest.approx(0.32)
     assert any(line.split()[:2] == ["use", "unknown:"] for line in drawn(found))

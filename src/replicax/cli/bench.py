@@ -17,13 +17,11 @@ from replicax.bench import processes
 from replicax.bench.bench_result import Bench
 from replicax.bench.cases import all_cases, notes_on_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
-from replicax.bench.link_bench import LINK_CONTROL
 from replicax.bench.machine import only_cores, own_cores
 from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
 from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
-from replicax.cli.bench_links import LinkOptions, check_without_links, measure_links, serve_island
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder, show
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
@@ -42,7 +40,7 @@ JOBS = "jobs"
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchOptions(LinkOptions, StepOptions):
+class BenchOptions(StepOptions):
     """Options of `replicax bench` for any recipe."""
 
     devices: Annotated[str | None, shown_as("COUNTS", "powers of two up to all")] = None
@@ -76,10 +74,6 @@ def bench(arguments: list[str]) -> int:
             "leave the flag out, or compare with --layouts"
         )
     check_alone("bench", "it starts its own processes: run it once, with --processes")
-    if parsed.options.network is not None:
-        measure_links(parsed, arguments)
-        return 0
-    check_without_links(parsed.options)
     if parsed.options.processes is None:
         _over_devices(parsed)
     else:
@@ -263,12 +257,8 @@ def _modes(options: BenchOptions) -> list[str]:
 def _one_process(arguments: list[str]) -> None:
     """Measure in one of the processes started by `--processes`, on the devices of all of them.
 
-    Process 0 writes the result to the path that follows the command's flags. With `--network`, be
-    an island instead.
+    Process 0 writes the result to the path that follows the command's flags.
     """
-    if LINK_CONTROL in os.environ:
-        serve_island(parse_with_recipe("bench", BenchOptions, arguments))
-        return
     *own, path = arguments
     parsed = parse_with_recipe("bench", BenchOptions, own)
     counts = _counts("--processes", parsed.options.processes)

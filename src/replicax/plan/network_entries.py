@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from replicax.plan.planned import Plan
-from replicax.plan.slow_links import SlowLinkForecast, SlowLinks
+from replicax.plan.slow_links import SlowLinkForecast, SlowLinks, method_title
 from replicax.text.blocks import Entry
 from replicax.text.table import Line
 from replicax.text.wording import UNKNOWN, counted, number_text, percent, size_text, time_text
@@ -56,7 +56,7 @@ def slow_links_entries(found: SlowLinks) -> list[Entry]:
     lines: list[Line] = [_HEAD]
     for index, each in enumerate(found.forecasts):
         marked = _MARK if index == found.recommended else ""
-        lines.append((f"{each.method.title}{marked}", *_figures(each), each.loss_cost))
+        lines.append((f"{method_title(each.method)}{marked}", *_figures(each), each.loss_cost))
     step = "a step of unknown time"
     if found.step_seconds is not None:
         step = f"a step of at least {time_text(found.step_seconds)}"
@@ -78,4 +78,4 @@ def _advice(found: SlowLinks) -> str:
         return f"unknown: {found.why}"
     best = found.forecasts[found.recommended]
     when = "every step" if best.method.every == 1 else f"every {best.method.every} steps"
-    return f"{best.method.title}, {when} (*): {found.why}"
+    return f"{method_title(best.method)}, {when} (*): {found.why}"

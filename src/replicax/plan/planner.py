@@ -204,7 +204,7 @@ class _Planner:
             )
         rows = step.need.rows / count
         own = speeds[0].step.seconds / speeds[0].rows * rows if speeds else None
-        return slow_links(sum(leaf.size for leaf in self.params), own, network, count)
+        return slow_links(self.params, own, network, count)
 
 
 @typed

@@ -7,9 +7,9 @@ after another.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from replicax.core.ground.codecs import CODECS
-from replicax.errors import choose
+from replicax.core.between.islands import Islands
 from replicax.plan.island_exchange import ROUND_TRIPS
 from replicax.plan.loss_costs import published_cost
 from replicax.plan.site_network import SiteNetwork
@@ -24,28 +24,10 @@ FRAGMENTS = 5
 
 
 @dataclass(frozen=True)
-class Method:
-    """How often, how much and how patiently the islands exchange."""
-
-    kind: str
-    send: str
-    """Name of a codec."""
-    every: int = 1
-    """Steps from one exchange of a parameter to the next."""
-    fragments: int = 1
-    delay_steps: int = 0
-
-    @property
-    def title(self) -> str:
-        """The name in tables."""
-        return f"{self.kind} {self.send}"
-
-
-@dataclass(frozen=True)
 class SlowLinkForecast:
     """A method over a network."""
 
-    method: Method
+    method: Islands
     sync_bytes: int
     """Bytes that one island sends to each other one in an exchange of all fragments."""
     transfer_seconds: float
@@ -72,17 +54,32 @@ class SlowLinks:
 
 
 _PLAIN = ("float32", "bfloat16", "int8", "int4")
-DIFFERENCES, STREAMED = "DiLoCo", "streaming DiLoCo"
-METHODS: tuple[Method, ...] = (
-    *(Method("data parallel", send) for send in _PLAIN),
-    *(Method(DIFFERENCES, send, 30) for send in _PLAIN),
-    *(Method(STREAMED, send, 30, FRAGMENTS, DELAY_STEPS) for send in _PLAIN),
-    Method("SparseLoCo", "sparse", 30),
-    *(Method(DIFFERENCES, send, 100) for send in _PLAIN),
-    *(Method(STREAMED, send, 100, FRAGMENTS, DELAY_STEPS) for send in _PLAIN),
+
+
+def _streamed(every: int, send: str) -> Islands:
+    return Islands(every=every, send=send, fragments=FRAGMENTS, delay=DELAY_STEPS)
+
+
+METHODS: tuple[Islands, ...] = (
+    *(Islands(every=1, send=send) for send in _PLAIN),
+    *(Islands(every=30, send=send) for send in _PLAIN),
+    *(_streamed(30, send) for send in _PLAIN),
+    Islands(every=30, send="sparse"),
+    *(Islands(every=100, send=send) for send in _PLAIN),
+    *(_streamed(100, send) for send in _PLAIN),
 )
 """In order of their risk for the loss: sums of every step, then differences every 30 steps, then
 with a delay, then sparse, then every 100 steps."""
+
+
+def method_title(method: Islands) -> str:
+    """Return the name of a method in tables."""
+    kind = "data parallel"
+    if method.every > 1:
+        kind = "streaming DiLoCo" if method.fragments > 1 else "DiLoCo"
+    if method.codec.error >= 1:
+        kind = "SparseLoCo"
+    return f"{kind} {method.codec.name}"
 
 
 def utilization(
@@ -102,50 +99,44 @@ def utilization(
 
 
 def forecast(
-    parameters: int,
+    arrays: Sequence[Any],
     step_seconds: float | None,
     islands: int,
     network: SiteNetwork,
-    method: Method,
+    method: Islands,
 ) -> SlowLinkForecast:
     """Return the waiting time and the utilization of a method.
 
     Args:
-        parameters: those that are exchanged.
+        arrays: the parameters that are exchanged, or their shapes.
         step_seconds: the computation of one island in a step.
         islands: number of islands; each sends its payload to all others (one rounding).
         network: see `parse_network`.
         method: one of `METHODS`, or another.
     """
-    codec = choose("send", method.send, CODECS)
-    fragment_size = -(-parameters // method.fragments)
-    fragment_bytes = codec.payload_bytes(fragment_size)
-    fragment_seconds = network.seconds(fragment_bytes, islands, ROUND_TRIPS)
+    fragments = method.payload_bytes(arrays)
+    seconds = [network.seconds(payload, islands, ROUND_TRIPS) for payload in fragments]
     exposed = share = None
     if step_seconds is not None:
-        compute = step_seconds * method.every / method.fragments
-        share = utilization(compute, fragment_seconds, method.delay_steps * step_seconds)
-        exposed = method.fragments * compute * (1 / share - 1)
-    return SlowLinkForecast(
-        method,
-        method.fragments * fragment_bytes,
-        method.fragments * fragment_seconds,
-        exposed,
-        share,
-        published_cost(parameters, islands, method.every, method.send, method.delay_steps > 0),
-    )
+        compute, hidden = step_seconds * method.interval, step_seconds * method.delay
+        taken = sum(compute / utilization(compute, each, hidden) for each in seconds)
+        exposed = taken - method.fragments * compute
+        share = method.fragments * compute / taken
+    sizes = sum(array.size for array in arrays)
+    cost = published_cost(sizes, islands, method.every, method.codec.name, method.delay > 0)
+    return SlowLinkForecast(method, sum(fragments), sum(seconds), exposed, share, cost)
 
 
 def slow_links(
-    parameters: int,
+    arrays: Sequence[Any],
     step_seconds: float | None,
     network: SiteNetwork,
     islands: int | None = None,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[Islands] = METHODS,
 ) -> SlowLinks:
     """Return the forecast of every method, and the one to use: the first that computes enough."""
     count = network.islands if islands is None else islands
-    found = tuple(forecast(parameters, step_seconds, count, network, each) for each in methods)
+    found = tuple(forecast(arrays, step_seconds, count, network, each) for each in methods)
     best, why = _recommended(found)
     return SlowLinks(network, count, step_seconds, found, best, why)
 

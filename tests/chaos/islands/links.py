@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from replicax.bench.relay import Relay
+from relay import Relay
 
 
 class Wire:

@@ -78,19 +78,21 @@ class Arithmetic:
     def fragment(self, params: PyTree, number: int) -> PyTree:
         """Return the parameters of a fragment, as large as the others; the rest is masked."""
         leaves, structure = jax.tree.flatten(params)
-        sizes, where = [0] * self.islands.fragments, dict[int, int]()
-        for place in sorted(range(len(leaves)), key=lambda n: -leaves[n].size):  # largest first
-            if self.trained[place]:
-                where[place] = sizes.index(min(sizes))
-                sizes[where[place]] += leaves[place].size
+        of = iter(self.islands.dealt([leaf.size for leaf in self._sent(params)]))
         no_leaf: Any = optax.MaskedNode
-        each = [leaf if where.get(n) == number else no_leaf() for n, leaf in enumerate(leaves)]
+        each = [
+            leaf if trains and next(of) == number else no_leaf()
+            for leaf, trains in zip(leaves, self.trained, strict=True)
+        ]
         return jax.tree.unflatten(structure, each)
 
     def payload_bytes(self, params: PyTree) -> int:
         """Return the bytes that an island encodes in a round."""
-        sizes = (self._size(params, number) for number in range(self.islands.fragments))
-        return sum(map(self.islands.codec.payload_bytes, sizes))
+        return sum(self.islands.payload_bytes(self._sent(params)))
+
+    def _sent(self, params: PyTree) -> list[Any]:
+        leaves = jax.tree.leaves(params)
+        return [leaf for leaf, trains in zip(leaves, self.trained, strict=True) if trains]
 
     def merged(self, params: PyTree, part: PyTree) -> PyTree:
         """Return `params` with those of a fragment."""

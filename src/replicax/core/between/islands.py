@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from replicax.core.ground.codecs import Codec, as_codec
+from replicax.core.ground.vectors import size_in_blocks
 from replicax.errors import ConfigError
 from replicax.text.arguments import Count, NotNegative, typed
 
@@ -128,6 +130,22 @@ class Islands:
     def interval(self) -> int:
         """Steps between two fragments."""
         return self.every // self.fragments
+
+    def dealt(self, sizes: Sequence[int]) -> list[int]:
+        """Return the fragment of each array, by its size: the largest first, to the smallest."""
+        of, filled = [0] * len(sizes), [0] * self.fragments
+        for place in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            of[place] = filled.index(min(filled))
+            filled[of[place]] += sizes[place]
+        return of
+
+    def payload_bytes(self, arrays: Sequence[Any]) -> list[int]:
+        """Return the bytes of each fragment that an island sends; `arrays` may be shapes."""
+        of = self.dealt([array.size for array in arrays])
+        parts: list[list[Any]] = [[] for _ in range(self.fragments)]
+        for array, number in zip(arrays, of, strict=True):
+            parts[number].append(array)
+        return [self.codec.payload_bytes(size_in_blocks(part)) for part in parts]
 
     def due(self, step: int) -> int | None:
         """Return the fragment that is sent after `step` steps, if any."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from replicax.bench.relay import Relay
+from relay import Relay
 
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of `unshare`, which moves the calling thread alone into a new namespace."""

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-from replicax.bench.shaped_links import NamespaceLinks, NoNamespacesError, RelayLinks, ShapedLinks
+from shaped_links import NamespaceLinks, NoNamespacesError, RelayLinks, ShapedLinks
 
 RATE = 4e6
 """Bytes per second."""

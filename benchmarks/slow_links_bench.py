@@ -1,4 +1,4 @@
-"""`bench --network`: methods side by side, between islands whose links have a limited rate.
+"""Methods side by side, between islands whose links have a limited rate.
 
 Utilization is the time of steps without any exchange, divided by that of the same steps with it:
 the same islands on the same cores, one after the other in each repetition.
@@ -18,23 +18,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from shaped_links import ShapedLinks, shaped_links
+from slow_links_island import ALONE, LINK_CONTROL
+from slow_links_methods import LinkMethod
 
-from replicax.bench.link_island import ALONE
-from replicax.bench.link_methods import LinkMethod
 from replicax.bench.machine import Neighbours, environment, notes_on_neighbours, own_cores
 from replicax.bench.measurement import Display
 from replicax.bench.numbers import ratios
-from replicax.bench.shaped_links import ShapedLinks, shaped_links
 from replicax.cluster import variables
 from replicax.errors import ClusterError
 from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.text.wording import counted
 
-LinkForecast = Callable[[LinkMethod, int, int, float], float]
-"""`forecast(method, parameters, islands, step_seconds)`: the utilization that is expected."""
-LINK_CONTROL = "REPLICAX_BENCH_CONTROL"
-"""Environment variable with the descriptor on which an island is told what to run."""
+LinkForecast = Callable[[LinkMethod, Sequence[Any], float], float]
+"""`forecast(method, arrays, step_seconds)`: the utilization that is expected."""
 OWN_STEPS = 10
 """Steps in which the own work of an island is timed."""
 _PATIENT = {"REPLICAX_STALL_SECONDS": "600", "REPLICAX_SILENT_SECONDS": "120"}
@@ -43,9 +42,8 @@ _PATIENT = {"REPLICAX_STALL_SECONDS": "600", "REPLICAX_SILENT_SECONDS": "120"}
 
 @dataclasses.dataclass(frozen=True)
 class LinkCase:
-    """One method between a number of islands."""
+    """One method."""
 
-    islands: int
     method: LinkMethod
     step_seconds: tuple[float, ...]
     """Mean time of a step, over the islands, in each repetition."""
@@ -66,16 +64,17 @@ class LinkCase:
 
 @dataclasses.dataclass(frozen=True)
 class LinkBench:
-    """All methods over one network."""
+    """All methods over one network, between a number of islands."""
 
     network: str
+    islands: int
     bytes_per_second: float
     shaped_by: str
     why_relay: str
     """Why no namespaces were used; empty if they were."""
     parameters: int
-    alone_step_seconds: Mapping[int, tuple[float, ...]]
-    """Mean time of a step without an exchange, by number of islands, in each repetition."""
+    alone_step_seconds: tuple[float, ...]
+    """Mean time of a step without an exchange, in each repetition."""
     cases: tuple[LinkCase, ...]
     repetitions: int
     environment: Mapping[str, Any]
@@ -86,7 +85,7 @@ class LinkBench:
 
 def bench_links(
     command: Sequence[str],
-    islands: Sequence[int],
+    islands: int,
     network: str,
     bytes_per_second: float,
     methods: Sequence[LinkMethod],
@@ -98,30 +97,27 @@ def bench_links(
     relay: bool = False,
     progress: bool = True,
 ) -> LinkBench:
-    """Measure all methods for each number of islands; an island is a process of `command`.
+    """Measure all methods; an island is a process of `command`.
 
     Raises:
         ClusterError: an island has ended.
     """
     started, neighbours, display = time.perf_counter(), Neighbours(), Display(progress)
-    cases, alone, kinds = list[LinkCase](), dict[int, tuple[float, ...]](), list[str]()
-    parameters, why = 0, ""
     with contextlib.closing(display):
-        for count in islands:
-            links, why = shaped_links(count, bytes_per_second, relay=relay)
-            kinds.append(links.kind)
-            with contextlib.closing(links), _island_processes(command, links, count, logs) as told:
-                display.show(f"{counted(count, 'island')}: compiling")
-                parameters = int(told.ask({"method": None})[0]["parameters"])
-                runs = _repeated(told, methods, count, repetitions, seed, display)
-            alone[count], found = _cases(count, methods, runs, parameters, forecast)
-            cases += found
+        links, why = shaped_links(islands, bytes_per_second, relay=relay)
+        with contextlib.closing(links), _island_processes(command, links, islands, logs) as told:
+            display.show(f"{counted(islands, 'island')}: compiling")
+            shapes = told.ask({})[0]["shapes"]
+            arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+            runs = _repeated(told, methods, islands, repetitions, seed, display)
+    alone, cases = _cases(islands, methods, runs, arrays, forecast)
     return LinkBench(
         network=network,
+        islands=islands,
         bytes_per_second=bytes_per_second,
-        shaped_by=kinds[0],
+        shaped_by=links.kind,
         why_relay=why,
-        parameters=parameters,
+        parameters=sum(array.size for array in arrays),
         alone_step_seconds=alone,
         cases=tuple(cases),
         repetitions=repetitions,
@@ -148,20 +144,18 @@ def _repeated(
 ) -> _Runs:
     """Run every method once to compile it, then in each repetition, in random order."""
     alone_steps = max(method.measured_steps for method in methods)
-    runs: list[tuple[LinkMethod | None, int, bool]] = [(None, alone_steps, True)]
-    runs += [(method, method.measured_steps, True) for method in methods]
-    runs += [(method.own_work, OWN_STEPS, False) for method in methods]
+    runs = [(ALONE, alone_steps, True)]
+    runs += [(method.name, method.measured_steps, True) for method in methods]
+    runs += [(method.name, OWN_STEPS, False) for method in methods]
     order, found = random.Random(seed), _Runs()
     for turn in range(1 + repetitions):
         chosen = order.sample(runs, len(runs)) if turn else runs
-        for place, (method, steps, sends) in enumerate(chosen):
-            name = ALONE if method is None else method.name
+        for place, (name, steps, sends) in enumerate(chosen):
             what = f"repetition {turn}/{repetitions}" if turn else "warm-up"
             left = display.left(turn * len(runs) + place, (1 + repetitions) * len(runs))
             kind = "" if sends else ", own work"
             display.show(f"{counted(islands, 'island')}, {what}: {name}{kind}", left)
-            fields = None if method is None else dataclasses.asdict(method)
-            answers = told.ask({"method": fields, "steps": steps, "sends": sends})
+            answers = told.ask({"method": name, "steps": steps, "sends": sends})
             if turn:
                 found.setdefault((name, sends), []).append((steps, answers))
     return found
@@ -171,7 +165,7 @@ def _cases(
     count: int,
     methods: Sequence[LinkMethod],
     runs: _Runs,
-    parameters: int,
+    arrays: Sequence[Any],
     forecast: LinkForecast,
 ) -> tuple[tuple[float, ...], list[LinkCase]]:
     """Return the times of a step without an exchange, and the case of each method."""
@@ -185,11 +179,12 @@ def _cases(
         mine, usual = seconds(method.name), float(np.median(alone))
         answers = runs[method.name, True]
         sent = [told["sent_bytes"] / steps for steps, of in answers for told in of]
-        longer = np.subtract(seconds(method.name, sends=False), alone) * method.own_work.interval
-        own = max(float(np.median(longer)), 0.0) / method.interval
-        share = forecast(method, parameters, count, usual)
+        longer = np.subtract(seconds(method.name, sends=False), alone)
+        often, usually = method.own_work.schedule.interval, method.schedule.interval
+        own = max(float(np.median(longer)), 0.0) * often / usually
+        share = forecast(method, arrays, usual)
+        payload = sum(method.schedule.payload_bytes(arrays)) / method.schedule.every
         return LinkCase(
-            islands=count,
             method=method,
             step_seconds=tuple(mine),
             utilization=tuple(ratios(alone, mine)),
@@ -197,7 +192,7 @@ def _cases(
             own_seconds_per_step=own,
             forecast_with_own=1 / (1 / share + own / usual),
             bytes_per_step=float(np.median(sent)),
-            formula_bytes_per_step=method.bytes_per_step(parameters, count),
+            formula_bytes_per_step=(count - 1) * payload,
         )
 
     alone = seconds(ALONE)
@@ -210,7 +205,7 @@ class _Islands:
     def __init__(self, ends: Sequence[socket.socket], logs: Sequence[Path]) -> None:
         self._ends, self._logs = ends, logs
 
-    def ask(self, question: Mapping[str, Any]) -> list[dict[str, float]]:
+    def ask(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the answer of each island; `ClusterError` as soon as one has ended."""
         text = json.dumps(question).encode() + b"\n"
         answers, waiting = dict[int, bytes](), selectors.DefaultSelector()
@@ -250,8 +245,7 @@ def _island_processes(
     """Start the islands, each on cores of its own as far as there are enough; kill them after."""
     secret, job = secrets.token_urlsafe(), secrets.token_hex(8)
     started, ends = list[subprocess.Popen[bytes]](), list[socket.socket]()
-    files = [logs / f"{count}-islands" / f"island-{number}.log" for number in range(count)]
-    files[0].parent.mkdir(parents=True, exist_ok=True)
+    files = [logs / f"island-{number}.log" for number in range(count)]
     try:
         for number, path in enumerate(files):
             ours, theirs = socket.socketpair()

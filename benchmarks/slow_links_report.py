@@ -1,23 +1,20 @@
 """Methods over slow links as a table of 80 columns, a plot, and files."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from slow_links_bench import LinkBench, LinkCase
+from slow_links_methods import LinkMethod
 
-from replicax.bench.link_bench import LinkBench, LinkCase
-from replicax.bench.link_methods import LinkMethod
 from replicax.bench.numbers import percent_around, spread
-from replicax.errors import MissingDependencyError
 from replicax.text.plot_style import INK, PALETTE, picture
 from replicax.text.table import aligned, labelled
 from replicax.text.wording import counted, duration, percent, size_text, time_text
 
-PICTURE = "slow_links.png"
 FORECAST = PALETTE[4]
-_HEADS = ("islands", "method", "bytes\na step", "of\nformula", "utili-\nzation")
+_HEADS = ("method", "bytes\na step", "of\nformula", "utili-\nzation")
 _COMPARED = ("fore-\ncast", "points\napart", "with\nown", "points\napart")
 
 
@@ -34,12 +31,9 @@ def link_table(bench: LinkBench) -> list[str]:
     )
     rows = [[*_HEADS, *_COMPARED], *(_row(case) for case in bench.cases)]
     lines = [*labelled("bench", about), *labelled("links", network)]
-    for islands, seconds in bench.alone_step_seconds.items():
-        step = float(np.median(seconds))
-        each = time_text(step / bench.parameters)
-        text = f"{counted(islands, 'island')}, a step without an exchange: {time_text(step)}"
-        text += f", {each} a parameter"
-        lines += labelled("alone", text)
+    step = float(np.median(bench.alone_step_seconds))
+    text = f"{counted(bench.islands, 'island')}, a step without an exchange: {time_text(step)}"
+    lines += labelled("alone", f"{text}, {time_text(step / bench.parameters)} a parameter")
     own = (
         "with own: the forecast of plan and, measured on this machine, what an island does with "
         "what it sends and receives: encode, decode, and apply it"
@@ -51,7 +45,6 @@ def link_table(bench: LinkBench) -> list[str]:
 def _row(case: LinkCase) -> list[str]:
     measured = float(np.median(case.utilization))
     return [
-        str(case.islands),
         method_text(case.method),
         size_text(case.bytes_per_step),
         f"{case.bytes_per_step / case.formula_bytes_per_step:.3f}",
@@ -65,19 +58,7 @@ def _row(case: LinkCase) -> list[str]:
 
 def method_text(method: LinkMethod) -> str:
     """Return the name of a method, and how often it exchanges."""
-    return method.name if method.every == 1 else f"{method.name}, {method.every}"
-
-
-def write_link_bench(bench: LinkBench, folder: Path) -> list[Path]:
-    """Write `bench.json` and, with matplotlib, `slow_links.png`; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "bench.json", folder / PICTURE]
-    paths[0].write_text(json.dumps(link_json(bench), indent=2) + "\n", encoding="utf-8")
-    try:
-        draw_links(bench, paths[1])
-    except MissingDependencyError:
-        del paths[1]
-    return paths
+    return method.name if method.schedule.every == 1 else f"{method.name}, {method.schedule.every}"
 
 
 def link_json(bench: LinkBench) -> dict[str, Any]:
@@ -98,35 +79,20 @@ def link_json(bench: LinkBench) -> dict[str, Any]:
 
 def draw_links(bench: LinkBench, path: Path) -> None:
     """Plot the utilization of each method as bars, with the forecast as a line across each."""
-    counts = sorted(bench.alone_step_seconds)
-    width, names = 0.8 / len(counts), list(dict.fromkeys(c.method.name for c in bench.cases))
+    at = range(len(bench.cases))
+    middles, lows, highs = 100 * np.asarray([spread(case.utilization) for case in bench.cases]).T
     with picture(path, 9.0, 4.2) as figure:
         axis = figure.subplots()
-        for place, count in enumerate(counts):
-            own = [case for case in bench.cases if case.islands == count]
-            aside = (place - (len(counts) - 1) / 2) * width
-            at = [names.index(case.method.name) + aside for case in own]
-            middles, lows, highs = 100 * np.asarray([spread(case.utilization) for case in own]).T
-            bars = np.stack([middles - lows, highs - middles])
-            axis.bar(
-                at,
-                middles,
-                0.9 * width,
-                yerr=bars,
-                capsize=3,
-                ecolor=INK,
-                color=PALETTE[place % len(PALETTE)],
-                label=counted(count, "island"),
-            )
-            forecasts, half = [100 * case.forecast for case in own], 0.45 * width
-            lefts, rights = [each - half for each in at], [each + half for each in at]
-            label = None if place else "forecast"
-            axis.hlines(forecasts, lefts, rights, color=FORECAST, linewidth=2.5, label=label)
+        bars = np.stack([middles - lows, highs - middles])
+        axis.bar(at, middles, 0.7, yerr=bars, capsize=3, ecolor=INK, color=PALETTE[0])
+        lefts, rights = [each - 0.35 for each in at], [each + 0.35 for each in at]
+        forecasts = [100 * case.forecast for case in bench.cases]
+        axis.hlines(forecasts, lefts, rights, color=FORECAST, linewidth=2.5, label="forecast")
         axis.axhline(100, color=INK, linestyle=":", linewidth=1.2)
-        axis.set_xticks(range(len(names)), names)
+        axis.set_xticks(at, [case.method.name for case in bench.cases])
         axis.set_ylim(0, 110)
         axis.set_ylabel("utilization in %")
-        axis.set_title(
-            f"{bench.parameters:,} parameters · {bench.network} · {bench.shaped_by}", fontsize=10
-        )
+        islands = counted(bench.islands, "island")
+        about = f"{bench.parameters:,} parameters · {islands} · {bench.network}"
+        axis.set_title(f"{about} · {bench.shaped_by}", fontsize=10)
         axis.legend(loc="upper left")
