@@ -72,20 +72,12 @@ SMALL = {
     "core.built_in_step",
     "core.first_step.forward_mode",
     "core.models.equinox",
-    "core.models.inference_mode",
     "doctor.known_numbers",
-    "islands.exchange_bytes",
     "islands.own_arrays",
     "islands.pace",
-    "plan.loss_costs",
     "recipes.gpt2_weights",
-    "train.checkpoints.small",
-    "train.hooks.directions",
     "train.run.ahead",
     "train.run.to_its_end",
-    "verify.evaluated",
-    "verify.finite_difference",
-    "verify.magnitudes",
 }
 """Modules below `SMALLEST` lines with one importer, commands apart."""
 

@@ -10,8 +10,8 @@ from support.figures import assert_mentions
 from support.waiting import until
 
 from replicax.launch import island_supervisor
+from replicax.launch.compiled_folder import CACHE
 from replicax.launch.island_supervisor import Island, island_labels
-from replicax.launch.supervisor import CACHE
 
 COUNT = """
     island = int(os.environ["REPLICAX_ISLAND"])

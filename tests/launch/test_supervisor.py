@@ -10,7 +10,8 @@ from launch.launching import environment, log, python, run
 from support.figures import assert_mentions
 
 from replicax.errors import ConfigError
-from replicax.launch.supervisor import CACHE, Outcome
+from replicax.launch.compiled_folder import CACHE
+from replicax.launch.supervisor import Outcome
 
 
 def test_the_secret_of_a_job_is_in_the_environment_and_nowhere_else(

@@ -18,10 +18,9 @@ import replicax as rx
 from replicax.cluster.watchdog import Timeouts
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
-from replicax.islands.exchange_bytes import exchange_bytes
 from replicax.islands.group import Group
 from replicax.islands.peer import IslandPeer
-from replicax.plan.island_exchange import island_exchange
+from replicax.plan.island_exchange import exchange_bytes, island_exchange
 from replicax.plan.site_network import parse_network
 
 HEADER_BYTES = 2000

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from support.training import normals
 
-from replicax.verify.finite_difference import difference_in_direction
-from replicax.verify.gradient_checks import GradientChecks
+from replicax.verify.gradient_checks import GradientChecks, difference_in_direction
 from replicax.verify.own_rules import rules_in, without
 
 draw = normals(0)

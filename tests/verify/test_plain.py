@@ -16,12 +16,12 @@ from replicax.core.first_step_checks import FirstStepChecks
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
-from replicax.verify.evaluated import check_evaluated
 from replicax.verify.facts import Facts
 from replicax.verify.independence import INDEPENDENT, Independence
 from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import FULL, NEGATED, PADDED, ProgramCases
 from replicax.verify.subject import Subject
+from replicax.verify.verify_program import check_evaluated
 
 draw = normals(0)
 BATCH = {"x": draw(16, 3), "y": draw(16), "weight": np.float32([1, -2] * 8)}

@@ -232,8 +232,7 @@ class Group:
     def _refuse(self, why: str) -> NoReturn:
         if self._grouped:  # which does not wait for this island
             raise AgreementError(why)
-        others = {*range(len(self.place.addresses))} - {self.place.index}
-        refuse(self.network, others, why, self._changed, self._refused_by)
+        refuse(self.network, self.place.others, why, self._changed, self._refused_by)
 
     @property
     def rank(self) -> int:

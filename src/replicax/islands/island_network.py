@@ -80,7 +80,7 @@ class Network:
         self._threads: list[threading.Thread] = []
         self._entrance = Entrance(place, self._handshakes, self._enter)
         self._begin("watches", self._watch)
-        for other in {*range(len(place.addresses))} - {place.index}:
+        for other in place.others:
             self._begin(f"dials-{other}", self._dial, other)
 
     def close(self) -> None:

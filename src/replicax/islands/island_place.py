@@ -26,6 +26,11 @@ class IslandPlace:
     secret: Secret = field(repr=False, compare=False)
     """Proof that an island belongs to the job; every pair of islands needs it."""
 
+    @property
+    def others(self) -> set[int]:
+        """Indices of all other islands."""
+        return {*range(len(self.addresses))} - {self.index}
+
     def __post_init__(self) -> None:
         spelled = [join_address(*split_address(address, ISLANDS)) for address in self.addresses]
         twice = [address for address in spelled if spelled.count(address) > 1]

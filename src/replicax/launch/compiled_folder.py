@@ -9,9 +9,32 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from replicax.launch.job_spec import JobSpec
+
 _PREFIX = "replicax-compiled-"
 _OLD_SECONDS = 60.0
 """Age from which a folder that nobody has locked is one that a killed launcher left."""
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "",
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+}
+"""JAX's variables of its cache: all programs, as a start compiles dozens of small ones."""
+
+
+@contextlib.contextmanager
+def compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield `env`, with a folder for JAX to keep compiled programs in if a part may restart.
+
+    It is one of this launcher's own, so that no program of another machine or job gets there; with
+    any of the variables set, the user has decided otherwise.
+    """
+    if not (job.restarts or job.islands) or set(CACHE) & set(env):
+        yield env
+        return
+    with compiled_folder() as at:
+        yield {**env, **CACHE, "JAX_COMPILATION_CACHE_DIR": at}
 
 
 @contextlib.contextmanager

@@ -1,20 +1,19 @@
 """Run a job on this host, with restarts."""
 
-import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
 from replicax.errors import ConfigError
 from replicax.launch.attempt import STOPPED_EARLY, Attempt, Conclusion, judge
 from replicax.launch.cause import Failure, Restarts, posix_signal_name
-from replicax.launch.compiled_folder import compiled_folder
+from replicax.launch.compiled_folder import compilation_cache
 from replicax.launch.context import LaunchContext
 from replicax.launch.echo import Echo
 from replicax.launch.event_loop import EventLoop, collected_signals, signals_taken
@@ -27,13 +26,6 @@ from replicax.text.wording import counted
 GRACE_SECONDS = 30.0
 _MOST_PROCESSES = 4096
 """Processes on one host, and devices that each may simulate: far above any use."""
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": "",
-    "JAX_ENABLE_COMPILATION_CACHE": "true",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-}
-"""JAX's variables of its cache: all programs, as a start compiles dozens of small ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +77,7 @@ def launch(
     labels = island_labels(job.islands, job.processes) if job.islands else ()
     echo = Echo(everything, quiet, labels)
     base["COLUMNS"] = str(width() - echo.prefix_width)
-    with _compilation_cache(job, base) as base, collected_signals() as signals:
+    with compilation_cache(job, base) as base, collected_signals() as signals:
         echo.say(f"launch {_size(job)} · job {job_id}\nlogs   {folder}/")
         loop = EventLoop(echo, signals, grace_seconds)
         context = LaunchContext(job, job_id, secrets.token_urlsafe(), base, folder, cores)
@@ -133,20 +125,6 @@ def _size(job: JobSpec) -> str:
     if job.devices_per_process is not None:
         parts.append(f"{counted(job.devices_per_process, 'device')} each")
     return " · ".join(parts + ["pinned"] * job.pin)
-
-
-@contextlib.contextmanager
-def _compilation_cache(job: JobSpec, env: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield `env`, with a folder for JAX to keep compiled programs in if a part may restart.
-
-    It is one of this launcher's own, so that no program of another machine or job gets there; with
-    any of the variables set, the user has decided otherwise.
-    """
-    if not (job.restarts or job.islands) or set(CACHE) & set(env):
-        yield env
-        return
-    with compiled_folder() as at:
-        yield {**env, **CACHE, "JAX_COMPILATION_CACHE_DIR": at}
 
 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from replicax.errors import ConfigError
-from replicax.islands.exchange_bytes import exchange_bytes
-from replicax.islands.parts import dealt
+from replicax.islands.parts import blocks_of, dealt
 from replicax.plan.site_network import SiteNetwork
 
 ROUND_TRIPS = 2
@@ -58,3 +57,22 @@ def island_exchange(
     if seconds is not None and batch_seconds:
         share = seconds / (seconds + batch_seconds * most / parts)
     return IslandExchange(islands, parts, most, sums_bytes, sent, received, network, seconds, share)
+
+
+def blocks_sent(parts: int, islands: int) -> list[int]:
+    """Return the number of sums that each island sends to each other one.
+
+    Examples:
+        >>> blocks_sent(8, 3)
+        [1, 2, 2]
+    """
+    return [len(blocks_of(span, parts)) for span in dealt(range(parts), islands)]
+
+
+def exchange_bytes(parts: int, islands: int, sums_bytes: int) -> list[tuple[int, int]]:
+    """Return the bytes that each island sends and receives, without the headers of its frames.
+
+    `sums_bytes` are those of the sums of one part, or of any number of parts together.
+    """
+    blocks = blocks_sent(parts, islands)
+    return [(own * (islands - 1) * sums_bytes, (sum(blocks) - own) * sums_bytes) for own in blocks]

@@ -5,7 +5,7 @@ N devices and one share the rules of `jax.custom_vjp`, so that comparing them sh
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from replicax.core.ground.leaves import PyTree
 from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.text.wording import first_line, named
 from replicax.verify.difference import Leaves, equations, leaves
-from replicax.verify.finite_difference import difference_in_direction
 from replicax.verify.own_rules import OwnRule, rules_in, without
 from replicax.verify.plain_step import PlainStep
 
@@ -198,3 +197,46 @@ NOT_LINEAR = (
     "the backward pass of {} is not linear in its cotangent (a clip, a norm), so it depends on "
     "what the loss is divided by"
 )
+
+
+_STEP = 2e-3
+"""Length of the step to each side, relative to the parameters."""
+_SHARE = 0.02
+"""Bound on the error of the difference, as a share of the derivative."""
+_UNITS = 16
+"""The same in units of eps of the loss."""
+
+
+def difference_in_direction(
+    mean: Callable[[PyTree], Any], params: PyTree, gradient: Leaves, eps: float
+) -> float:
+    """Return by what share `gradient` differs from a central difference of `mean`, or 0.
+
+    The direction is drawn, and weighs all leaves of the gradient alike. A difference counts if it
+    is larger than what rounding of the two values, and the curvature between them, can explain.
+    """
+    numbers = np.random.default_rng(0)
+    direction = {
+        path: numbers.normal(size=leaf.shape) / (np.linalg.norm(leaf) or 1.0)
+        for path, leaf in gradient.items()
+    }
+    before = leaves(params)
+    lengths = (
+        np.linalg.norm(each) / (np.linalg.norm(before[path]) or math.sqrt(each.size))
+        for path, each in direction.items()
+    )
+    step = _STEP / max(lengths)
+
+    def at(step: float) -> float:
+        def moved(path: Any, leaf: Any) -> Any:
+            return leaf + (step * direction[jax.tree_util.keystr(path)]).astype(leaf.dtype)
+
+        return float(mean(jax.tree_util.tree_map_with_path(moved, params)))
+
+    ahead, behind = at(step), at(-step)
+    parts = {path: leaf * direction[path] for path, leaf in gradient.items()}
+    scale = math.sqrt(sum(float(np.sum(np.abs(part) ** 2)) for part in parts.values()))
+    found = sum(float(np.sum(part.real)) for part in parts.values())
+    apart = abs(found - (ahead - behind) / (2 * step))
+    bound = _SHARE * scale + _UNITS * eps * max(abs(ahead), abs(behind)) / step
+    return 0.0 if apart <= bound else apart / scale if scale else math.inf

@@ -26,15 +26,16 @@ from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.modes.mode_table import MODES, Mode
-from replicax.core.placement.mesh import by_rows, make_mesh, replica_count
+from replicax.core.placement.mesh import Axis, by_rows, make_mesh, replica_count
 from replicax.core.program import Program
+from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import SMALLEST, overflows, settled, value_of
 from replicax.core.step.objective import Objective
+from replicax.core.step.reduction import Reduction, Wire
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, coarsest_eps, step_changes
-from replicax.verify.magnitudes import magnitudes
 
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
@@ -390,3 +391,30 @@ def record_gradient(trained: PyTree) -> optax.GradientTransformation:
         return gradient, recorded
 
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), kept)
+
+
+def _absolute(leaf: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
+    return jnp.abs(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Magnitudes(Wire):
+    """Sum the magnitudes of the replicas' contributions, in any per-replica mode."""
+
+    of: Callable[[jax.Array], jax.Array] = _absolute
+    """Returns the magnitude of each value of a leaf."""
+
+    def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
+        """Return the sum of the replicas' magnitudes."""
+        return super().__call__(self.rounded(sums), state, axis)
+
+    def round(self, leaf: jax.Array) -> jax.Array:
+        """Return the magnitudes of a contribution; sums of magnitudes are unchanged."""
+        return self.of(leaf)
+
+
+def magnitudes(reduction: Reduction) -> Wire:
+    """Return the sum of what the errors of `reduction` are relative to."""
+    return _Magnitudes("magnitudes", of=getattr(reduction, "magnitude", _absolute))

@@ -1,5 +1,6 @@
 """Implement `verify_program`: compare a step on many devices with the same step on one."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -8,20 +9,22 @@ from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from replicax.analysis.compiled import inspect
 from replicax.core.data.batch import row_count, values_of_sets
 from replicax.core.data_parallel import DataParallel
+from replicax.core.models.definition import CallContext
 from replicax.core.modes.mode_table import MODES, Mode, as_mode
 from replicax.core.placement.mesh import platform_of, replica_count
-from replicax.core.step.loss import LOSS
+from replicax.core.step.loss import LOSS, Weighted
 from replicax.errors import ConfigError
 from replicax.known_wrong.findings import lines_once
-from replicax.text.checks import NOTE, SKIP, Check
+from replicax.text.checks import FAIL, NOTE, SKIP, Check
 from replicax.text.streams import alarm
 from replicax.text.wording import named
 from replicax.verify.devices_asked import check_devices_asked
-from replicax.verify.evaluated import check_evaluated
 from replicax.verify.exactness import (
     bits_of_islands,
     bits_on,
@@ -33,6 +36,7 @@ from replicax.verify.exactness import (
 )
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
+from replicax.verify.plain import PlainLoss, plain_means
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.reduced import check_reduced
 from replicax.verify.round_checks import check_rounds
@@ -282,3 +286,39 @@ def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
             "more, or use fewer devices"
         )
     return rows - rows % unit
+
+
+_NEAR = 1e-3
+
+
+def check_evaluated(subject: Subject) -> Iterator[Check]:
+    """Yield a row if the loss is one number in evaluation, and the sum of those of its rows."""
+    objective, state, count = subject.objective, subject.state, subject.rows // 2
+    loss = PlainLoss(objective.definition, objective.loss, objective.precision)
+
+    def value(first: int, last: int) -> jax.Array:
+        batch = subject.some(np.arange(first, last)).apart()
+        context = CallContext(whole=True, only_read=True, step=jnp.int32(0))
+        found, _ = loss.returned(state.params, state.extras, batch, context)
+        values = found[0] if isinstance(found, tuple) else found
+        if jnp.ndim(values.values if isinstance(values, Weighted) else values):
+            raise _ByRowError
+        mean: jax.Array = plain_means(values)[LOSS]
+        return mean
+
+    with contextlib.suppress(Exception):  # a value for each row, or no evaluation without a key
+        parts = ((0, 2 * count), (0, count), (count, 2 * count))
+        whole, one, other = (float(jax.jit(lambda part=part: value(*part))()) for part in parts)
+        if abs(whole - one - other) <= _NEAR * abs(whole) and abs(one + other) > 0:
+            text = f"{whole:.4g}, the sum of the losses of both halves of its rows"
+            yield Check("parity", "evaluation", FAIL, text, SUM_IN_EVALUATION)
+
+
+class _ByRowError(Exception):
+    """Raised where the loss has a value for each row."""
+
+
+SUM_IN_EVALUATION = (
+    "a loss that is one number counts as the mean of its rows, so an evaluation of sums depends on "
+    "the batch size: return one value per row in evaluation, too, or the mean"
+)

@@ -8,7 +8,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.hooks.directions import HIGHER_IS_BETTER, LOWER_IS_BETTER, direction
+from replicax.train.hooks.best import HIGHER_IS_BETTER, LOWER_IS_BETTER, direction
 
 
 def stops_at(hook: rx.EarlyStopping, values: Sequence[float], metric: str = "loss") -> int | None:

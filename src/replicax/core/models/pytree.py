@@ -1,5 +1,6 @@
 """Plain pytrees: floating-point arrays are trainable, all other leaves are constant."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 
 from replicax.core.ground.leaves import PyTree, is_random_key, kind, kind_changes, takes
 from replicax.core.models.definition import CallContext, SplitModel, is_array, is_trainable
-from replicax.core.models.inference_mode import in_inference_mode
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 
@@ -131,3 +131,21 @@ class CustomState(PytreeDefinition):
             for leaf in jax.tree.leaves(params)
         ]
         return jax.tree.unflatten(jax.tree.structure(before), arrays)
+
+
+def in_inference_mode(state: PyTree) -> PyTree:
+    """Return `state` with its NNX and Equinox modules in inference mode; it may be changed."""
+    # No module can come from a library that was never imported.
+    if "flax.nnx" in sys.modules:
+        module = sys.modules["flax.nnx"].Module
+
+        def evaluates(node: Any) -> bool:
+            if isinstance(node, module):
+                node.eval()
+                return True
+            return False
+
+        jax.tree.leaves(state, is_leaf=evaluates)
+    if "equinox" in sys.modules:
+        state = sys.modules["equinox"].nn.inference_mode(state)
+    return state

@@ -7,8 +7,9 @@ The chunks are uncompressed, so that their sizes are known before anything is re
 """
 
 import importlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,13 +17,13 @@ from urllib.parse import quote
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from replicax.core.data.per_row import padded_again, real_rows
 from replicax.core.ground.leaves import PyTree, is_random_key, numbers
 from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.errors import ConfigError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
-from replicax.train.checkpoints.small import is_small, place_small, small
 from replicax.train.checkpoints.whole import whole
 from replicax.train.checkpoints.with_orbax import (
     begin_orbax,
@@ -196,3 +197,40 @@ def params_not_finite(state: TrainState) -> set[str]:
 @jax.jit
 def _finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.isfinite(leaf).all() for name, leaf in leaves.items()}
+
+
+_MOST_BYTES = 2**18
+_FEWEST = 256
+"""Usual models have fewer, of which Orbax then knows the shardings."""
+
+
+def is_small(leaf: Any) -> bool:
+    """Whether an array or its shape is small, on all its devices together."""
+    size: int = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+    return size <= _MOST_BYTES
+
+
+def small(leaves: Mapping[str, jax.Array]) -> list[str]:
+    """Return the names of the arrays to copy together, the same in all processes."""
+    found = sorted(name for name, leaf in leaves.items() if is_small(leaf))
+    return found if len(found) >= _FEWEST else []
+
+
+def place_small(values: Mapping[str, bytes], like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays with the contents `values`, as `like`; each device's part in its own memory."""
+    parts, places = [], []
+    for name, leaf in like.items():
+        array = np.frombuffer(values[name], leaf.dtype).reshape(leaf.shape)
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            parts.append(np.array(array[index]))  # on a CPU, JAX may use this memory
+            places.append(SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind))
+    put = iter(jax.device_put(parts, places))
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            leaf.shape,
+            leaf.sharding,
+            list(itertools.islice(put, len(leaf.sharding.addressable_devices))),
+            dtype=leaf.dtype,
+        )
+        for name, leaf in like.items()
+    }

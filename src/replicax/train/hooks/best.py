@@ -1,6 +1,7 @@
 """Hooks that track an evaluation metric: `EarlyStopping` and `KeepBest`."""
 
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from replicax.train.files.places import in_folder, read_bytes, write_whole
 from replicax.train.files.records import Record
 from replicax.train.files.sealed import sealed, unsealed
 from replicax.train.folder.load import BEST, Best
-from replicax.train.hooks.directions import direction
 from replicax.train.hooks.hook import Hook, Running
 
 _MODES = {"min": "lowest", "max": "highest"}
@@ -251,3 +251,26 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(unsealed(read_bytes(path), Best, older=True))
     except (OSError, ValueError):
         return {}
+
+
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
+HIGHER_IS_BETTER = (
+    *("accuracy", "precision", "average_precision", "recall", "f1", "auc", "auroc", "iou", "dice"),
+    *("bleu", "exact_match"),
+)
+_NEGATED = re.compile(r"(^|[/_. -])(neg|negative|minus|inverse)[_. -]")
+
+
+def direction(metric: str) -> str | None:
+    """Return `min` or `max` for a metric whose name is known, else None.
+
+    The name may have a prefix, as in `dev/loss` or `top5_accuracy`, and a rank, as in `recall@10`.
+    A negated one, such as `neg_mse`, is not known.
+    """
+    name = re.sub(r"@\d+$", "", metric.lower())
+    if _NEGATED.search(name):
+        return None
+    for mode, words in (("min", LOWER_IS_BETTER), ("max", HIGHER_IS_BETTER)):
+        if re.search(rf"(^|[/_. -])({'|'.join(words)})$", name):
+            return mode
+    return None
