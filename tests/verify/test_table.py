@@ -1,9 +1,6 @@
 """The table: one line for equal results, within 80 columns."""
 
 import dataclasses
-import sys
-
-import pytest
 
 from replicax.text.checks import Check
 from replicax.verify.verification import GrowingTable, Verification, merged_checks
@@ -35,16 +32,6 @@ def test_a_verification_is_one_line_and_printed_a_table() -> None:
     *lines, last = str(found).splitlines()
     assert max(map(len, lines)) <= 80
     assert last == "6 checks: 4 pass, 1 fail, 1 skip"
-
-
-def test_without_rich_a_verification_is_a_line_for_each_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert str(Verification([SKIPPED])).splitlines() == [
-        f"skip  traffic, jit: {SKIPPED.found}",
-        "1 check: 1 skip",
-    ]
 
 
 def test_a_growing_table_is_the_whole_table() -> None:

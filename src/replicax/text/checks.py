@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from replicax.errors import MissingDependencyError, require
 from replicax.text.blocks import Grid
-from replicax.text.table import NO_BREAK, WIDTH, rendered, width
+from replicax.text.table import NO_BREAK, WIDTH, width, wrapped
 from replicax.text.wording import counted
 
 Verdict = Literal["pass", "fail", "note", "skip"]
@@ -16,7 +17,9 @@ FAIL: Final[Literal["fail"]] = "fail"
 NOTE: Final[Literal["note"]] = "note"
 SKIP: Final[Literal["skip"]] = "skip"
 
-_STYLES: Mapping[Verdict, str] = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
+_COLORS: Mapping[Verdict, str] = {PASS: "32", NOTE: "33", FAIL: "1;31", SKIP: "2"}
+"""Codes of a terminal, as are these."""
+_BOLD, _DIM = "1", "2"
 _SHORT = 24
 
 
@@ -64,11 +67,8 @@ def print_table(
         total: the last line; by default `summary(checks)`.
         style: settings specific to the command.
     """
-    require("rich", "cli")
-    from rich.console import Console
-
-    console = Console(highlight=False, width=min(style.width, width()))
-    print(_drawn(checks, total, console, style), flush=True)
+    columns = min(style.width, width())
+    print(_drawn(checks, total, columns, style, colored=_shows_colors()), flush=True)
 
 
 class RowPrinter:
@@ -78,15 +78,12 @@ class RowPrinter:
     """
 
     def __init__(self, write: Callable[[str], None], *, style: Style = DEFAULT) -> None:
-        require("rich", "cli")
-        from rich.console import Console
-
-        self._console = Console(highlight=False, width=min(style.width, width()))
         self._write, self._style, self._printed = write, style, 0
 
     def __call__(self, checks: Sequence[Check]) -> None:
         """Print the rows of `checks` that were not in earlier calls, whose rows come first."""
-        lines = _lines(checks, self._console, self._style)
+        columns = min(self._style.width, width())
+        lines = _lines(checks, columns, self._style, colored=_shows_colors())
         for line in lines[self._printed :]:
             self._write(line)
         self._printed = len(lines)
@@ -95,19 +92,9 @@ class RowPrinter:
 def table_text(checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT) -> str:
     """Return a table of each check's subject, case, finding and verdict, with its cause below.
 
-    Subjects are headings, or a separate column if no check has a case. Without rich, each check is
-    one line.
+    Subjects are headings, or a separate column if no check has a case.
     """
-    try:
-        require("rich", "cli")
-    except MissingDependencyError:
-        lines = [
-            f"{_word(each, style)}  {', '.join(filter(None, (each.subject, each.case)))}: "
-            f"{each.found}"
-            for each in checks
-        ]
-        return "\n".join([*lines, checks_summary(checks, style=style) if total is None else total])
-    return _drawn(checks, total, None, style)
+    return _drawn(checks, total, style.width, style, colored=False)
 
 
 def checks_grid(checks: Sequence[Check], *, style: Style = DEFAULT) -> Grid:
@@ -127,50 +114,58 @@ def checks_grid(checks: Sequence[Check], *, style: Style = DEFAULT) -> Grid:
 def checks_summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
     """Return a line such as `38 checks: 36 pass, 1 note, 1 fail`."""
     counts = collections.Counter[str](check.verdict for check in checks)
-    listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _STYLES if counts[each]]
+    listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _COLORS if counts[each]]
     return f"{counted(len(checks), 'check')}: {', '.join(listed)}"
 
 
-def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Style) -> str:
-    lines = _lines(checks, console, style)
+def _shows_colors() -> bool:
+    dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def _drawn(
+    checks: Sequence[Check], total: str | None, columns: int, style: Style, *, colored: bool
+) -> str:
+    lines = _lines(checks, columns, style, colored=colored)
     return "\n".join([*lines, "", checks_summary(checks, style=style) if total is None else total])
 
 
-def _lines(checks: Sequence[Check], console: Any, style: Style) -> list[str]:
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
+def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool) -> list[str]:
+    """Return the table: each finding, wrapped, and its verdict in the last column."""
     headings = any(check.case for check in checks)
-    drawn = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
-    if not headings:
-        drawn.add_column(no_wrap=True)
-    drawn.add_column(ratio=1, overflow="fold")
-    drawn.add_column(no_wrap=True)
+    last = max((len(_word(check, style)) for check in checks), default=0)
+    first = 0 if headings else max((len(check.subject) for check in checks), default=0) + 2
+    room, lines = columns - first - last - 2, list[str]()
 
-    def add(content: Any, verdict: Any = "", subject: str = "", indent: int = 0) -> None:
-        if headings:
-            drawn.add_row(Padding(content, (0, 0, 0, indent)), verdict)
-        else:
-            drawn.add_row(Text(subject, "bold"), content, verdict)
+    def ink(text: str, color: str) -> str:
+        return f"\x1b[{color}m{text}\x1b[0m" if colored and color and text.strip() else text
+
+    def add(text: str, color: str, indent: int = 0, subject: str = "", check: Any = None) -> None:
+        blank = " " * (indent if headings else 0)
+        for line in wrapped(text, room, blank, blank):
+            tail = ""
+            if check is not None:
+                space = " " * (room - len(line) + 2)
+                tail = f"{space}{ink(_word(check, style), _COLORS[check.verdict])}"
+            head = ink(subject, _BOLD) + " " * (first - len(subject))
+            lines.append(f"{head}{ink(line, color)}{tail}".rstrip())
+            subject, check = "", None  # beside the first line only
 
     before, told = None, ""
     for check in checks:
-        color = _STYLES[check.verdict]
         subject = check.subject if check.subject != before else ""
-        if headings and subject:
-            add(Text(subject, "bold"))
         before = check.subject
+        if headings and subject:
+            lines.append(ink(subject, _BOLD))
         text = _kept(f"{check.case}: {check.found}" if check.case else check.found)
-        line = Text(text, "dim" if check.verdict == SKIP else "")
-        add(line, Text(_word(check, style), color), subject, 2)
+        beside = "" if headings else subject
+        add(text, _DIM if check.verdict == SKIP else "", 2, beside, check)
         if check.cause:
             cause = check.cause if check.cause != told else "as above"
             told = check.cause
-            add(Text(f"{style.remedy}: {cause}", color), indent=4)
-        for each in style.below(check):
-            add(Text(each, "dim", no_wrap=True), indent=4)
-    return rendered(drawn, console, columns=style.width)
+            add(f"{style.remedy}: {cause}", _COLORS[check.verdict], 4)
+        lines += [f"{' ' * (first or 4)}{ink(each, _DIM)}" for each in style.below(check)]
+    return lines
 
 
 def _word(check: Check, style: Style) -> str:

@@ -1,6 +1,5 @@
 """Text tables and labelled lines that fit the terminal, or 80 columns where there is none."""
 
-import io
 import itertools
 import re
 import shutil
@@ -13,7 +12,7 @@ WIDTH = 80
 MARGIN = 7
 """Width of the label at the start of a line."""
 NO_BREAK = "\ue000"
-"""A private-use character where lines do not break: rich breaks them at a non-breaking space."""
+"""A private-use character where lines do not break."""
 _NARROWEST, _WIDEST = 24, 120
 """Columns at least, as of a window that is nearly closed, and at most, to be read with ease."""
 _LEAST_ROOM = 24
@@ -167,16 +166,3 @@ def _paragraph(heads: Sequence[str], cells: Sequence[str], left: int) -> list[st
     named = [f"{word} {cell}" for word, cell in zip(words, cells, strict=True)]
     others = " · ".join(each.replace(" ", NO_BREAK) for each in named[left:])
     return [_GAP.join(cells[:left]).rstrip(), *wrapped(others, width(), _GAP, _GAP)]
-
-
-def rendered(table: Any, console: Any = None, *, columns: int = WIDTH) -> list[str]:
-    """Render a table of rich, as for `console` or without colors in `columns`."""
-    from rich.console import Console
-
-    if console is None:
-        console = Console(
-            width=columns, file=io.StringIO(), markup=False, emoji=False, highlight=False
-        )
-    with console.capture() as captured:
-        console.print(table)
-    return [text.rstrip() for text in captured.get().replace(NO_BREAK, " ").splitlines()]
