@@ -6,8 +6,13 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+from replicax.launch import on_ray, ray_actors
 
 
 class LostError(Exception):
@@ -86,6 +91,15 @@ class FakeCluster:
     def _place(self, bundles: list[dict[str, int]], strategy: str) -> Any:
         if self.refuses is not None:
             raise self.refuses
-        assert strategy == "SPREAD"
+        assert strategy in ("SPREAD", "PACK")
         self.bundles = bundles
         return SimpleNamespace(ready=lambda: ())
+
+
+def fake_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    """Return a cluster that replaces Ray, for a launcher in `folder`."""
+    cluster = FakeCluster()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ray_actors, "require", cluster.require)
+    monkeypatch.setattr(on_ray, "_LAST_LINES_SECONDS", 0.0)
+    return cluster

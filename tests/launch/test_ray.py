@@ -1,27 +1,23 @@
 """Decisions about a job on Ray, without a cluster; tests/engines runs one."""
 
-import pickle
 import re
 import sys
+import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from textwrap import dedent
 
 import pytest
+from launch.fake_ray import fake_cluster
+from support.figures import assert_mentions
+from support.waiting import until
 
 from replicax.errors import ClusterError, ConfigError
 from replicax.launch import on_ray
-from replicax.launch.cause import Ended, FailureReport
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.on_ray import ProcessError, RayOptions, launch_on_ray
+from replicax.launch.on_ray import RayOptions, launch_on_ray
 from replicax.launch.process import free_port
 
 JOB = JobSpec(("true",), 2)
-
-
-def _error(process: int, status: int, report: FailureReport | None) -> ProcessError:
-    ended = Ended(status, 10.0, False, report, (), Path("log"))
-    return ProcessError(f"process {process} ended with {status}", ended)
 
 
 def test_cores_are_not_pinned_on_ray() -> None:
@@ -52,81 +48,67 @@ def test_an_address_without_a_port_is_refused() -> None:
         on_ray._reach("here", "--address")
 
 
-def test_the_first_failure_is_the_one_that_is_blamed() -> None:
-    own = FailureReport(5.0, "ValueError: a bad value", 3, ())
-    other = FailureReport(5.1, "process 1 failed", 3, (1,))
-    code, said = on_ray._failed(JOB, {0: _error(0, 1, other), 1: _error(1, 4, own)})
-    assert (code, said) == (4, "process 1 failed first: ValueError: a bad value")
+def job(script: str, processes: int, restarts: int = 0) -> JobSpec:
+    command = sys.executable, "-S", "-c", dedent(BEGIN) + dedent(script)
+    return JobSpec(command, processes, devices_per_process=3, restarts=restarts)
 
 
-def test_a_process_that_is_lost_with_its_worker_is_named_by_the_others() -> None:
-    blaming = FailureReport(5.1, "process 1 is lost", 3, (1,))
-    code, said = on_ray._failed(JOB, {0: _error(0, 1, blaming), 1: RuntimeError("actor died")})
-    assert code == 137
-    assert re.match(r"process 1 failed first: killed\b.*SIGKILL", said)
+BEGIN = """
+    import os, pathlib, sys, time
+    process = os.environ["REPLICAX_PROCESS_ID"]
+    def told(name):
+        pathlib.Path(f"{name}-{process}").touch()
+    def wait(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+"""
 
 
-def test_workers_that_are_all_lost_say_what_ray_said() -> None:
-    text = "the actor\n died"
-    code, said = on_ray._failed(JOB, {1: RuntimeError(text)})
-    assert (code, said) == (1, f"process 1: {' '.join(text.split())}")
-
-
-class FakeRay(SimpleNamespace):
-    """A fake Ray in this process: a worker is a call."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **named: named
-
-    def DataParallelTrainer(self, run: Any, *, train_loop_config: Any, **_: Any) -> Any:  # noqa: N802
-        def fit() -> Any:
-            return SimpleNamespace(return_value=run(train_loop_config))
-
-        return SimpleNamespace(fit=fit)
-
-    def get_context(self) -> Any:
-        return SimpleNamespace(get_world_rank=lambda: 0)
-
-    def get_node_ip_address(self) -> str:
-        return "127.0.0.1"
-
-    def broadcast_from_rank_zero(self, value: Any) -> Any:
-        return value
-
-
-def test_a_worker_runs_the_command_as_its_process(
+def test_each_process_has_its_place_in_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs in the launcher's folder, with its variables of JAX and its place in the job."""
-    monkeypatch.chdir(tmp_path)
+    """They run in the launcher's folder, with its variables of JAX."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("REPLICAX_SECRET", "of the launcher")
-    monkeypatch.setattr(on_ray, "require", lambda *_: FakeRay())
-    forwarded = []
-    run = on_ray.run_process
-
-    def watched(config: Any) -> int:
-        forwarded.append(config["env"])
-        return run(config)
-
-    monkeypatch.setattr(on_ray, "run_process", watched)
-    names = "REPLICAX_PROCESS_ID", "REPLICAX_PROCESSES", "JAX_NUM_CPU_DEVICES", "NCCL_DEBUG"
-    script = f"import os; open('told', 'w').write(' '.join(map(os.environ.get, {names})))"
-    script += "; open('told', 'a').write(f\" {len(os.environ['REPLICAX_SECRET'])}\")"
-    job = JobSpec((sys.executable, "-S", "-c", script), 1, devices_per_process=3)
-    train: Any = SimpleNamespace(
-        **dict.fromkeys(("ScalingConfig", "RunConfig", "FailureConfig", "LoggingConfig"), dict),
-        WorkerGroupError=ZeroDivisionError,
-        TrainingFailedError=ZeroDivisionError,
-    )
-    assert on_ray._fit(train, job, {"CPU": 1}, str(tmp_path)) == (0, None)
-    assert (tmp_path / "told").read_text().split() == ["0", "1", "3", "INFO", "43"]
-    assert forwarded[0]["NCCL_DEBUG"] == "INFO"
-    assert not {"HOME", "REPLICAX_SECRET"} & forwarded[0].keys()
-    with pytest.raises(ProcessError, match="process 0 ended with 7"):
-        run({"job": JobSpec(("sh", "-c", "exit 7"), 1), "env": {}, "folder": str(tmp_path)})
+    names = "PROCESSES", "COORDINATOR", "JOB_ID", "SECRET"
+    script = f"""
+        names = ["REPLICAX_" + name for name in {names}]
+        told = map(os.environ.get, [*names, "JAX_NUM_CPU_DEVICES", "NCCL_DEBUG"])
+        pathlib.Path("told-" + process).write_text(" ".join(told))
+    """
+    cluster = fake_cluster(tmp_path, monkeypatch)
+    assert on_ray.run_on_ray(cluster, job(script, 2), {"CPU": 1}) == (0, None)  # type: ignore[arg-type]
+    assert [actor.bundle for actor in cluster.actors] == [0, 1]
+    (told,) = {(tmp_path / f"told-{process}").read_text() for process in range(2)}
+    processes, coordinator, _, secret, *others = told.split()
+    assert (processes, len(secret), *others) == ("2", 43, "3", "INFO")
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", coordinator)
 
 
-def test_an_error_keeps_what_it_knows_on_its_way_to_the_launcher() -> None:
-    error = pickle.loads(pickle.dumps(_error(1, 4, None)))
-    assert (str(error), error.ended.status) == ("process 1 ended with 4", 4)
+@pytest.mark.parametrize("lost", [False, True])
+def test_all_are_started_again_after_a_failure_and_the_first_is_named(
+    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Either a command fails, or Ray loses a worker; the other process ends with it."""
+    script = f"""
+        if process == "1":
+            told("here")
+            {"time.sleep(60)" if lost else "sys.exit(7)"}
+        wait("never")
+    """
+    cluster = fake_cluster(tmp_path, monkeypatch)
+
+    def lose() -> None:
+        for attempt in range(2 if lost else 0):
+            until((tmp_path / "here-1").exists)
+            (tmp_path / "here-1").unlink()
+            cluster.actors[2 * attempt + 1].lose()
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    code, said = on_ray.run_on_ray(cluster, job(script, 2, 1), {"CPU": 1})  # type: ignore[arg-type]
+    thread.join()
+    assert code == (1 if lost else 7)
+    assert_mentions(str(said), "process 1", "Actor 5 left" if lost else "7", "all 1 restarts")
+    assert [actor.bundle for actor in cluster.actors] == [0, 1, 0, 1]
+    assert "restart 1 of 1" in capfd.readouterr().err

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch.fake_ray import FakeCluster, LostError
+from launch.fake_ray import FakeCluster, LostError, fake_cluster
 from support.figures import assert_mentions
 from support.waiting import until
 
 from replicax.errors import ConfigError
-from replicax.launch import islands_on_ray
-from replicax.launch.islands_on_ray import RayProcess, ray_reason, run_islands_on_ray
+from replicax.launch import on_ray
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.on_ray import RayOptions, launch_on_ray
+from replicax.launch.on_ray import RayOptions, launch_on_ray, run_on_ray
+from replicax.launch.ray_actors import RayProcess, ray_reason
 
 BEGIN = """
     import os, pathlib, signal, sys, time
@@ -39,11 +39,7 @@ BEGIN = """
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
-    cluster = FakeCluster()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(islands_on_ray, "require", cluster.require)
-    monkeypatch.setattr(islands_on_ray, "_LAST_LINES_SECONDS", 0.0)
-    return cluster
+    return fake_cluster(tmp_path, monkeypatch)
 
 
 def job(script: str, islands: int, restarts: int = 3) -> JobSpec:
@@ -52,7 +48,7 @@ def job(script: str, islands: int, restarts: int = 3) -> JobSpec:
 
 
 def run(cluster: FakeCluster, spec: JobSpec) -> tuple[int, str | None]:
-    return run_islands_on_ray(cluster, spec, {"CPU": 3, "GPU": 1})  # type: ignore[arg-type]
+    return run_on_ray(cluster, spec, {"CPU": 3, "GPU": 1})  # type: ignore[arg-type]
 
 
 def starts(folder: Path, island: int) -> list[list[str]]:
@@ -157,11 +153,7 @@ def test_a_signal_reaches_all_and_none_is_started_again(
     """
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
-    collect = islands_on_ray.collected_signals
-    pipes = [contextlib.nullcontext(reads)]  # of the launcher, which is the first to ask
-    monkeypatch.setattr(
-        islands_on_ray, "collected_signals", lambda: pipes.pop() if pipes else collect()
-    )
+    monkeypatch.setattr(on_ray, "collected_signals", lambda: contextlib.nullcontext(reads))
 
     def interrupt() -> None:
         until(lambda: all((tmp_path / f"ready-{island}").exists() for island in range(2)))

@@ -1,45 +1,33 @@
-"""Run a job on a Ray cluster: Ray Train places the processes and restarts them after a failure.
-
-Islands are placed by `islands_on_ray.py`.
-"""
+"""Run a job on a Ray cluster, by an actor for each process."""
 
 import dataclasses
 import os
-import secrets
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from replicax.cluster.address import join_address, split_address
-from replicax.cluster.watchdog import SAVED
+from replicax.cluster.address import split_address
 from replicax.errors import ClusterError, ConfigError, require
-from replicax.launch.attempt import STOPPED_EARLY
-from replicax.launch.cause import Ended, first_failure
+from replicax.launch.attempt import stop_text
 from replicax.launch.echo import Echo
-from replicax.launch.event_loop import EventLoop, collected_signals
-from replicax.launch.islands_on_ray import run_islands_on_ray
+from replicax.launch.event_loop import EventLoop, collected_signals, signals_taken
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.process import ProcessStart, free_port
-from replicax.launch.ray_worker import WORKER_ENV, forwarded, run_on_node
+from replicax.launch.ray_actors import ray_reason
+from replicax.launch.ray_placed import PlacedIslands, PlacedProcesses
 from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
 from replicax.text.wording import counted
 
 REACH_SECONDS = 5.0
+_LAST_LINES_SECONDS = 0.5
+"""How long Ray, too, waits for the last output of its workers before it leaves."""
 
 # Read by Ray at import, or by its processes; values set by the user take precedence.
 _SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_DEDUP_LOGS": "0",  # show equal lines of two processes
     "RAY_COLOR_PREFIX": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the future default, without its warning
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
 
 
@@ -55,17 +43,6 @@ class RayOptions:
     """CPU cores per process, as counted by Ray."""
 
 
-class ProcessError(RuntimeError):
-    """A process of the job failed; Ray's failure policy handles it."""
-
-    def __init__(self, message: str, ended: Ended) -> None:
-        super().__init__(message, ended)  # both, so that it can be pickled
-        self.ended = ended
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     """Run `job` on a running Ray cluster; return the exit code and a final message or None.
 
@@ -73,7 +50,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     of islands, only the one that failed. Their output is shown here, each line prefixed with Ray's
     name for the process and its rank, or its island. The command runs in this process's working
     directory if the node has it, with the node's environment, plus this process's variables that
-    start with one of `ray_worker.FORWARDED`.
+    start with one of `ray_actors.FORWARDED`.
 
     Raises:
         ConfigError: an invalid number, or an option that Ray does not support.
@@ -117,10 +94,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
                     "waiting for it to scale up",
                     flush=True,
                 )
-        if job.islands:
-            return run_islands_on_ray(ray, job, takes)
-        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
-            return _fit(require("ray.train", "ray"), job, takes, storage)
+        return run_on_ray(ray, job, takes)
     finally:
         ray.shutdown()
 
@@ -131,7 +105,7 @@ def _connect(ray: ModuleType, options: RayOptions) -> str:
     named = "--address" if options.address else "RAY_ADDRESS"
     if "://" in address:
         raise ConfigError(
-            f"{named} {address}; Ray Train must run on a node of the cluster: give host:port "
+            f"{named} {address}; the launcher must run on a node of the cluster: give host:port "
             "there, or submit the command with `ray job submit`"
         )
     if address != "auto":
@@ -165,84 +139,22 @@ def _reach(address: str, named: str) -> None:
         ) from error
 
 
-def _fit(
-    train: ModuleType, job: JobSpec, takes: Mapping[str, int], storage: str
-) -> tuple[int, str | None]:
-    """Run the job with Ray Train; return the exit code and a message or None."""
-    trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
-    trainer = trainer_module.DataParallelTrainer(
-        run_process,
-        train_loop_config={"job": job, "env": forwarded(os.environ), "folder": os.getcwd()},
-        scaling_config=train.ScalingConfig(
-            num_workers=job.processes, use_gpu="GPU" in takes, resources_per_worker=dict(takes)
-        ),
-        run_config=train.RunConfig(
-            name=job.name,
-            storage_path=storage,
-            failure_config=train.FailureConfig(max_failures=job.restarts),
-            worker_runtime_env=WORKER_ENV,
-            # Hides Ray's tracebacks of errors that the command has already printed.
-            logging_config=train.LoggingConfig(log_level="CRITICAL"),
-        ),
-    )
+def run_on_ray(ray: ModuleType, job: JobSpec, takes: Mapping[str, int]) -> tuple[int, str | None]:
+    """Run a job of which each part takes `takes`; return the exit code and a message."""
+    place = PlacedIslands if job.islands else PlacedProcesses
     try:
-        result = trainer.fit()
-    except train.WorkerGroupError as error:
-        return _failed(job, error.worker_failures)
-    except train.TrainingFailedError as error:
-        return 1, f"Ray Train failed: {_one_line(error)}"
-    except SystemExit:  # Ray's own answer to Ctrl-C
-        return 128 + signal.SIGINT, "stopped by SIGINT"
-    if result.return_value == SAVED:
-        return SAVED, f"{STOPPED_EARLY}; start it again to resume"
-    return 0, None
-
-
-def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, str]:
-    """Return the exit code, and a message with the process that failed first."""
-    # Ray wraps a process's error in one of its own.
-    own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
-    told = {rank: each.ended for rank, each in own.items() if isinstance(each, ProcessError)}
-    if not told:
-        lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
-        return 1, lost[0] if lost else "Ray lost the processes; see `ray status`"
-    # The others were lost with their worker, or stopped by Ray.
-    silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=None)
-    ended = [
-        told[rank] if rank in told else silent(forced=rank not in own)
-        for rank in range(job.processes)
-    ]
-    failure = first_failure(ended)
-    assert failure is not None
-    return failure.exit_code, f"process {failure.process} failed first: {failure.cause}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def run_process(config: dict[str, Any]) -> int:
-    """Run the command inside a Ray Train worker; return the exit code.
-
-    `config` has the `job`, the `env` to add to the node's, and the `folder` to run it in.
-
-    Raises:
-        ProcessError: the process failed.
-    """
-    job: JobSpec = config["job"]
-    number = require("ray.train", "ray").get_context().get_world_rank()
-    meeting = None
-    if number == 0:  # it broadcasts its address
-        host = require("ray.util", "ray").get_node_ip_address()
-        meeting = join_address(host, free_port()), secrets.token_hex(8), secrets.token_urlsafe()
-    collective = require("ray.train.collective", "ray")
-    coordinator, job_id, secret = collective.broadcast_from_rank_zero(meeting)
-    nowhere = Path(os.devnull)  # Ray writes the output to its own files
-    place = number, coordinator, job_id, secret
-    start = ProcessStart(job, *place, config["env"], nowhere, nowhere)
+        placed = place(ray, job, takes)
+    except ray.exceptions.RayError as error:
+        return 1, f"Ray cannot place the job: {ray_reason(error)}"
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT, stop_text(signal.SIGINT)
+    except SystemExit:  # Ray's own answer to SIGTERM
+        return 128 + signal.SIGTERM, stop_text(signal.SIGTERM)
+    echo = Echo(job.islands or job.processes, quiet=False)
     with collected_signals() as signals:
-        loop = EventLoop(Echo(job.processes, quiet=False), signals, GRACE_SECONDS)
-        ended = run_on_node(start, config["folder"], loop)
-    if not ended.well:
-        raise ProcessError(f"process {number} ended with {ended.exit_code}", ended)
-    return ended.status
+        try:
+            conclusion = placed.supervise(EventLoop(echo, signals, GRACE_SECONDS))
+            time.sleep(_LAST_LINES_SECONDS)
+        finally:
+            echo.close(lambda: signal.SIGINT in signals_taken(signals))
+    return conclusion.exit_code, conclusion.message

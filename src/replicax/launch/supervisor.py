@@ -6,7 +6,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from replicax.cluster.watchdog import SAVED
@@ -81,7 +81,7 @@ def launch(
         echo.say(f"launch {_size(job)} · job {job_id}\nlogs   {folder}/")
         loop = EventLoop(echo, signals, grace_seconds)
         context = LaunchContext(job, job_id, secrets.token_urlsafe(), base, folder, cores)
-        run = run_islands if job.islands else _run_with_restarts
+        run = run_islands if job.islands else _run_processes
         try:
             conclusion, attempts = run(context, loop)
         finally:
@@ -97,15 +97,29 @@ def launch(
     )
 
 
-def _run_with_restarts(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, int]:
-    """Run a job that restarts as a whole; return its last conclusion and its number of attempts."""
-    restarts = Restarts(context.job.restarts)
+def _run_processes(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, int]:
     names = [f"process-{number}" for number in range(context.job.processes)]
+
+    def prepare(attempt: int) -> Attempt:
+        job_id = context.job_id if attempt == 1 else secrets.token_hex(8)
+        own = dataclasses.replace(context, job_id=job_id)
+        return Attempt(own.starts(names, attempt), loop)
+
+    return run_with_restarts(prepare, Restarts(context.job.restarts), loop)
+
+
+def run_with_restarts(
+    prepare: Callable[[int], Attempt], restarts: Restarts, loop: EventLoop
+) -> tuple[Conclusion, int]:
+    """Run a job that restarts as a whole; return its last conclusion and its number of attempts.
+
+    `prepare` returns the next attempt, given its number, from 1.
+    """
     attempts = 0
     while True:
         attempts += 1
         start = time.monotonic()
-        conclusion = judge(loop, Attempt(context.starts(names, attempts), loop).run())
+        conclusion = judge(loop, prepare(attempts).run())
         if loop.told or (conclusion.failure is None and conclusion.exit_code != SAVED):
             return conclusion, attempts
         refused = restarts.refused(conclusion.failure, time.monotonic() - start)
@@ -114,7 +128,6 @@ def _run_with_restarts(context: LaunchContext, loop: EventLoop) -> tuple[Conclus
             return dataclasses.replace(conclusion, message=message), attempts
         how = conclusion.failure or STOPPED_EARLY
         loop.echo.say(f"replicax: {how}; {restarts.progress}", error=True)
-        context = dataclasses.replace(context, job_id=secrets.token_hex(8))
 
 
 def _size(job: JobSpec) -> str:
