@@ -32,6 +32,7 @@ from replicax.cluster import variables
 from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
 from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.islands.messages import Frame
+from replicax.net.secret import SECRET
 
 COUNTS = 2, 3, 4
 MODES = "jit", "exact"
@@ -56,7 +57,7 @@ class Contender:
         threads = {THREADS_VARIABLE: str(MICRO_SHARDS)} if mode == "exact" else {}
         inherited = {k: v for k, v in os.environ.items() if k != THREADS_VARIABLE}
         base = {**inherited, **threads, variables.JOB_ID: secrets.token_hex(8)}
-        base[variables.SECRET] = secrets.token_urlsafe()
+        base[SECRET] = secrets.token_urlsafe()
         ports = [free_port() for _ in range(count)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
 

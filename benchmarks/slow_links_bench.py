@@ -30,6 +30,7 @@ from replicax.bench.numbers import ratios
 from replicax.cluster import variables
 from replicax.errors import ClusterError
 from replicax.islands.island_variables import ISLAND, ISLANDS
+from replicax.net.secret import SECRET
 from replicax.text.wording import counted
 
 LinkForecast = Callable[[LinkMethod, Sequence[Any], float], float]
@@ -255,7 +256,7 @@ def _island_processes(
                 **_PATIENT,
                 "JAX_PLATFORMS": "cpu",
                 variables.JOB_ID: job,
-                variables.SECRET: secret,
+                SECRET: secret,
                 variables.PROCESS_ID: "0",
                 variables.PROCESSES: "1",
                 ISLAND: str(number),

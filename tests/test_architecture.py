@@ -18,7 +18,17 @@ from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.layout import LAYOUTS
 
 VERBS = {"verify", "plan", "bench", "doctor", "launch"}
-BESIDE = {"core", "known_wrong", "train", "cluster", "islands", "analysis", "recipes", "text"}
+BESIDE = {
+    "core",
+    "known_wrong",
+    "train",
+    "net",
+    "cluster",
+    "islands",
+    "analysis",
+    "recipes",
+    "text",
+}
 ROOMS = {
     "errors": {"text"},
     "text": {"errors"},
@@ -28,8 +38,9 @@ ROOMS = {
     "losses": {"core"},
     "remat": set(),
     "analysis": {"errors"},
-    "cluster": {"errors", "text", "core"},
-    "islands": {"errors", "text", "core", "cluster"},
+    "net": {"errors"},
+    "cluster": {"errors", "text", "core", "net"},
+    "islands": {"errors", "text", "core", "net", "cluster"},
     "train": {"errors", "text", "core", "known_wrong", "cluster", "islands", "analysis"},
     "weights": {"errors", "text", "core", "train"},
     "recipes": {"errors", "text", "core", "losses", "remat", "weights", ""},

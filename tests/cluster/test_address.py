@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.cluster.address import join_address, split_address
 from replicax.cluster.slurm_step import expand_counts, expand_hosts
 from replicax.errors import ConfigError
+from replicax.net.address import join_address, split_address
 
 NAMES = st.text(string.ascii_letters + string.digits + "-._", min_size=1, max_size=8)
 HOSTS = NAMES | st.ip_addresses().map(str)

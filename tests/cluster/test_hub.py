@@ -10,8 +10,9 @@ from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster.watchdog import Timeouts
-from replicax.cluster.wire import Bye, Hello, encode
+from replicax.cluster.wire import Bye, Hello
 from replicax.errors import AgreementError, ClusterError
+from replicax.net.message import encode, prefixed
 
 
 def works(job: Job, processes: list[Any]) -> bool:
@@ -74,7 +75,8 @@ def test_an_id_that_exists_after_the_start() -> None:
 @pytest.mark.promise("outside.strangers")
 def test_a_stranger_that_sends_noise(caplog: pytest.LogCaptureFixture) -> None:
     """`test_hub_events.py` has any noise, without sockets."""
-    kinds = [b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", encode(Bye()), b"\n"]
+    web = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    kinds = [web, prefixed(b"[" * 60_000), encode(Bye()), b"\n" * 20]
     with opened(2) as job:
         after = [job.stranger() for _ in kinds]
         for noise in kinds:

@@ -10,7 +10,6 @@ from support.figures import assert_mentions
 from support.quiet_hub import Connection, QuietHub, starts
 
 from replicax.cluster.door import HELLO_SECONDS
-from replicax.cluster.secret import Secret
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict, Timeouts
 from replicax.cluster.wire import (
     LONGEST_HELLO_BYTES,
@@ -22,8 +21,9 @@ from replicax.cluster.wire import (
     Message,
     Refused,
     Withdraw,
-    encode,
 )
+from replicax.net.message import encode
+from replicax.net.secret import Secret
 
 SILENT, STALL, JOIN = 30.0, 60.0, 100.0
 TIMEOUTS = Timeouts(silent_seconds=SILENT, stall_seconds=STALL, start_seconds=STALL)
@@ -105,7 +105,7 @@ def test_a_job_starts_once_when_all_have_joined_in_any_order(events: list[tuple[
                 joined.setdefault(process, come)
             elif process in joined:  # its rank is free again, whatever ends it
                 one = joined.pop(process)
-                one.close() if kind == "close" else one.say(b"junk\n")
+                one.close() if kind == "close" else one.say(b"junk " * 5)
             assert not starts([*joined.values()]) or len(joined) == 3
         names = [f"process {n} (host {n}, pid {100 + n})" for n in range(3)]
         assert [[*go.names] for go in starts([*joined.values()])] == [names] * 3
@@ -188,7 +188,7 @@ def test_values_reach_all_and_one_reason_stops_all(
             case "close":
                 one.close()
             case "junk":
-                one.say(b"junk\n")
+                one.say(b"junk " * 5)
             case "fail":
                 one.say(Failed("ValueError: one", False))
                 others[0].say(Failed("later", False))

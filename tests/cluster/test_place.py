@@ -7,8 +7,9 @@ from support.figures import assert_mentions
 
 from replicax.cluster import tpu_pod
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.wire import Hello, decode, encode
+from replicax.cluster.wire import Hello, decode
 from replicax.errors import ConfigError
+from replicax.net.message import to_json
 
 OWN = {
     "REPLICAX_PROCESS_ID": "1",
@@ -71,7 +72,7 @@ def test_own_variables() -> None:
 def test_a_job_id_that_is_no_text_can_be_sent() -> None:
     place = find_place({**OWN, "REPLICAX_JOB_ID": "n\udce4me"})
     hello = Hello(place.job, 1, 4, host="n\udce4me")
-    back = decode(encode(hello))
+    back = decode(to_json(hello))
     assert isinstance(back, Hello)
     assert (back.job, back.host) == (place.job, "n?me")
 

@@ -1,5 +1,6 @@
 """How a process finds the hub, and the error if it does not."""
 
+import contextlib
 import errno
 import os
 import re
@@ -14,10 +15,12 @@ from support.waiting import HANG_SECONDS
 
 from replicax.cluster import rendezvous
 from replicax.cluster.hub import Hub
-from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.rendezvous import meet
 from replicax.cluster.watchdog import Timeouts
-from replicax.cluster.wire import Hello
+from replicax.cluster.wire import Busy, Hello
 from replicax.errors import ClusterError
+from replicax.net.message import encode
+from replicax.net.sockets import is_loopback
 
 
 def opening(port: int, job: str = "theirs") -> str:
@@ -119,6 +122,23 @@ def test_what_listens_hangs_up(answer: bytes) -> None:
         said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
         thread.join()
     assert re.search(r"not process 0 of\b.*Replicax job, .*just ended", said)
+
+
+def test_a_process_that_finds_no_place_says_so_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def turn_away() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connected:
+                        connected.sendall(encode(Busy()))
+
+        thread = threading.Thread(target=turn_away)
+        thread.start()
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        assert_mentions(going(coordinator, 0.3), f"{coordinator} had no place", "within 0 s")
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from support.cluster_jobs import Job, opened, proven
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster.place import find_place
-from replicax.cluster.secret import Secret, find_secret
-from replicax.cluster.wire import Hello, encode
+from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError, ConfigError
+from replicax.net.message import encode
+from replicax.net.secret import Secret, find_secret
 
 KEY = "the secret of this job"
 SECRET, OTHER = Secret(KEY.encode()), Secret(b"another")

@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import socket
-import time
 
 import pytest
 from support.cluster_jobs import Job, Process, opened
@@ -15,10 +14,11 @@ from support.tiers import only
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
-from replicax.cluster.door import MORE_STRANGERS, Door
-from replicax.cluster.secret import Secret
-from replicax.cluster.wire import Gather
-from replicax.errors import ClusterError
+from replicax.cluster.door import Door
+from replicax.cluster.wire import Busy, Gather
+from replicax.net.message import encode
+from replicax.net.secret import Secret
+from replicax.net.sockets import MORE_STRANGERS
 
 SECRET = Secret(b"a secret that nobody guesses")
 
@@ -39,6 +39,13 @@ def closed(connection: socket.socket) -> bool:
     except ConnectionError:
         pass
     return True
+
+
+def told(connection: socket.socket) -> bytes:
+    """Return what the other end has said."""
+    with contextlib.suppress(BlockingIOError):
+        return connection.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return b""
 
 
 @pytest.mark.promise("outside.strangers")
@@ -63,20 +70,10 @@ def test_few_strangers_are_open_at_once() -> None:
     with opened(2, secret=SECRET) as job:
         most = 2 + MORE_STRANGERS
         strangers = [job.stranger() for _ in range(3 * most)]
+        busy = encode(Busy())
+        until(lambda: sum(told(each) == busy for each in strangers) == 2 * most)
         until(lambda: sum(map(closed, strangers)) == 2 * most)
-        coming = [job.come(process) for process in range(2)]
-        time.sleep(0.3)
-        assert not any(each.done() for each in coming)  # they try again
-        for stranger in strangers:
-            stranger.close()
-        assert works(job, [each.result(timeout=HANG_SECONDS) for each in coming])
-
-
-def test_a_process_that_finds_no_place_says_so_in_time() -> None:
-    with opened(2, secret=SECRET) as job:
-        _ = [job.stranger() for _ in range(100)]
-        with pytest.raises(ClusterError, match=f"127.0.0.1:{job.port} had no"):
-            job.come(1, timeout_seconds=0.3).result(timeout=HANG_SECONDS)
+        assert works(job, job.start())  # they take the places of two
 
 
 @pytest.mark.promise("outside.strangers")

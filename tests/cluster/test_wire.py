@@ -1,4 +1,4 @@
-"""Lines of JSON over a connection."""
+"""Messages of JSON over a connection."""
 
 import contextlib
 import socket
@@ -13,54 +13,58 @@ from hypothesis import strategies as st
 from support.arriving import drawn, harmed
 from support.waiting import HANG_SECONDS
 
-from replicax.cluster.wire import Connection, Gather, Message, Received, decode, encode
+from replicax.cluster.wire import Connection, Gather, Message, decode
+from replicax.net.message import PREFIX_BYTES, Received, prefixed, to_json
 
-LINES = drawn(Message).map(encode)
-DEEP = [b"[" * 60_000 + b"\n", b'["Hello","j",1,2,"h",1,' + b'{"a":' * 9000 + b"\n"]
+TEXTS = drawn(Message).map(to_json)
+DEEP = [b"[" * 60_000, b'["Hello","j",1,2,"h",1,' + b'{"a":' * 9000]
 
 
 @given(drawn(Message))
-def test_any_message_there_and_back_in_one_line(message: Any) -> None:
-    line = encode(message)
-    assert (line.count(b"\n"), line[-1:]) == (1, b"\n")
-    back = decode(line)
+def test_any_message_there_and_back(message: Any) -> None:
+    back = decode(to_json(message))
     assert (type(back), back) == (type(message), message)
 
 
-@given(harmed(LINES) | st.binary(max_size=80) | st.sampled_from(DEEP))
-def test_any_other_line_is_refused_or_a_message(line: bytes) -> None:
+@given(harmed(TEXTS) | st.binary(max_size=80) | st.sampled_from(DEEP))
+def test_any_other_text_is_refused_or_a_message(text: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert decode(encode(decode(line))) == decode(line)
+        assert decode(to_json(decode(text))) == decode(text)
 
 
 @pytest.mark.parametrize(
-    "line",
+    "text",
     [b"[1]", b"{}", b"", b'["Gone"]', b'["Bye",1]', b'["Hello","j",true,2]', b"\xff\xfe"],
 )
-def test_what_is_no_message(line: bytes) -> None:
+def test_what_is_no_message(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode(line + b"\n")
+        decode(text)
 
 
-@given(st.lists(st.binary(max_size=12), max_size=12), st.integers(0, 30))
-def test_lines_come_whole_however_they_were_sent_and_long_ones_do_not(
-    pieces: list[bytes], most: int
+@given(st.lists(st.binary(max_size=12), max_size=5), st.integers(1, 30), st.integers(0, 12))
+def test_texts_come_whole_in_pieces_of_any_size_and_long_ones_do_not(
+    texts: list[bytes], size: int, most: int
 ) -> None:
     received, found = Received(most), []
-    *whole, rest = b"".join(pieces).split(b"\n")
-    short = next((n for n, line in enumerate(whole) if len(line) > most), len(whole))
-    try:
-        for piece in pieces:
-            received.feed(piece)
-            while (line := received.take()) is not None:
-                found.append(line)
-            assert len(received._unread) <= most
-    except ValueError:
-        short_ones = whole[:short]
-        assert max(map(len, [*whole[short:], rest])) > most
-    else:
-        short_ones = whole
-    assert found == short_ones
+    sent = b"".join(map(prefixed, texts))
+    short = next((n for n, text in enumerate(texts) if len(text) > most), len(texts))
+    with contextlib.nullcontext() if short == len(texts) else pytest.raises(ValueError, match="at"):
+        for start in range(0, len(sent), size):
+            received.feed(sent[start : start + size])
+            while (text := received.take()) is not None:
+                found.append(text)
+            assert len(received._unread) < PREFIX_BYTES + most
+    assert found == texts[:short]
+
+
+@given(st.binary(max_size=12), st.data())
+def test_any_flipped_bit_is_noticed(text: bytes, data: st.DataObject) -> None:
+    flipped, received = bytearray(prefixed(text)), Received(12)
+    bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
+    flipped[bit // 8] ^= 1 << bit % 8
+    received.feed(bytes(flipped))
+    with pytest.raises(ValueError, match=r"\d"):
+        received.take()
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 from support.figures import assert_mentions
 from support.island_networks import SECRET, islands, places
 
-from replicax.cluster.secret import Secret
 from replicax.doctor import between_islands
 from replicax.doctor.between_islands import check_islands
 from replicax.islands.inquiry import Distance
 from replicax.islands.island_place import IslandPlace
+from replicax.net.secret import Secret
 from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 

@@ -10,12 +10,12 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.waiting import until
 
 from replicax.islands import island_network
-from replicax.islands.frames import Channel
 from replicax.islands.handshake import Handshakes
 from replicax.islands.island_network import REPLACED
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Challenge, Frame
 from replicax.launch.process import free_port
+from replicax.net.channel import Channel
 
 FRAME = Frame(1, 2, [(0, 1)], "null")
 

@@ -13,8 +13,9 @@ from support.waiting import until
 
 from replicax.cluster.watchdog import Timeouts
 from replicax.errors import AgreementError, IslandLeftError
-from replicax.islands import founding, group
+from replicax.islands import founding
 from replicax.islands.group import Group
+from replicax.net import stall_clock
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_time_in_which_an_island_was_frozen_does_not_count(
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + ahead, time=time.time, sleep=time.sleep
     )
-    monkeypatch.setattr(group, "time", clock)
+    monkeypatch.setattr(stall_clock, "time", clock)
     early = threads.exchange(one)
     time.sleep(0.1)
     ahead = 10_000.0

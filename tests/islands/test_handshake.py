@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from support.arriving import Arriving, drawn, harmed
 from support.island_networks import SECRET
 
-from replicax.cluster.secret import Secret
-from replicax.islands.frames import Channel, message_bytes, prefixed
+from replicax.islands.frames import message_bytes
 from replicax.islands.handshake import (
-    DIALS,
-    LISTENS,
     LONGEST_HANDSHAKE_BYTES,
     Handshakes,
     RefusedError,
-    proof,
 )
 from replicax.islands.inquiry import answer_inquiry, inquire
 from replicax.islands.island_place import IslandPlace
@@ -29,10 +25,13 @@ from replicax.islands.messages import (
     Answer,
     Challenge,
     Greeting,
-    Proof,
     Question,
     Refusal,
 )
+from replicax.net.channel import Channel
+from replicax.net.message import PREFIX_BYTES, prefixed
+from replicax.net.proof import DIALS, LISTENS, Proof, proof
+from replicax.net.secret import Secret
 
 Handshake = Greeting | Challenge | Proof | Refusal
 SAID = drawn(Handshake).map(message_bytes)
@@ -57,7 +56,7 @@ class Replies(Arriving):
 
 def first(sent: bytes | bytearray) -> Any:
     """Return the first message in what was sent."""
-    return HANDSHAKE.decode(sent[12 : 12 + int.from_bytes(sent[:4])])
+    return HANDSHAKE.decode(sent[PREFIX_BYTES : PREFIX_BYTES + int.from_bytes(sent[:8])])
 
 
 def answer(stranger: Arriving) -> tuple[Greeting, Proof]:
@@ -84,10 +83,10 @@ def test_a_proof_serves_for_one_connection_and_one_role(
 
     def wrong(challenge: Challenge) -> list[Proof]:
         return [
-            Proof(proof(SECRET, LISTENS, hello, challenge)),
-            Proof(proof(SECRET, DIALS, hello, another)),
-            Proof(proof(SECRET, DIALS, HELLO, challenge)),
-            Proof(proof(Secret(b"x"), DIALS, hello, challenge)),
+            proof(SECRET, LISTENS, hello, challenge),
+            proof(SECRET, DIALS, hello, another),
+            proof(SECRET, DIALS, HELLO, challenge),
+            proof(Secret(b"x"), DIALS, hello, challenge),
             Proof(guess if isinstance(guess, str) else challenge.nonce),
         ]
 
@@ -95,18 +94,18 @@ def test_a_proof_serves_for_one_connection_and_one_role(
         stranger = Replies(message_bytes(hello), lambda c, n=number: message_bytes(wrong(c)[n]))
         with pytest.raises(ValueError, match="secret"):
             answer(stranger)
-    right = lambda c: message_bytes(Proof(proof(SECRET, DIALS, hello, c)))  # noqa: E731
+    right = lambda c: message_bytes(proof(SECRET, DIALS, hello, c))  # noqa: E731
     knows = Replies(message_bytes(hello), right)
     back, own = answer(knows)
     challenge = first(knows.sent)
-    assert (back, own) == (hello, Proof(proof(SECRET, LISTENS, hello, challenge)))
+    assert (back, own) == (hello, proof(SECRET, LISTENS, hello, challenge))
 
 
 @given(drawn(Challenge), st.booleans())
 def test_who_dials_believes_only_the_island_that_it_dialled(told: Challenge, proves: bool) -> None:
     def reply(hello: Greeting) -> bytes:
         key = SECRET if proves else Secret(b"x")
-        return message_bytes(Proof(proof(key, LISTENS, hello, told)))
+        return message_bytes(proof(key, LISTENS, hello, told))
 
     for challenge in (told, msgspec.structs.replace(told, job="ours", island=0, islands=2)):
         told = challenge

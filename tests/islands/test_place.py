@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from replicax.cluster.secret import Secret
 from replicax.errors import ConfigError
 from replicax.islands.island_place import IslandPlace, find_island
+from replicax.net.secret import Secret
 
 KEY = "the secret of this job"
 ENV = {

@@ -12,10 +12,12 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.island_strangers import IslandStrangers
 from support.waiting import until
 
-from replicax.cluster.secret import Secret
-from replicax.islands.entrance import MORE_VISITORS, connect
-from replicax.islands.frames import frame_parts, message_bytes, prefixed
+from replicax.islands.entrance import connect
+from replicax.islands.frames import frame_parts, message_bytes
 from replicax.islands.messages import Beat, Frame
+from replicax.net.message import prefixed
+from replicax.net.secret import Secret
+from replicax.net.sockets import MORE_STRANGERS
 
 FRAME = Frame(1, 2, [(0, 1)], "null")
 
@@ -96,7 +98,7 @@ def test_few_strangers_are_open_at_once() -> None:
         for _ in range(60):
             strangers.append(connect(first.addresses[0], 10.0))
             stack.callback(strangers[-1].close)
-        until(lambda: sum(not each.has_ended() for each in strangers) == 2 + MORE_VISITORS)
+        until(lambda: sum(not each.has_ended() for each in strangers) == 2 + MORE_STRANGERS)
         with islands([second]):  # it takes the place of one of them
             island.peer(1)
 

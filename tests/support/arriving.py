@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from replicax.cluster.message import Typed
+from replicax.net.message import Typed
 
 _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),

@@ -16,10 +16,10 @@ from replicax.cluster.hub import Hub, Prepare
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import meet
-from replicax.cluster.secret import Secret
 from replicax.cluster.watchdog import LoopProgress, StuckVerdict, Timeouts
 from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.ground.in_flight import InFlight
+from replicax.net.secret import Secret
 
 VERSIONS = {"python": "3.13.1", "jax": "0.10.2"}
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from support.waiting import until
 
-from replicax.cluster.secret import Secret
 from replicax.islands.entrance import connect
-from replicax.islands.frames import Channel
 from replicax.islands.handshake import PURPOSES, Handshakes
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Beat, Control, Frame, State
 from replicax.islands.peer import IslandPeer
 from replicax.launch.process import free_port
+from replicax.net.channel import Channel
+from replicax.net.secret import Secret
 
 SECRET = Secret(b"the secret of these islands")
 

@@ -8,11 +8,12 @@ from collections import deque
 
 import msgspec
 
-from replicax.cluster.secret import Secret
-from replicax.islands.frames import message_bytes, prefixed
-from replicax.islands.handshake import DIALS, proof
+from replicax.islands.frames import message_bytes
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting, Proof
+from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting
+from replicax.net.message import PREFIX_BYTES, prefixed
+from replicax.net.proof import DIALS, Proof, proof
+from replicax.net.secret import Secret
 
 MOST_OPEN = 24
 """Connections that the strangers keep open."""
@@ -55,7 +56,7 @@ class IslandStrangers:
             chance.choice(
                 [
                     *(b"", b"\0", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(300)),
-                    *(prefixed(b"x" * 4097)[:12], prefixed(b"[" * 4096)),
+                    *(prefixed(b"x" * 4097)[:PREFIX_BYTES], prefixed(b"[" * 4096)),
                     *(b"\xff" * 100_000, prefixed(b"{}"), message_bytes(Beat())),
                     *(message_bytes(Frame(0, 0, [], "")), message_bytes(Proof("0" * 64))),
                     *(hello, hello[: chance.randrange(len(hello))], hello * 3),
@@ -69,12 +70,11 @@ class IslandStrangers:
         hello = self._hello()
         stranger.sendall(message_bytes(hello))
         stranger.settimeout(0.5)
-        challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[12:])
+        challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[PREFIX_BYTES:])
         assert isinstance(challenge, Challenge)
         guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, challenge)
-        stranger.sendall(
-            message_bytes(Proof(self._chance.choice([guess, "", "ä", challenge.nonce])))
-        )
+        said = self._chance.choice([guess, Proof(""), Proof("ä"), Proof(challenge.nonce)])
+        stranger.sendall(message_bytes(said))
 
     def _hello(self) -> Greeting:
         chance, count = self._chance, len(self._place.addresses)

@@ -12,9 +12,11 @@ from support.cluster_jobs import NO_SECRET, place, proven
 
 from replicax.cluster import door, hub, wire
 from replicax.cluster.hub import LOOK_SECONDS, Hub
-from replicax.cluster.secret import Secret
 from replicax.cluster.watchdog import StuckVerdict, Timeouts
-from replicax.cluster.wire import Go, Hello, Message, decode, encode
+from replicax.cluster.wire import Go, Hello, Message, decode
+from replicax.net import stall_clock
+from replicax.net.message import Received, encode
+from replicax.net.secret import Secret
 
 
 class Connection:
@@ -31,7 +33,9 @@ class Connection:
     @property
     def told(self) -> list[Message]:
         """The answers of the hub, without heartbeats."""
-        found = [decode(line) for line in self._told.split(b"\n")[:-1]]
+        received = Received(1 << 24)
+        received.feed(bytes(self._told))
+        found = [decode(text) for text in iter(received.take, None)]
         return [message for message in found if not isinstance(message, wire.Tick)]
 
     def say(self, message: Message | bytes) -> None:
@@ -58,7 +62,7 @@ class QuietHub:
         self.secret = secret
         self._patches = [
             mock.patch.object(hub, "bound_socket"),
-            mock.patch.object(hub, "time", self.clock),
+            mock.patch.object(stall_clock, "time", self.clock),
             mock.patch.object(hub.threading, "Thread"),
             mock.patch.object(hub.asyncio, "new_event_loop", return_value=self),
             mock.patch.object(hub.asyncio, "sleep", _Turn),

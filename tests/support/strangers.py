@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from replicax.cluster.secret import Secret
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.cluster.wire import (
     Busy,
@@ -24,8 +23,9 @@ from replicax.cluster.wire import (
     Refused,
     Tick,
     Withdraw,
-    encode,
 )
+from replicax.net.message import encode, prefixed, to_json
+from replicax.net.secret import Secret
 
 MOST_OPEN = 12
 """Connections that the strangers keep open."""
@@ -112,11 +112,11 @@ class Strangers:
         return encode(self._hello())
 
     def _wrong_types(self) -> bytes:
-        fields = json.loads(encode(self._hello()))
+        fields = json.loads(to_json(self._hello()))
         for _ in range(self._chance.randrange(1, 4)):
             fields[self._chance.randrange(len(fields))] = self._chance.choice(VALUES)
         count = self._chance.randrange(len(fields) + 1)
-        return json.dumps([*fields[:count], *([None] * (count % 3))]).encode() + b"\n"
+        return prefixed(json.dumps([*fields[:count], *([None] * (count % 3))]).encode())
 
     def _flipped(self) -> bytes:
         line = bytearray(encode(self._hello()))
@@ -133,12 +133,12 @@ class Strangers:
 
     def _deep(self) -> bytes:
         deep = self._chance.choice([b"[", b'{"a":', b'["Hello",'])
-        return deep * self._chance.choice([500, 5_000, 60_000 // len(deep), 200_000]) + b"\n"
+        return prefixed(deep * self._chance.choice([500, 5_000, 60_000 // len(deep), 200_000]))
 
     def _long(self) -> bytes:
         byte = self._chance.choice([b"x", b"[", b"1", b" ", b'"'])
-        end = self._chance.choice([b"", b"\n"])
-        return byte * self._chance.randrange(60_000, LONGEST_BYTES) + end
+        text = byte * self._chance.randrange(60_000, LONGEST_BYTES)
+        return self._chance.choice([text, prefixed(text)])
 
     def _noise(self) -> bytes:
         noise = self._chance.randbytes(self._chance.randrange(5_000))

@@ -1,18 +1,15 @@
 """The connections at process 0: few strangers at once, each with little to say."""
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 
 from replicax.cluster import wire
+from replicax.net.message import Received, encode
+from replicax.net.sockets import AGAIN_SECONDS, MORE_STRANGERS, who_leaves
 
 HELLO_SECONDS = 10.0
 """Timeout for the first message on a new connection."""
-MORE_STRANGERS = 16
-"""Connections that may be open before they are admitted, besides one per process."""
-_AGAIN_SECONDS = 0.1
-"""How long to wait if the system has no descriptor left for a connection."""
 
 
 class Peer(asyncio.Protocol):
@@ -28,7 +25,7 @@ class Peer(asyncio.Protocol):
         self.process: int | None = None
         """Its rank, once it is admitted."""
         self._hear, self._lost = hear, lost
-        self._received = wire.Received(wire.LONGEST_HELLO_BYTES)
+        self._received = Received(wire.LONGEST_HELLO_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -38,8 +35,8 @@ class Peer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received.feed(data)
         try:
-            while not self._transport.is_closing() and (line := self._received.take()) is not None:
-                self._hear(self, wire.decode(line))
+            while not self._transport.is_closing() and (text := self._received.take()) is not None:
+                self._hear(self, wire.decode(text))
         except ValueError:  # not a process of Replicax
             self.close()
 
@@ -51,11 +48,11 @@ class Peer(asyncio.Protocol):
         """Let it stay and send long messages."""
         self.process = process
         self._leaves.cancel()
-        self._received.most = wire.LONGEST_LINE_BYTES
+        self._received.most_bytes = wire.LONGEST_VALUE_BYTES
 
     def send(self, message: wire.Message) -> None:
         """Send `message`, unless the connection has ended."""
-        self._transport.write(wire.encode(message))
+        self._transport.write(encode(message))
 
     def close(self) -> None:
         """End the connection, once everything is sent."""
@@ -85,16 +82,16 @@ class Door:
             try:
                 connected, _ = await loop.sock_accept(listening)
             except OSError:
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS)
                 continue
-            if sum(peer.process is None for peer in self._peers) < self._most:
-                _, peer = await loop.connect_accepted_socket(
-                    lambda: Peer(self._hear, self._forget), connected
-                )
-                self._peers.add(peer)
-            else:
-                with contextlib.suppress(OSError), connected:
-                    connected.send(wire.encode(wire.Busy()))
+            strangers = [peer for peer in self._peers if peer.process is None]
+            if (leaves := who_leaves(strangers, self._most)) is not None:
+                leaves.send(wire.Busy())  # it may be a process, which tries again
+                leaves.close()
+            _, peer = await loop.connect_accepted_socket(
+                lambda: Peer(self._hear, self._forget), connected
+            )
+            self._peers.add(peer)
             await asyncio.sleep(0)  # a flood leaves time for the processes
 
     def close(self) -> None:

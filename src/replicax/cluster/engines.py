@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from replicax.cluster import slurm_step, tpu_pod
-from replicax.cluster.address import derived_port, join_address, split_address, whole_port
 from replicax.cluster.jax_engines import detect_by_jax
 from replicax.cluster.variables import (
     CLUSTER,
@@ -18,6 +17,7 @@ from replicax.cluster.variables import (
     set_integers,
 )
 from replicax.errors import ConfigError
+from replicax.net.address import derived_port, join_address, split_address, whole_port
 
 TORCH = "RANK/WORLD_SIZE"
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -7,7 +7,6 @@ The topology is a star over TCP, separate from the devices' network, so it works
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,10 @@ from replicax.cluster.differences import field_differences, first_of, processes_
 from replicax.cluster.door import Door, Peer
 from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import bound_socket
-from replicax.cluster.variables import COORDINATOR, SECRET
+from replicax.cluster.variables import COORDINATOR
 from replicax.cluster.watchdog import Heartbeat, Member, StuckVerdict, Timeouts, Waiting, find_stuck
+from replicax.net.secret import SECRET
+from replicax.net.stall_clock import StallClock
 
 LOOK_SECONDS = 0.1
 """Interval between checks for stuck processes."""
@@ -44,6 +45,7 @@ class Hub:
         self._job, self._processes, self._secret = place.job, place.processes, place.secret
         self._door = Door(place.processes, self._hear, self._lost)
         self._silent_seconds = timeouts.silent_seconds
+        self._clock = StallClock(LOOK_SECONDS + self._silent_seconds / 4)
         self._timeout_seconds, self._prepare = timeout_seconds, prepare
         self._members: dict[int, Member] = {}
         self._hellos: dict[int, wire.Hello] = {}
@@ -111,7 +113,7 @@ class Hub:
     def _admit(self, hello: wire.Hello, peer: Peer) -> None:
         process = hello.process
         peer.admit(process)
-        self._members[process] = Member(process, hello.host, hello.pid, time.monotonic())
+        self._members[process] = Member(process, hello.host, hello.pid, self._clock.now())
         self._hellos[process], self._peers[process] = hello, peer
         peer.send(wire.Tick(self._missing()))
         if not self._missing():
@@ -133,13 +135,13 @@ class Hub:
             self._stop(StuckVerdict(str(error), []))
             return
         self._started = True
-        now = time.monotonic()
+        now = self._clock.now()
         for member in self._members.values():
             member.heard_at = now
         self._send_all(go)
 
     def _take(self, member: Member, message: wire.Message) -> None:
-        member.heard_at = time.monotonic()
+        member.heard_at = self._clock.now()
         match message:
             case Heartbeat():
                 member.heartbeat = message
@@ -166,11 +168,11 @@ class Hub:
 
     def _gather(self, process: int, message: wire.Gather) -> None:
         topic = message.topic
-        gather = self._gathers.setdefault(topic, Waiting(time.monotonic()))
+        gather = self._gathers.setdefault(topic, Waiting(self._clock.now()))
         gather.values[process] = message.value
         gather.timeout_seconds[process] = message.timeout_seconds or 0.0
         held = sum(len(each.values.get(process, "")) for each in self._gathers.values())
-        if len(self._gathers) > _MOST_TOPICS or held > wire.LONGEST_LINE_BYTES:
+        if len(self._gathers) > _MOST_TOPICS or held > wire.LONGEST_VALUE_BYTES:
             raise ValueError("more values than the threads of a process send")
         if len(gather.values) == self._processes:
             del self._gathers[topic]
@@ -193,18 +195,11 @@ class Hub:
         self._stop(StuckVerdict(f"{end}: killed, crashed, or network failure", [process]))
 
     async def _watch(self) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
-        looked_at = told_at = time.monotonic()
+        deadline = self._clock.now() + self._timeout_seconds
+        told_at = self._clock.now()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            if now - looked_at > LOOK_SECONDS + self._silent_seconds / 4:
-                # This process was frozen, and cannot tell whether others were.
-                for member in self._members.values():
-                    member.heard_at += now - looked_at
-                for gather in self._gathers.values():
-                    gather.since += now - looked_at
-            looked_at = now
+            now = self._clock.now()
             if self._verdict or self._suspecting:
                 continue
             if self._started:

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 
 from replicax.cluster.accelerators import deal, visible_gpus
-from replicax.cluster.address import join_address, split_address
 from replicax.cluster.alike import beyond_common, compared_environment, processor
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
 from replicax.cluster.differences import field_differences, first_of
@@ -18,12 +17,14 @@ from replicax.cluster.failure import leave_at_once, say, stop_now, watch_excepti
 from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.rendezvous import meet
 from replicax.cluster.watchdog import LoopProgress, Timeouts, read_timeouts
 from replicax.cluster.wire import Go, Hello
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.jax_internals import cache_own_programs
 from replicax.errors import ClusterError
+from replicax.net.address import join_address, split_address
+from replicax.net.sockets import bind_port, is_loopback
 
 _DAY_SECONDS = 86_400
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -206,10 +207,7 @@ def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence
 
 def _hold_port(host: str) -> socket.socket:
     """Reserve a port until JAX's service, which shares ports, listens on it."""
-    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    holder.bind((host if is_loopback(host) else "", 0))
-    return holder
+    return bind_port(host, 0, socket.SO_REUSEPORT)
 
 
 def _leave(link: Link) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from replicax.cluster import wire
 from replicax.cluster.watchdog import LoopProgress, StuckVerdict, Timeouts
 from replicax.errors import ConfigError
+from replicax.net.message import encode
+from replicax.net.stall_clock import StallClock
 
 _ACKNOWLEDGE_SECONDS = 3.0
 """How long a failing process waits for the verdict of process 0."""
@@ -60,10 +62,10 @@ class Link:
         without progress, which is the default timeout.
         """
         sent = wire.Gather(topic, json.dumps(value), timeout_seconds)
-        if (size := len(wire.encode(sent))) > wire.LONGEST_LINE_BYTES:
+        if (size := len(encode(sent))) > wire.LONGEST_VALUE_BYTES:
             raise ConfigError(
                 f"the value for {topic} has {size:,} bytes in JSON, and a process sends at most "
-                f"{wire.LONGEST_LINE_BYTES:,}: send a part at a time, or share a file"
+                f"{wire.LONGEST_VALUE_BYTES:,}: send a part at a time, or share a file"
             )
         with self._changed:
             self._gathered[topic] = None
@@ -122,15 +124,16 @@ class Link:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        heard_at = looked_at = time.monotonic()
-        beat_at = 0.0
+        clock = StallClock(self._timeouts.silent_seconds / 2)
+        heard_at = now = beat_at = clock.now()
+        frozen_seconds = 0.0
         while self.verdict is None:
             try:
-                if looked_at > beat_at:
-                    beat_at = looked_at + self._timeouts.beat_seconds
+                if now >= beat_at:
+                    beat_at = now + self._timeouts.beat_seconds
                     self._wire.send(self.progress.heartbeat(self._timeouts))
                 for message in self._wire.receive(self._timeouts.beat_seconds / 4):
-                    heard_at = time.monotonic()
+                    heard_at = clock.now()
                     self._take(message)
             except (OSError, ValueError):
                 if not self._leaving:
@@ -140,11 +143,10 @@ class Link:
                         )
                     )
                 return
-            now = time.monotonic()
-            if now - looked_at > self._timeouts.silent_seconds / 2:  # this process was frozen
-                heard_at += now - looked_at
-                self.progress.exclude(now - looked_at)
-            looked_at = now
+            now = clock.now()
+            if clock.frozen_seconds > frozen_seconds:
+                self.progress.exclude(clock.frozen_seconds - frozen_seconds)
+                frozen_seconds = clock.frozen_seconds
             if now - heard_at > self._timeouts.silent_seconds:
                 silent = f"{self._hub} sent no heartbeat for {now - heard_at:.0f} s"
                 verdict = StuckVerdict(

@@ -4,9 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from replicax.cluster.address import split_address
 from replicax.cluster.engines import find_innermost
-from replicax.cluster.secret import Secret, find_secret
 from replicax.cluster.variables import (
     COORDINATOR,
     JOB_ID,
@@ -17,6 +15,8 @@ from replicax.cluster.variables import (
     whole_number,
 )
 from replicax.errors import ConfigError
+from replicax.net.address import split_address
+from replicax.net.secret import Secret, find_secret
 
 _VARIABLES = {"process": PROCESS_ID, "processes": PROCESSES, "coordinator": COORDINATOR}
 

@@ -5,23 +5,18 @@ import socket
 import time
 from collections.abc import Callable
 
-from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
 from replicax.cluster.watchdog import StuckVerdict
 from replicax.cluster.wire import Busy, Connection, Go, Hello, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
+from replicax.net.address import split_address
+from replicax.net.sockets import bind_port, connect_to, listen_on
 
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
 _SAY_SECONDS = 10.0
 """Interval between printed lines while waiting."""
-_LOOPBACK = ("localhost", "127.", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes on the same host can reach `host`."""
-    return host.startswith(_LOOPBACK)
 
 
 def bound_socket(place: Place, *, listens: bool = False) -> socket.socket:
@@ -29,26 +24,19 @@ def bound_socket(place: Place, *, listens: bool = False) -> socket.socket:
 
     `ClusterError` if the port is in use, or the address is not this host's.
     """
-    host, port = split_address(str(place.coordinator))
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host if is_loopback(host) else "", port))
-        if listens:
-            bound.listen(1024)
+        return (listen_on if listens else bind_port)(*split_address(str(place.coordinator)))
     except OSError as error:
-        bound.close()
         raise ClusterError(
             f"process 0 cannot listen on {place.coordinator}: {error.strerror}{_whose(place)}; "
             "each job needs its own port: stop the other, or set REPLICAX_COORDINATOR to a free one"
         ) from None
-    return bound
 
 
 def _whose(place: Place) -> str:
     """Return whether a Replicax job uses the port, and whether it is this one."""
     try:
-        connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
+        connection = connect_to(*split_address(str(place.coordinator)), 1.0)
         with contextlib.closing(Connection(connection)) as wire:
             proof = place.secret.proof(place.job, -1, 0)
             wire.send(Hello(place.job, process=-1, processes=0, asks=True, proof=proof))
@@ -104,7 +92,7 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
     while True:
         try:
             timeout = min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.1))
-            return Connection(socket.create_connection((host, port), timeout=timeout))
+            return Connection(connect_to(host, port, timeout))
         except OSError as error:
             now = time.monotonic()
             why = _why(host, error)

@@ -5,9 +5,9 @@ import math
 import re
 from collections.abc import Mapping
 
-from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
 from replicax.cluster.variables import COORDINATOR, Detected, Fact, set_integers, whole_number
 from replicax.errors import ConfigError
+from replicax.net.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
 
 SLURM_ENGINE = "Slurm"
 _NOT_BY_SRUN = "in a Slurm allocation but not started by srun"

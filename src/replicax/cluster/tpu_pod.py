@@ -7,10 +7,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from replicax.cluster.address import join_address
 from replicax.cluster.variables import Detected, Fact, whole_number
 from replicax.core.ground import jax_internals  # JAX's table of TPUs has no public name
 from replicax.errors import ConfigError
+from replicax.net.address import join_address
 
 TPU_ENGINE = "TPU"
 COORDINATOR_PORT = 8482

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from replicax.errors import ConfigError
 
-# Set by `replicax launch`; `Timeouts` has more.
+# Set by `replicax launch`; `Timeouts` and `net/secret.py` have more.
 
 PROCESS_ID = "REPLICAX_PROCESS_ID"
 """Rank of this process, from 0."""
@@ -16,10 +16,6 @@ COORDINATOR = "REPLICAX_COORDINATOR"
 """`host:port` where process 0 listens for the others."""
 JOB_ID = "REPLICAX_JOB_ID"
 """Any text; a process with a different ID is rejected."""
-SECRET = "REPLICAX_SECRET"
-"""The secret of the job; a process with a different one, or with none, is rejected."""
-SECRET_FILE = "REPLICAX_SECRET_FILE"
-"""Path of a file with the secret, in place of `SECRET`."""
 LOCAL_DEVICES = "REPLICAX_LOCAL_DEVICES"
 """Indices of the visible accelerators that this process uses: `0,1`."""
 CLUSTER = "REPLICAX_CLUSTER"

@@ -13,9 +13,9 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from replicax.cluster.message import Typed
 from replicax.core.ground.in_flight import InFlight
 from replicax.errors import ConfigError
+from replicax.net.message import Typed
 from replicax.text.arguments import Positive, typed
 
 SAVED = 75

@@ -1,10 +1,6 @@
-"""Messages between the processes of a job: one JSON array per line, over TCP.
-
-Received data is never executed, and the types of a message are checked before anything reads it.
-"""
+"""Messages between the processes of a job."""
 
 import contextlib
-import json
 import selectors
 import socket
 import threading
@@ -12,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from replicax.cluster.message import Typed
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict
+from replicax.net.message import Received, Typed, encode, read_message
 
-LONGEST_LINE_BYTES = 1 << 24
+LONGEST_VALUE_BYTES = 1 << 24
 """The limit for a message of a process; a longer one ends the connection."""
 LONGEST_HELLO_BYTES = 1 << 16
 """The limit for a first message, which may come from anyone."""
@@ -84,7 +80,7 @@ class Refused(Typed):
 
 
 class Busy(Typed):
-    """Too many connections are open that have not said who they are: try again."""
+    """Too many connections are open that are not proven, and this one ends: try again."""
 
 
 class Tick(Typed):
@@ -130,47 +126,9 @@ Message = (
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
-    """Return `message` as a line."""
-    try:
-        return msgspec.json.encode(message) + b"\n"
-    except UnicodeEncodeError:  # such as the name of a file that is not UTF-8
-        text = json.dumps(msgspec.to_builtins(message), ensure_ascii=False)
-        return text.encode(errors="replace") + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """Return the message in `line`; `ValueError` if there is none."""
-    try:
-        return _DECODER.decode(line)
-    except RecursionError:
-        raise ValueError("a message is not nested deeply") from None
-
-
-class Received:
-    """Splits received bytes into lines of at most `most` bytes."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._unread = bytearray()
-        self._searched = 0
-
-    def feed(self, arrived: bytes) -> None:
-        """Add received bytes."""
-        self._unread += arrived
-
-    def take(self) -> bytes | None:
-        """Return the next line; None if it has not ended yet, `ValueError` if it is too long."""
-        end = self._unread.find(b"\n", self._searched)
-        self._searched = len(self._unread) if end < 0 else end
-        if self._searched > self.most:
-            raise ValueError(f"a message is longer than {self.most} bytes")
-        if end < 0:
-            return None
-        line = bytes(self._unread[:end])
-        del self._unread[: end + 1]
-        self._searched = 0
-        return line
+def decode(text: bytes) -> Message:
+    """Return the message in `text`; `ValueError` if there is none."""
+    return read_message(text, _DECODER)
 
 
 class Connection:
@@ -181,7 +139,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
-        self._received = Received(LONGEST_LINE_BYTES)
+        self._received = Received(LONGEST_VALUE_BYTES)
 
     def send(self, message: Message) -> None:
         """Send `message`; `OSError` if the other end is gone or no longer reads."""
@@ -190,7 +148,7 @@ class Connection:
 
     def expect(self, processes: int) -> None:
         """Allow for messages with a value of each of `processes`."""
-        self._received.most = processes * LONGEST_LINE_BYTES
+        self._received.most_bytes = processes * LONGEST_VALUE_BYTES
 
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
         """Yield the messages that arrive within `timeout_seconds`, as soon as any arrives.
@@ -198,7 +156,7 @@ class Connection:
         Raise `ConnectionError` if the other end has closed, and `ValueError` if it does not
         follow this protocol.
         """
-        while (line := self._received.take()) is None:
+        while (text := self._received.take()) is None:
             # A timeout of the socket would also apply to a `send` in another thread, and
             # an epoll would not wake up when another thread closes the socket.
             with selectors.PollSelector() as selector:
@@ -209,9 +167,9 @@ class Connection:
             if not arrived:
                 raise ConnectionResetError("closed by the other end")
             self._received.feed(arrived)
-        while line is not None:
-            yield decode(line)
-            line = self._received.take()
+        while text is not None:
+            yield decode(text)
+            text = self._received.take()
 
     def close(self) -> None:
         """Close this end; a `receive` in another thread then ends as well."""

@@ -7,14 +7,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from replicax.cluster.address import split_address
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.rendezvous import bound_socket, is_loopback, reach
+from replicax.cluster.rendezvous import bound_socket, reach
 from replicax.cluster.watchdog import read_timeouts
 from replicax.core.ground.job import Alone, Job
 from replicax.doctor.combined import checks_or_error, finding_and_fix, has_failed
 from replicax.errors import AgreementError, ClusterError, ConfigError
 from replicax.islands.initialize import initialize
+from replicax.net.address import split_address
+from replicax.net.sockets import is_loopback
 from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
 
 PLACE = "place"

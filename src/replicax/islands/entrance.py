@@ -2,26 +2,22 @@
 
 import contextlib
 import errno
-import random
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from replicax.cluster.address import split_address
-from replicax.cluster.rendezvous import is_loopback
 from replicax.errors import ClusterError
-from replicax.islands.frames import Channel
 from replicax.islands.handshake import Handshakes
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting, Refusal
+from replicax.net.address import split_address
+from replicax.net.channel import Channel
+from replicax.net.sockets import AGAIN_SECONDS, MORE_STRANGERS, connect_to, listen_on, who_leaves
 
-MORE_VISITORS = 16
-"""Connections that may be open before they are proven, besides one per island."""
 _BIND_SECONDS = 5.0
 """How long a port may still be in use by an island that is ending."""
-_AGAIN_SECONDS = 0.1
 
 Enter = Callable[[Greeting, Channel, Callable[[], None]], None]
 """Called with an island that knows the secret, its connection, and what accepts it."""
@@ -36,7 +32,7 @@ class Entrance:
 
     def __init__(self, place: IslandPlace, handshakes: Handshakes, enter: Enter) -> None:
         self._handshakes, self._enter = handshakes, enter
-        self._most = len(place.addresses) + MORE_VISITORS
+        self._most = len(place.addresses) + MORE_STRANGERS
         self._strangers: set[Channel] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -76,7 +72,7 @@ class Entrance:
                     self._take(connected)
                 except (OSError, RuntimeError):  # no descriptor or no thread left
                     if not self._closing:
-                        time.sleep(_AGAIN_SECONDS)
+                        time.sleep(AGAIN_SECONDS)
 
     def _take(self, connected: socket.socket) -> None:
         try:
@@ -86,9 +82,7 @@ class Entrance:
             return
         with self._lock:
             closing = self._closing
-            if len(self._strangers) >= self._most:
-                # Not the new one, or a few slow strangers would keep all islands out.
-                leaves = random.choice(list(self._strangers))
+            if (leaves := who_leaves(self._strangers, self._most)) is not None:
                 self._strangers.remove(leaves)
                 leaves.end()
             self._strangers.add(stranger)
@@ -135,32 +129,23 @@ def listen(place: IslandPlace) -> socket.socket:
     """
     address = place.addresses[place.index]
     host, port = split_address(address, ISLANDS)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + _BIND_SECONDS
     while True:
-        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host if is_loopback(host) else "", port))
-            listening.listen(1024)
-            return listening
+            return listen_on(host, port)
         except OSError as error:
-            listening.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ClusterError(
                     f"island {place.index} cannot listen on {address}: {error.strerror}; each "
                     f"island needs its own port: stop the other program, or change {ISLANDS}"
                 ) from None
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(AGAIN_SECONDS)
 
 
 def connect(address: str, seconds: float) -> Channel:
     """Return a connection to `address`; `OSError` if there is none within `seconds`."""
-    connected = socket.create_connection(split_address(address, ISLANDS), timeout=seconds)
+    connected = connect_to(*split_address(address, ISLANDS), seconds)
     try:
-        # A port of the ephemeral range can be connected to itself, while nobody listens on it.
-        if connected.getsockname() == connected.getpeername():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
         return Channel(connected)
     except BaseException:
         connected.close()

@@ -28,6 +28,7 @@ from replicax.islands.own_parts import OwnParts, check_same
 from replicax.islands.pace import Pace
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
+from replicax.net.stall_clock import StallClock
 
 _LOOK_SECONDS, _AGAIN_SECONDS = 0.5, 0.2
 
@@ -386,18 +387,18 @@ class Group:
         """Wait until the exchange is complete or the view changes."""
         of = self.agreement
         receiving = exchange == view.exchange and len(view.confirmed) < len(view.members)
-        left = allowed = self.pace.allowed(slow=slow or receiving)
+        allowed = self.pace.allowed(slow=slow or receiving)
+        clock = StallClock(2 * _LOOK_SECONDS)
+        by = clock.now() + allowed
         seen: dict[int, Any] = {}
         while of.committed < exchange and of.view is view and of.settled and of.left is None:
-            began = time.monotonic()
             self._changed.wait(_LOOK_SECONDS)
-            left -= min(time.monotonic() - began, 2 * _LOOK_SECONDS)  # else it was frozen itself
             missing, peers = of.missing(exchange), self.network.peers
             before, seen = seen, {i: peers[i].progress for i in missing if i in peers}
             # Between two exchanges an island may take many steps, and its arrays some time.
             if any(peers[i].rests or seen[i] != before.get(i) for i in seen):
-                left = allowed
-            if left < 0:
+                by = clock.now() + allowed
+            if clock.now() > by:
                 for index in missing:
                     self._changes.why[index] = "no progress, but heartbeats"
                     of.lose(index)

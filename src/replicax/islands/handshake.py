@@ -1,23 +1,18 @@
-"""The handshake of two islands: each proves that it knows the job's secret, for this connection.
+"""The handshake of two islands: each says who it is, and proves that it knows the job's secret.
 
-Greeting and Challenge carry a random nonce each; a Proof is an HMAC of both messages and of the
-role of its sender, so that it serves for no other connection, and not for the other role. What
-follows is neither encrypted nor signed: as in the rest of Replicax, the network itself is trusted.
+The first messages are Greeting and Challenge; `net/proof.py` has what follows.
 """
 
-import hmac
 import os
-import secrets
 import socket
 from typing import Literal, TypeVar, get_args
 
-import msgspec
-
 from replicax.cluster.same_system import boot
-from replicax.cluster.secret import Secret
-from replicax.islands.frames import Channel
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import HANDSHAKE, Challenge, Greeting, Proof, Refusal
+from replicax.islands.messages import HANDSHAKE, Challenge, Greeting, Refusal
+from replicax.net.channel import Channel
+from replicax.net.message import read_message
+from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
 
 HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""
@@ -27,8 +22,6 @@ Purpose = Literal["control", "data", "inquiry"]
 INQUIRES: Purpose = "inquiry"
 PURPOSES: tuple[Purpose, ...] = ("control", "data")
 """The connections of a pair."""
-DIALS, LISTENS = "replicax-island-dials", "replicax-island-listens"
-"""Roles in a handshake."""
 Expected = TypeVar("Expected", Greeting, Challenge, Proof)
 
 
@@ -51,7 +44,7 @@ class Handshakes:
         channel.limit(HANDSHAKE_SECONDS)
         place = self._place
         hello = Greeting(
-            *(place.job, place.index, len(place.addresses), self._start, purpose, _nonce()),
+            *(place.job, place.index, len(place.addresses), self._start, purpose, nonce()),
             *(self._host, self._boot, self._pid),
         )
         channel.send(hello)
@@ -63,8 +56,8 @@ class Handshakes:
                 f"island {challenge.island} of {challenge.islands} answers at the address of "
                 f"island {other} of {len(place.addresses)}"
             )
-        channel.send(Proof(proof(place.secret, DIALS, hello, challenge)))
-        _check(_receive(channel, Proof), proof(place.secret, LISTENS, hello, challenge))
+        channel.send(proof(place.secret, DIALS, hello, challenge))
+        check_proof(_receive(channel, Proof), proof(place.secret, LISTENS, hello, challenge))
         channel.limit(None)
         return challenge
 
@@ -79,12 +72,12 @@ class Handshakes:
         if hello.job != place.job:
             raise ValueError("another job")
         challenge = Challenge(
-            *(place.job, place.index, len(place.addresses), self._start, _nonce()),
+            *(place.job, place.index, len(place.addresses), self._start, nonce()),
             *(self._host, self._boot, self._pid),
         )
         channel.send(challenge)
-        _check(_receive(channel, Proof), proof(place.secret, DIALS, hello, challenge))
-        return hello, Proof(proof(place.secret, LISTENS, hello, challenge))
+        check_proof(_receive(channel, Proof), proof(place.secret, DIALS, hello, challenge))
+        return hello, proof(place.secret, LISTENS, hello, challenge)
 
     def refusal(self, hello: Greeting) -> str | None:
         """Return why an island that knows the secret is no other island of this job."""
@@ -98,28 +91,10 @@ class Handshakes:
         return None
 
 
-def proof(secret: Secret, role: str, hello: Greeting, challenge: Challenge) -> str:
-    """Return the proof of who has `role` in the handshake that began with these messages."""
-    return secret.hmac(msgspec.json.encode([role, hello, challenge]))
-
-
-def _nonce() -> str:
-    return secrets.token_hex(16)
-
-
 def _receive(channel: Channel, kind: type[Expected]) -> Expected:
-    text = channel.receive(LONGEST_HANDSHAKE_BYTES)
-    try:
-        message = HANDSHAKE.decode(text)
-    except RecursionError:
-        raise ValueError("a message is not nested deeply") from None
+    message = read_message(channel.receive(LONGEST_HANDSHAKE_BYTES), HANDSHAKE)
     if isinstance(message, Refusal):
         raise RefusedError(message.reason)
     if not isinstance(message, kind):
         raise ValueError(f"{type(message).__name__} instead of {kind.__name__}")
     return message
-
-
-def _check(given: Proof, expected: str) -> None:
-    if not hmac.compare_digest(given.hmac.encode(errors="replace"), expected.encode()):
-        raise ValueError("the secret differs")

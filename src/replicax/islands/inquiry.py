@@ -6,8 +6,9 @@ They come on a connection of their own, after the usual handshake, and change no
 import time
 from dataclasses import dataclass
 
-from replicax.islands.frames import Channel, message_bytes
 from replicax.islands.messages import INQUIRY, Answer, Question
+from replicax.net.channel import Channel
+from replicax.net.message import encode, read_message
 
 ROUNDS = 8
 MOST_BYTES = 1 << 26
@@ -64,7 +65,7 @@ def answer_inquiry(channel: Channel, *, trains: bool) -> None:
     """Answer until the other end closes; `OSError` or `ValueError` tells why it ends."""
     channel.limit(_SECONDS)
     while True:
-        question = _receive(channel)
+        question = read_message(channel.receive(), INQUIRY)
         if not isinstance(question, Question):
             raise ValueError("an answer without a question")
         if not 0 <= question.bytes <= (0 if trains else MOST_BYTES):
@@ -74,16 +75,8 @@ def answer_inquiry(channel: Channel, *, trains: bool) -> None:
 
 
 def _ask(channel: Channel, data: bytes = b"") -> Answer:
-    channel.send_bytes([message_bytes(Question(len(data))), data])
-    answer = _receive(channel)
+    channel.send_bytes([encode(Question(len(data))), data])
+    answer = read_message(channel.receive(), INQUIRY)
     if not isinstance(answer, Answer):
         raise ValueError("a question instead of an answer")
     return answer
-
-
-def _receive(channel: Channel) -> Question | Answer:
-    text = channel.receive()
-    try:
-        return INQUIRY.decode(text)
-    except RecursionError:
-        raise ValueError("a message is not nested deeply") from None

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from replicax.islands.entrance import Entrance, connect
-from replicax.islands.frames import Channel
 from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Handshakes
 from replicax.islands.inquiry import answer_inquiry
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
+from replicax.net.channel import Channel
+from replicax.net.message import read_message
+from replicax.net.stall_clock import StallClock
 
 _AGAIN_SECONDS = 0.2
 _CONNECT_SECONDS = 1.5
@@ -69,6 +71,7 @@ class Network:
         self.troubles: dict[int, str] = {}
         """Why this island could not reach another one that has not joined yet, by index."""
         self._place, self._patience_seconds = place, patience_seconds
+        self._clock = StallClock(patience_seconds / 2)
         self._joined, self._heard, self._arrived, self._lost = joined, heard, arrived, lost
         self._handshakes = Handshakes(place, self.start)
         self._lock = threading.Lock()
@@ -118,6 +121,7 @@ class Network:
             beat_seconds=beat_seconds,
             most_bytes=lambda: self.most_bytes,
             beat=lambda: Beat(self.rests, self.moves),
+            clock=self._clock,
         )
 
     def _hold(self, peer: IslandPeer) -> IslandPeer | None:
@@ -215,7 +219,7 @@ class Network:
         if not decides:
             try:
                 before = self._decided(peer, waiting[1])
-            except (OSError, ValueError, RecursionError):
+            except (OSError, ValueError):
                 waiting[1].close()
                 channel.close()
                 return
@@ -227,7 +231,7 @@ class Network:
     def _decided(self, peer: IslandPeer, control: Channel) -> IslandPeer | None:
         """Wait until the other end says that these connections count; return the peer before."""
         control.limit(HANDSHAKE_SECONDS)
-        if not isinstance(CONTROL_DECODER.decode(control.receive()), Beat):
+        if not isinstance(read_message(control.receive(), CONTROL_DECODER), Beat):
             raise ValueError("another message first")
         control.limit(None)
         with self._lock:
@@ -301,19 +305,15 @@ class Network:
 
     def _watch(self) -> None:
         look_seconds = min(self._patience_seconds / 20, _LOOK_SECONDS)
-        looked_at = time.monotonic()
         while not self._closing.wait(look_seconds):
             now = time.monotonic()
-            gap, looked_at = now - looked_at, now
-            # If this process was frozen, it cannot tell whether others were.
-            frozen_seconds = gap if gap > self._patience_seconds / 2 else 0.0
             with self._lock:
                 peers = {*self.peers.values(), *self._held.values()}
                 late = [i for i, (_, _, by) in self._waiting.items() if now > by]
                 for index in late:
                     self._waiting.pop(index)[1].close()
             for peer in peers:
-                peer.look(now, frozen_seconds, self._patience_seconds)
+                peer.look(self._patience_seconds)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from replicax.cluster.address import join_address, split_address
-from replicax.cluster.secret import Secret, find_secret
-from replicax.cluster.variables import JOB_ID, SECRET, SECRET_FILE, whole_number
+from replicax.cluster.variables import JOB_ID, whole_number
 from replicax.errors import ConfigError
 from replicax.islands.island_variables import ISLAND, ISLANDS
+from replicax.net.address import join_address, split_address
+from replicax.net.secret import SECRET, SECRET_FILE, Secret, find_secret
 
 _LONGEST_JOB = 256
 """Characters of a job ID, so that the first message of a handshake stays short."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from replicax.cluster.message import Typed
+from replicax.net.message import Typed
+from replicax.net.proof import Proof
 
 # The handshake: Greeting and Challenge, then Proof and Proof; either side may refuse.
 
@@ -42,12 +43,6 @@ class Challenge(Typed):
     host: str = ""
     boot: str = ""
     pid: int = 0
-
-
-class Proof(Typed):
-    """An HMAC of both nonces, keyed by the job's secret: first of the dialling island."""
-
-    hmac: str
 
 
 class Refusal(Typed):

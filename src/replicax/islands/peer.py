@@ -9,8 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from replicax.islands.frames import Channel, checksum, frame_parts, message_bytes
+from replicax.islands.frames import checksum, frame_parts, message_bytes, receive_frame
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, State
+from replicax.net.channel import Channel
+from replicax.net.message import encode, read_message
+from replicax.net.stall_clock import StallClock
 
 _DRAIN_SECONDS, _DRAINED_WITHIN_SECONDS = 0.01, 0.5
 """How long a loss waits for the end of the other connection, and so for what was sent before it:
@@ -46,6 +49,7 @@ class IslandPeer:
         beat_seconds: float,
         most_bytes: Callable[[], int],
         beat: Callable[[], Beat],
+        clock: StallClock,
     ) -> None:
         self.index, self.start = introduced.island, introduced.start
         self.host, self.boot, self.pid = introduced.host, introduced.boot, introduced.pid
@@ -60,7 +64,7 @@ class IslandPeer:
         self._controls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._frames: queue.SimpleQueue[tuple[Frame | State, list[memoryview]] | None]
         self._frames = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock, self._clock = threading.Lock(), clock
         self._heard_at = math.inf  # also while this process is busy with a message
         self._ended = False
         self._no_messages, self._no_frames = threading.Event(), threading.Event()
@@ -111,13 +115,10 @@ class IslandPeer:
             self._close_by = min(self._close_by, time.monotonic() + _FLUSH_SECONDS)
         self._wake_senders()
 
-    def look(self, now: float, gap: float, patience_seconds: float) -> None:
-        """End the connections if it has been silent; `gap` is how long this process was frozen."""
-        with self._lock:
-            if self._heard_at < now:
-                self._heard_at = min(self._heard_at + gap, now)
-            silent_seconds = now - self._heard_at
-        if now > self._close_by:
+    def look(self, patience_seconds: float) -> None:
+        """End the connections if it has been silent."""
+        silent_seconds = self._clock.now() - self._heard_at
+        if time.monotonic() > self._close_by:
             self.fail(CLOSED_HERE)
         elif silent_seconds > patience_seconds:
             self.fail(f"silent for {silent_seconds:.1f} s")
@@ -154,14 +155,14 @@ class IslandPeer:
             self._begin("sends-arrays", self._send_frames)
             joined(self)
             self._begin("arrays", self._receive_frames, arrived)
-            self._hear(time.monotonic())
+            self._heard_at = self._clock.now()
             for message in self._messages():
                 if isinstance(message, Beat):
                     self.rests, self._moves = message.rests, message.moves
                 else:
-                    self._hear(math.inf)
+                    self._heard_at = math.inf
                     heard(self, message)
-                self._hear(time.monotonic())
+                self._heard_at = self._clock.now()
             self._drain(self._no_frames)
         finally:
             self._ended = True
@@ -182,10 +183,6 @@ class IslandPeer:
             if not self._users:
                 self._control.close()
                 self._data.close()
-
-    def _hear(self, at: float) -> None:
-        with self._lock:
-            self._heard_at = at
 
     def _begin(
         self, name: str, target: Callable[..., None], *arguments: object
@@ -211,8 +208,8 @@ class IslandPeer:
         """Yield what comes on the control connection, until it ends."""
         while True:
             try:
-                message = CONTROL_DECODER.decode(self._control.receive())
-            except (OSError, ValueError, RecursionError) as error:
+                message = read_message(self._control.receive(), CONTROL_DECODER)
+            except (OSError, ValueError) as error:
                 self._no_messages.set()
                 self.fail(_why(error), self._no_frames if isinstance(error, OSError) else None)
                 return
@@ -223,7 +220,7 @@ class IslandPeer:
     ) -> None:
         while not self._ended:
             try:
-                header, arrays = self._data.receive_frame(self._most_bytes())
+                header, arrays = receive_frame(self._data, self._most_bytes())
             except (OSError, ValueError, MemoryError) as error:
                 self._no_frames.set()
                 self.fail(_why(error), self._no_messages if isinstance(error, OSError) else None)
@@ -249,7 +246,7 @@ class IslandPeer:
         while self._reason is None and (packed := self._frames.get()) is not None:
             header, views = packed
             try:
-                self._data.send_frame(checksum(header, views), views)
+                self._data.send_bytes([encode(checksum(header, views)), *views])
             except OSError as error:
                 self.fail(_why(error))
         self._sender_ends()
@@ -270,7 +267,7 @@ class IslandPeer:
 
 
 def _why(error: BaseException) -> str:
-    if isinstance(error, ValueError | RecursionError):
+    if isinstance(error, ValueError):
         return f"it does not follow the protocol: {error}"
     if isinstance(error, MemoryError):
         return "no memory for its arrays"

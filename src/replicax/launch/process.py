@@ -18,6 +18,7 @@ from replicax.errors import ConfigError
 from replicax.launch.cause import Ended, read_report
 from replicax.launch.echo import Echo, Log, Output
 from replicax.launch.job_spec import JobSpec
+from replicax.net.secret import SECRET, SECRET_FILE
 
 GUARD = Path(__file__).with_name("guard.py")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -50,7 +51,7 @@ class ProcessStart:
     def own_env(self) -> dict[str, str]:
         """The environment of the process, including its place in the job."""
         devices = self.job.devices_per_process
-        kept = {name: value for name, value in self.env.items() if name != variables.SECRET_FILE}
+        kept = {name: value for name, value in self.env.items() if name != SECRET_FILE}
         return {
             **kept,
             **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
@@ -58,7 +59,7 @@ class ProcessStart:
             variables.PROCESSES: str(self.job.processes),
             variables.COORDINATOR: self.coordinator,
             variables.JOB_ID: self.job_id,
-            variables.SECRET: self.secret,
+            SECRET: self.secret,
             variables.FAILURE_FILE: str(self.report),
             "PYTHONUNBUFFERED": "1",
         }

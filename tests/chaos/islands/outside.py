@@ -8,8 +8,8 @@ from chaos.islands.trial import Trial
 from support.island_networks import RawIsland
 from support.island_strangers import IslandStrangers
 
-from replicax.cluster.secret import Secret
 from replicax.islands.island_place import IslandPlace
+from replicax.net.secret import Secret
 
 
 def strangers(trial: Trial) -> None:

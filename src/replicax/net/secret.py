@@ -5,9 +5,12 @@ import hmac
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.errors import ConfigError
 
+SECRET = "REPLICAX_SECRET"
+"""The secret of the job; a process with a different one, or with none, is rejected."""
+SECRET_FILE = "REPLICAX_SECRET_FILE"
+"""Path of a file with the secret, in place of `SECRET`."""
 _LONGEST_BYTES = 4096
 
 
