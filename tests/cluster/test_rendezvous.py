@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from support.cluster_jobs import Job, free_port, opened, place, proven
+from support.cluster_jobs import NO_SECRET, Job, free_port, opened, place
 from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS
 
@@ -17,9 +17,10 @@ from replicax.cluster import rendezvous
 from replicax.cluster.hub import Hub
 from replicax.cluster.rendezvous import meet
 from replicax.cluster.watchdog import Timeouts
-from replicax.cluster.wire import Busy, Hello
+from replicax.cluster.wire import Busy, Go, Hello, Prove
 from replicax.errors import ClusterError
 from replicax.net.message import encode
+from replicax.net.proof import Proof
 from replicax.net.sockets import is_loopback
 
 
@@ -33,7 +34,8 @@ def going(coordinator: str, seconds: float, said: list[str] | None = None) -> st
     with pytest.raises(ClusterError) as caught:
         meet(
             coordinator,
-            proven(Hello("ours", 1, 2)),
+            Hello("ours", 1, 2),
+            NO_SECRET,
             seconds,
             (said if said is not None else []).append,
         )
@@ -108,7 +110,12 @@ def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"timed out: .*firewall, .*wrong address$", said)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+IMPOSTOR = [encode(Prove("n")), encode(Proof("0" * 64)), encode(Go(["it"]))]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", IMPOSTOR[2], b"".join(IMPOSTOR)]
+)
 def test_what_listens_hangs_up(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster_jobs import Job, opened, proven
+from support.cluster_jobs import Job, opened
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster.place import find_place
-from replicax.cluster.wire import Hello
+from replicax.cluster.wire import Hello, Prove
 from replicax.errors import ClusterError, ConfigError
 from replicax.net.message import encode
+from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, proof
 from replicax.net.secret import Secret, find_secret
 
 KEY = "the secret of this job"
@@ -21,7 +22,7 @@ ENV = {"REPLICAX_PROCESS_ID": "1", "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINA
 
 
 def same(one: Secret, other: Secret) -> bool:
-    return other.admits(one.proof("a", 1, 2), "a", 1, 2)
+    return one.hmac(b"text") == other.hmac(b"text")
 
 
 def works(job: Job, processes: list[Any]) -> bool:
@@ -40,10 +41,17 @@ def test_a_secret_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
     assert (SECRET.is_set, find_secret({}).is_set) == (True, False)
 
 
-def test_a_proof_holds_for_one_rank_of_one_job() -> None:
-    proof = SECRET.proof("a", 1, 2)
-    assert not any(SECRET.admits(proof, *them) for them in [("b", 1, 2), ("a", 0, 2), ("a", 1, 3)])
-    assert not SECRET.admits("ä", "a", 1, 2)
+def test_a_proof_holds_for_one_connection_of_one_rank_of_one_job() -> None:
+    def proven(role: str = DIALS, to: str = "m", **fields: Any) -> Proof:
+        told = {"job": "a", "process": 1, "processes": 2, "nonce": "n", **fields}
+        return proof(SECRET, role, Hello(**told), Prove(to))
+
+    check_proof(proven(), proven())
+    changes = {"job": "b", "process": 0, "processes": 3, "nonce": "o", "role": LISTENS, "to": "o"}
+    others = [proven(**{name: value}) for name, value in changes.items()]
+    for wrong in (*others, Proof("ä"), Proof("")):
+        with pytest.raises(ValueError, match="secret"):
+            check_proof(wrong, proven())
 
 
 def test_a_secret_that_cannot_be_used_is_named_but_not_shown(tmp_path: Path) -> None:
@@ -65,7 +73,7 @@ def test_a_secret_that_cannot_be_used_is_named_but_not_shown(tmp_path: Path) -> 
 def test_neither_a_place_nor_a_message_shows_the_secret() -> None:
     found = find_place({**ENV, "REPLICAX_SECRET": KEY})
     assert KEY not in f"{found!r} {found.line()} {found.reasons} {vars(found)}"
-    assert KEY.encode() not in encode(proven(Hello("ours", 1, 2), SECRET))
+    assert KEY.encode() not in encode(proof(SECRET, DIALS, Hello("ours", 1, 2), Prove("")))
 
 
 @pytest.mark.promise("outside.secret")

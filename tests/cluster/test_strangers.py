@@ -60,6 +60,7 @@ def test_a_job_goes_on_whatever_strangers_say(
             strangers.come()
             assert not processes or number % 10 or works(job, processes, f"after {number}")
         strangers.leave()
+        assert strangers.let_in == 0
         assert works(job, processes or job.start())
         assert not any(process.stopped.done() for process in processes)
     assert not caplog.records

@@ -13,7 +13,7 @@ from replicax.islands import island_network
 from replicax.islands.handshake import Handshakes
 from replicax.islands.island_network import REPLACED
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import Challenge, Frame
+from replicax.islands.messages import Frame, Greeting
 from replicax.launch.process import free_port
 from replicax.net.channel import Channel
 
@@ -81,7 +81,7 @@ def test_connections_that_cross_become_one_pair(
             if index == late:
                 arrived[1 - index].wait(0.5)
 
-    def dials(self: Any, channel: Channel, other: int, purpose: Any) -> Challenge:
+    def dials(self: Any, channel: Channel, other: int, purpose: Any) -> Greeting:
         index, first = self._place.index, 2 * (purpose == "data")
         wait(index, first)
         challenge = dial(self, channel, other, purpose)

@@ -23,7 +23,6 @@ from replicax.islands.messages import (
     HANDSHAKE,
     INQUIRY,
     Answer,
-    Challenge,
     Greeting,
     Question,
     Refusal,
@@ -33,7 +32,7 @@ from replicax.net.message import PREFIX_BYTES, prefixed
 from replicax.net.proof import DIALS, LISTENS, Proof, proof
 from replicax.net.secret import Secret
 
-Handshake = Greeting | Challenge | Proof | Refusal
+Handshake = Greeting | Proof | Refusal
 SAID = drawn(Handshake).map(message_bytes)
 STRANGE = st.lists(SAID | harmed(SAID) | st.binary(max_size=40), max_size=3).map(b"".join)
 OURS = [Handshakes(IslandPlace(n, ("a:1", "b:2"), "ours", SECRET), f"start {n}") for n in (0, 1)]
@@ -75,13 +74,13 @@ def test_strangers_are_refused_whatever_they_say(said: bytes, dials: bool) -> No
         assert not stranger.sent or b"ours" in said
 
 
-@given(drawn(Greeting), drawn(Challenge), st.text(max_size=64) | st.binary(max_size=20))
+@given(drawn(Greeting), drawn(Greeting), st.text(max_size=64) | st.binary(max_size=20))
 def test_a_proof_serves_for_one_connection_and_one_role(
-    greeting: Greeting, another: Challenge, guess: str | bytes
+    greeting: Greeting, another: Greeting, guess: str | bytes
 ) -> None:
     hello = msgspec.structs.replace(greeting, job="ours")
 
-    def wrong(challenge: Challenge) -> list[Proof]:
+    def wrong(challenge: Greeting) -> list[Proof]:
         return [
             proof(SECRET, LISTENS, hello, challenge),
             proof(SECRET, DIALS, hello, another),
@@ -101,8 +100,8 @@ def test_a_proof_serves_for_one_connection_and_one_role(
     assert (back, own) == (hello, proof(SECRET, LISTENS, hello, challenge))
 
 
-@given(drawn(Challenge), st.booleans())
-def test_who_dials_believes_only_the_island_that_it_dialled(told: Challenge, proves: bool) -> None:
+@given(drawn(Greeting), st.booleans())
+def test_who_dials_believes_only_the_island_that_it_dialled(told: Greeting, proves: bool) -> None:
     def reply(hello: Greeting) -> bytes:
         key = SECRET if proves else Secret(b"x")
         return message_bytes(proof(key, LISTENS, hello, told))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster.cluster_job import Linked
@@ -39,12 +38,6 @@ def place(
 ) -> Place:
     address = f"127.0.0.1:{port}"
     return Place(process, processes, address, job, None, None, None, "test", {}, secret)
-
-
-def proven(hello: Hello, secret: Secret = NO_SECRET) -> Hello:
-    """`hello` with its proof."""
-    proof = secret.proof(hello.job, hello.process, hello.processes)
-    return msgspec.structs.replace(hello, proof=proof)
 
 
 class Process:
@@ -106,12 +99,11 @@ class Job:
         """`process` comes in a thread of its own."""
         coordinator, host = f"127.0.0.1:{self.port}", socket.gethostname()
         of = processes or self.processes
-        proof = (secret or self.secret).proof(job, process, of)
-        hello = Hello(job, process, of, host, os.getpid(), versions, proof=proof)
+        hello = Hello(job, process, of, host, os.getpid(), versions)
         seconds = timeout_seconds or self.timeout_seconds
 
         def coming() -> Process:
-            wire, go = meet(coordinator, hello, seconds, self.said.append)
+            wire, go = meet(coordinator, hello, secret or self.secret, seconds, self.said.append)
             self._closing.callback(wire.close)
             came = Process(process, wire, go, self.timeouts, self._over)
             self._closing.callback(came.link.close)

@@ -10,7 +10,7 @@ import msgspec
 
 from replicax.islands.frames import message_bytes
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import HANDSHAKE, Beat, Challenge, Frame, Greeting
+from replicax.islands.messages import HANDSHAKE, Beat, Frame, Greeting
 from replicax.net.message import PREFIX_BYTES, prefixed
 from replicax.net.proof import DIALS, Proof, proof
 from replicax.net.secret import Secret
@@ -71,7 +71,7 @@ class IslandStrangers:
         stranger.sendall(message_bytes(hello))
         stranger.settimeout(0.5)
         challenge = HANDSHAKE.decode(stranger.recv(1 << 12)[PREFIX_BYTES:])
-        assert isinstance(challenge, Challenge)
+        assert isinstance(challenge, Greeting)
         guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, challenge)
         said = self._chance.choice([guess, Proof(""), Proof("ä"), Proof(challenge.nonce)])
         stranger.sendall(message_bytes(said))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import msgspec
 from support.clock import Clock
-from support.cluster_jobs import NO_SECRET, place, proven
+from support.cluster_jobs import NO_SECRET, place
 
 from replicax.cluster import door, hub, wire
 from replicax.cluster.hub import LOOK_SECONDS, Hub
@@ -16,6 +16,7 @@ from replicax.cluster.watchdog import StuckVerdict, Timeouts
 from replicax.cluster.wire import Go, Hello, Message, decode
 from replicax.net import stall_clock
 from replicax.net.message import Received, encode
+from replicax.net.proof import DIALS, Proof, proof
 from replicax.net.secret import Secret
 
 
@@ -23,7 +24,8 @@ class Connection:
     """A connection to the hub, and what came back on it."""
 
     def __init__(self, quiet: "QuietHub") -> None:
-        self._quiet, self.closed, self._told = quiet, False, bytearray()
+        self._quiet, self.closed = quiet, False
+        self.said, self._told = bytearray(), bytearray()
         self.peer = door.Peer(quiet.hub._hear, quiet.hub._lost)
         self.peer.connection_made(mock.MagicMock(spec=door.asyncio.Transport, **self._transport()))
 
@@ -32,15 +34,22 @@ class Connection:
 
     @property
     def told(self) -> list[Message]:
-        """The answers of the hub, without heartbeats."""
+        """The answers of the hub, without heartbeats, and without the handshake."""
+        apart = wire.Tick | wire.Prove | Proof
+        return [message for message in self.all_told if not isinstance(message, apart)]
+
+    @property
+    def all_told(self) -> list[Message]:
+        """The answers of the hub."""
         received = Received(1 << 24)
         received.feed(bytes(self._told))
-        found = [decode(text) for text in iter(received.take, None)]
-        return [message for message in found if not isinstance(message, wire.Tick)]
+        return [decode(text) for text in iter(received.take, None)]
 
     def say(self, message: Message | bytes) -> None:
+        said = message if isinstance(message, bytes) else encode(message)
+        self.said += said
         if not self.closed:
-            self.peer.data_received(message if isinstance(message, bytes) else encode(message))
+            self.peer.data_received(said)
 
     def close(self) -> None:
         """End it, from either end."""
@@ -96,9 +105,12 @@ class QuietHub:
     def join(self, rank: int, count: int, **more: Any) -> Connection:
         """Let a process come that knows the secret, unless `more` says otherwise."""
         connection = self.connect()
+        key = more.pop("key", self.secret)
         hello = Hello("ours", rank, count, f"host {rank}", 100 + rank)
-        changed = msgspec.structs.replace(hello, **more)
-        connection.say(changed if "proof" in more else proven(changed, self.secret))
+        hello = msgspec.structs.replace(hello, **more)
+        connection.say(hello)
+        if isinstance(prove := connection.all_told[-1], wire.Prove):
+            connection.say(proof(key, DIALS, hello, prove))
         return connection
 
     def wait(self, seconds: float, *, frozen: bool = False) -> None:

@@ -20,11 +20,14 @@ from replicax.cluster.wire import (
     Go,
     Hello,
     Message,
+    Prove,
     Refused,
     Tick,
     Withdraw,
+    decode,
 )
-from replicax.net.message import encode, prefixed, to_json
+from replicax.net.message import Received, encode, prefixed, to_json
+from replicax.net.proof import DIALS, Proof, proof
 from replicax.net.secret import Secret
 
 MOST_OPEN = 12
@@ -48,6 +51,8 @@ class Strangers:
         self._open: deque[socket.socket] = deque()
         self.refused = 0
         """Connections that the system or the job closed while the stranger spoke."""
+        self.let_in = 0
+        """Strangers that were taken for a process."""
 
     def come(self) -> None:
         """Add a stranger; the oldest one leaves."""
@@ -55,10 +60,13 @@ class Strangers:
         stranger = socket.create_connection(self._address, timeout=SECONDS)
         self._open.append(stranger)
         try:
-            for piece in self._pieces(self._said()):
-                stranger.sendall(piece)
+            if self._chance.random() < 0.2:
+                self._answers(stranger)
+            else:
+                for piece in self._pieces(self._said()):
+                    stranger.sendall(piece)
             leaves(stranger)
-        except OSError:
+        except (OSError, ValueError):
             self.refused += 1
             self._goes(stranger)
         while len(self._open) > MOST_OPEN:
@@ -68,6 +76,18 @@ class Strangers:
         """Close all connections."""
         while self._open:
             self._goes(self._open[0])
+
+    def _answers(self, stranger: socket.socket) -> None:
+        """Go on to a wrong proof, as a process would to the right one."""
+        hello, received = self._hello(), Received(1 << 16)
+        stranger.sendall(encode(hello))
+        received.feed(stranger.recv(1 << 12))
+        prove = decode(received.take() or b"")
+        if isinstance(prove, Prove):
+            guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, prove)
+            stranger.sendall(encode(self._chance.choice([guess, Proof(prove.nonce), Proof("ä")])))
+            received.feed(stranger.recv(1 << 12))
+            self.let_in += not isinstance(decode(received.take() or b""), Refused)
 
     def _goes(self, stranger: socket.socket) -> None:
         self._open.remove(stranger)
@@ -102,14 +122,13 @@ class Strangers:
         versions = {"jax": "0"}
         asks = self._chance.random() < 0.2
         hello = Hello(job, process, self._processes, "h", 1, versions, asks=asks)
-        key = Secret(self._chance.choice([b"", b"guess", self._chance.randbytes(32)]))
-        proof = self._chance.choice(
-            [key.proof(job, process, self._processes), "", "ä", "0" * 64, "x" * 70_000]
-        )
-        return msgspec.structs.replace(hello, proof=proof)
+        return msgspec.structs.replace(hello, nonce=self._chance.choice(["", "ä", "x" * 70_000]))
 
     def _wrong_secret(self) -> bytes:
-        return encode(self._hello())
+        """A guess that does not wait for the nonce of the other end."""
+        hello, key = self._hello(), Secret(self._chance.choice([b"", b"guess"]))
+        guess = proof(key, DIALS, hello, Prove(""))
+        return encode(hello) + encode(self._chance.choice([guess, Proof(""), Proof("ä"), hello]))
 
     def _wrong_types(self) -> bytes:
         fields = json.loads(to_json(self._hello()))
@@ -126,7 +145,15 @@ class Strangers:
 
     def _another_kind(self) -> bytes:
         messages: list[Message] = [
-            *(Heartbeat(9, 9), Gather("t", "1"), Withdraw("t"), Failed("x", False), Bye(), Busy()),
+            *(
+                Heartbeat(9, 9),
+                Gather("t", "1"),
+                Withdraw("t"),
+                Failed("x", False),
+                Bye(),
+                Busy(),
+                Prove("n"),
+            ),
             *(StuckVerdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
         ]
         return encode(self._chance.choice(messages))

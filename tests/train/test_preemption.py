@@ -52,8 +52,7 @@ def join():
     if place.process == 0:
         Hub(place, Timeouts(), 30.0, lambda hellos: ())
     told = place.job, place.process, place.processes
-    hello = Hello(*told, proof=place.secret.proof(*told))
-    wire, go = meet(place.coordinator, hello, 30.0, say)
+    wire, go = meet(place.coordinator, Hello(*told), place.secret, 30.0, say)
     progress = LoopProgress(InFlight())
     stop = partial(stop_now, place.process, progress)
     set_job(Linked(place, Link(wire, place.process, go.names, Timeouts(), progress, stop)))

@@ -24,6 +24,8 @@ class Peer(asyncio.Protocol):
     ) -> None:
         self.process: int | None = None
         """Its rank, once it is admitted."""
+        self.said: tuple[wire.Hello, wire.Prove] | None = None
+        """What it has said of itself, and the answer, which it must prove to know the secret."""
         self._hear, self._lost = hear, lost
         self._received = Received(wire.LONGEST_HELLO_BYTES)
 

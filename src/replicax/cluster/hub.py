@@ -17,6 +17,7 @@ from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import bound_socket
 from replicax.cluster.variables import COORDINATOR
 from replicax.cluster.watchdog import Heartbeat, Member, StuckVerdict, Timeouts, Waiting, find_stuck
+from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
 from replicax.net.secret import SECRET
 from replicax.net.stall_clock import StallClock
 
@@ -85,18 +86,25 @@ class Hub:
         if peer.process is not None:
             self._take(self._members[peer.process], message)
             return
-        if isinstance(message, wire.Hello):
-            refusal = self._refusal(message)
-            if refusal is None:
-                self._admit(message, peer)
+        match message, peer.said:
+            case wire.Hello(), None:
+                peer.said = message, wire.Prove(nonce())
+                peer.send(peer.said[1])
                 return
-            peer.send(wire.Refused(refusal))
+            case Proof(), (hello, prove):
+                refusal = self._refusal(hello, prove, message)
+                if refusal is None:
+                    self._admit(hello, prove, peer)
+                    return
+                peer.send(wire.Refused(refusal))
         peer.close()
 
-    def _refusal(self, hello: wire.Hello) -> str | None:
+    def _refusal(self, hello: wire.Hello, prove: wire.Prove, given: Proof) -> str | None:
         """Return why `hello` is not admitted; strangers learn nothing of the job."""
         process, processes = hello.process, hello.processes
-        if not self._secret.admits(hello.proof, hello.job, process, processes):
+        try:
+            check_proof(given, proof(self._secret, DIALS, hello, prove))
+        except ValueError:
             return f"{OTHER_JOB}, or the secret of this process differs: give all the same {SECRET}"
         if hello.job != self._job:
             return f"{OTHER_JOB}: set {COORDINATOR} to a free one"
@@ -110,11 +118,12 @@ class Hub:
             return f"{self._members[process]} is already in the job"
         return self._verdict.reason if self._verdict else None
 
-    def _admit(self, hello: wire.Hello, peer: Peer) -> None:
+    def _admit(self, hello: wire.Hello, prove: wire.Prove, peer: Peer) -> None:
         process = hello.process
         peer.admit(process)
         self._members[process] = Member(process, hello.host, hello.pid, self._clock.now())
         self._hellos[process], self._peers[process] = hello, peer
+        peer.send(proof(self._secret, LISTENS, hello, prove))
         peer.send(wire.Tick(self._missing()))
         if not self._missing():
             self._start()

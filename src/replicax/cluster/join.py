@@ -123,9 +123,8 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
             {} if gpus else processor(),
             gpus,
             place.local_devices,
-            proof=place.secret.proof(place.job, place.process, place.processes),
         )
-        wire, go = meet(coordinator, hello, timeout_seconds, say)
+        wire, go = meet(coordinator, hello, place.secret, timeout_seconds, say)
         progress = LoopProgress(InFlight())
         stop = partial(stop_now, place.process, progress)
         job = Linked(place, Link(wire, place.process, go.names, timeouts, progress, stop))

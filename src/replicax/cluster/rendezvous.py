@@ -5,12 +5,16 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
 from replicax.cluster.watchdog import StuckVerdict
-from replicax.cluster.wire import Busy, Connection, Go, Hello, Refused, Tick
+from replicax.cluster.wire import Busy, Connection, Go, Hello, Message, Prove, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
 from replicax.net.address import split_address
+from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
+from replicax.net.secret import Secret
 from replicax.net.sockets import bind_port, connect_to, listen_on
 
 _CONNECT_SECONDS = 5.0
@@ -38,16 +42,19 @@ def _whose(place: Place) -> str:
     try:
         connection = connect_to(*split_address(str(place.coordinator)), 1.0)
         with contextlib.closing(Connection(connection)) as wire:
-            proof = place.secret.proof(place.job, -1, 0)
-            wire.send(Hello(place.job, process=-1, processes=0, asks=True, proof=proof))
-            said = next(wire.receive(timeout_seconds=1.0), None)
+            asks = Hello(place.job, process=-1, processes=0, asks=True)
+            said = _introduce(wire, asks, place.secret, time.monotonic() + 1.0)
         return f" ({said.reason})" if isinstance(said, Refused) else ""
-    except (OSError, ValueError):
+    except (OSError, ValueError, ClusterError):
         return ""
 
 
 def meet(
-    coordinator: str, hello: Hello, timeout_seconds: float, say: Callable[[str], None]
+    coordinator: str,
+    hello: Hello,
+    secret: Secret,
+    timeout_seconds: float,
+    say: Callable[[str], None],
 ) -> tuple[Connection, Go]:
     """Connect to the hub and wait until all processes have joined; `say` which are missing.
 
@@ -58,9 +65,16 @@ def meet(
     while True:
         wire = reach(coordinator, deadline, say)
         try:
-            wire.send(hello)
             # The hub reports which processes are missing: wait slightly longer than it does.
-            go = _wait(wire, deadline + 5.0, say)
+            match _introduce(wire, hello, secret, deadline + 5.0):
+                case None:
+                    return wire, _wait(wire, deadline + 5.0, say)
+                case Refused(reason):
+                    raise ClusterError(f"rejected by process 0: {reason}")
+                case Busy():
+                    pass
+                case other:
+                    raise ValueError(f"{type(other).__name__} before the proof")
         except (OSError, ValueError) as error:
             wire.close()
             raise ClusterError(
@@ -70,8 +84,6 @@ def meet(
         except BaseException:
             wire.close()
             raise
-        if go is not None:
-            return wire, go
         wire.close()
         if time.monotonic() > deadline:
             raise ClusterError(
@@ -107,19 +119,36 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
             time.sleep(_AGAIN_SECONDS)
 
 
-def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go | None:
-    """Return the hub's answer once all have joined; None if it is too busy to listen now."""
+def _introduce(wire: Connection, hello: Hello, secret: Secret, deadline: float) -> Message | None:
+    """Prove the secret to process 0, and let it prove it; else return what it says instead."""
+    hello = msgspec.structs.replace(hello, nonce=nonce())
+    prove = _answer(wire, hello, deadline)
+    if not isinstance(prove, Prove):
+        return prove
+    given = _answer(wire, proof(secret, DIALS, hello, prove), deadline)
+    if not isinstance(given, Proof):
+        return given
+    check_proof(given, proof(secret, LISTENS, hello, prove))
+    return None
+
+
+def _answer(wire: Connection, message: Message, deadline: float) -> Message:
+    with contextlib.suppress(OSError):  # what it said before it closed tells more
+        wire.send(message)
+    for answer in wire.receive(max(deadline - time.monotonic(), 0.0)):
+        return answer
+    raise ClusterError("process 0 did not start the job in time; see its output")
+
+
+def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go:
+    """Return the hub's answer once all have joined."""
     said_at = started = time.monotonic()
     while time.monotonic() < deadline:
         for message in wire.receive(timeout_seconds=1.0):
             now = time.monotonic()
             match message:
-                case Refused(reason):
-                    raise ClusterError(f"rejected by process 0: {reason}")
                 case StuckVerdict(reason, blames):
                     raise (ClusterError if blames else AgreementError)(reason)
-                case Busy():
-                    return None
                 case Go():
                     return message
                 case Tick(missing) if missing and now - said_at > _SAY_SECONDS:

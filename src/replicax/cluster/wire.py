@@ -10,6 +10,7 @@ import msgspec
 
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.net.message import Received, Typed, encode, read_message
+from replicax.net.proof import Proof
 
 LONGEST_VALUE_BYTES = 1 << 24
 """The limit for a message of a process; a longer one ends the connection."""
@@ -38,8 +39,8 @@ class Hello(Typed):
     local_devices: Sequence[int] | None = None
     asks: bool = False
     """Whether it only asks who uses this port."""
-    proof: str = ""
-    """Proof that it knows the job's secret."""
+    nonce: str = ""
+    """Random text of this connection, for the proofs."""
 
 
 class Gather(Typed):
@@ -71,6 +72,12 @@ class Bye(Typed):
 
 
 # From process 0, which also sends a `StuckVerdict` to stop all.
+
+
+class Prove(Typed):
+    """The answer to `Hello`: a `Proof` of each end follows, that of process 0 if it admits."""
+
+    nonce: str
 
 
 class Refused(Typed):
@@ -111,6 +118,8 @@ class Gathered(Typed):
 
 Message = (
     Hello
+    | Proof
+    | Prove
     | Heartbeat
     | Gather
     | Withdraw

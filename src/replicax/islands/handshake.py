@@ -1,6 +1,6 @@
 """The handshake of two islands: each says who it is, and proves that it knows the job's secret.
 
-The first messages are Greeting and Challenge; `net/proof.py` has what follows.
+The first message of each is a Greeting; `net/proof.py` has what follows.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Literal, TypeVar, get_args
 
 from replicax.cluster.same_system import boot
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import HANDSHAKE, Challenge, Greeting, Refusal
+from replicax.islands.messages import HANDSHAKE, Greeting, Refusal
 from replicax.net.channel import Channel
 from replicax.net.message import read_message
 from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
@@ -22,7 +22,7 @@ Purpose = Literal["control", "data", "inquiry"]
 INQUIRES: Purpose = "inquiry"
 PURPOSES: tuple[Purpose, ...] = ("control", "data")
 """The connections of a pair."""
-Expected = TypeVar("Expected", Greeting, Challenge, Proof)
+Expected = TypeVar("Expected", Greeting, Proof)
 
 
 class RefusedError(ValueError):
@@ -36,19 +36,16 @@ class Handshakes:
         self._place, self._start = place, start
         self._host, self._boot, self._pid = socket.gethostname()[:255], boot(), os.getpid()
 
-    def dial(self, channel: Channel, other: int, purpose: Purpose) -> Challenge:
+    def dial(self, channel: Channel, other: int, purpose: Purpose) -> Greeting:
         """Return what the island `other`, which was dialled, says of itself, once it is proven.
 
         `ValueError` if it is not that island, or refuses.
         """
         channel.limit(HANDSHAKE_SECONDS)
         place = self._place
-        hello = Greeting(
-            *(place.job, place.index, len(place.addresses), self._start, purpose, nonce()),
-            *(self._host, self._boot, self._pid),
-        )
+        hello = self._greeting(purpose)
         channel.send(hello)
-        challenge = _receive(channel, Challenge)
+        challenge = _receive(channel, Greeting)
         if challenge.job != place.job:
             raise ValueError("another job")
         if (challenge.island, challenge.islands) != (other, len(place.addresses)):
@@ -71,13 +68,17 @@ class Handshakes:
         place = self._place
         if hello.job != place.job:
             raise ValueError("another job")
-        challenge = Challenge(
-            *(place.job, place.index, len(place.addresses), self._start, nonce()),
-            *(self._host, self._boot, self._pid),
-        )
+        challenge = self._greeting()
         channel.send(challenge)
         check_proof(_receive(channel, Proof), proof(place.secret, DIALS, hello, challenge))
         return hello, proof(place.secret, LISTENS, hello, challenge)
+
+    def _greeting(self, purpose: str = "") -> Greeting:
+        place = self._place
+        return Greeting(
+            *(place.job, place.index, len(place.addresses), self._start, purpose, nonce()),
+            *(self._host, self._boot, self._pid),
+        )
 
     def refusal(self, hello: Greeting) -> str | None:
         """Return why an island that knows the secret is no other island of this job."""

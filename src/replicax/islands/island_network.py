@@ -19,7 +19,7 @@ from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Ha
 from replicax.islands.inquiry import answer_inquiry
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
-from replicax.islands.peer import CLOSED_HERE, Introduced, IslandPeer
+from replicax.islands.peer import CLOSED_HERE, IslandPeer
 from replicax.net.channel import Channel
 from replicax.net.message import read_message
 from replicax.net.stall_clock import StallClock
@@ -114,7 +114,7 @@ class Network:
         self._threads.append(thread)
         thread.start()
 
-    def _peer(self, introduced: Introduced, control: Channel, data: Channel) -> IslandPeer:
+    def _peer(self, introduced: Greeting, control: Channel, data: Channel) -> IslandPeer:
         beat_seconds = min(self._patience_seconds / 20, _BEAT_SECONDS)
         return IslandPeer(
             *(introduced, control, data),

@@ -11,11 +11,11 @@ import msgspec
 from replicax.net.message import Typed
 from replicax.net.proof import Proof
 
-# The handshake: Greeting and Challenge, then Proof and Proof; either side may refuse.
+# The handshake: a Greeting of each side, then a Proof of each; either side may refuse.
 
 
 class Greeting(Typed):
-    """The first message on a connection, from the island that dials."""
+    """The first message of each side: who it is."""
 
     job: str
     island: int
@@ -24,24 +24,11 @@ class Greeting(Typed):
     start: str
     """Random text that differs in each start of an island."""
     purpose: str
-    """`control`, `data`, or `inquiry` of `replicax doctor`."""
+    """`control`, `data`, or `inquiry` of `replicax doctor`; empty in the answer."""
     nonce: str
     host: str = ""
     boot: str = ""
     """Identifies the running system of `host`, and its process ids; empty if unknown."""
-    pid: int = 0
-
-
-class Challenge(Typed):
-    """The answer to `Greeting`: the same fields of the island that was dialled."""
-
-    job: str
-    island: int
-    islands: int
-    start: str
-    nonce: str
-    host: str = ""
-    boot: str = ""
     pid: int = 0
 
 
@@ -200,6 +187,6 @@ Data = Frame | State
 CONTROL_DECODER: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
 DATA: msgspec.json.Decoder[Data] = msgspec.json.Decoder(Data)
 INQUIRY: msgspec.json.Decoder[Question | Answer] = msgspec.json.Decoder(Question | Answer)
-HANDSHAKE: msgspec.json.Decoder[Greeting | Challenge | Proof | Refusal] = msgspec.json.Decoder(
-    Greeting | Challenge | Proof | Refusal
+HANDSHAKE: msgspec.json.Decoder[Greeting | Proof | Refusal] = msgspec.json.Decoder(
+    Greeting | Proof | Refusal
 )

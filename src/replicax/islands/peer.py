@@ -5,12 +5,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from replicax.islands.frames import checksum, frame_parts, message_bytes, receive_frame
-from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, State
+from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.net.channel import Channel
 from replicax.net.message import encode, read_message
 from replicax.net.stall_clock import StallClock
@@ -24,16 +23,6 @@ CLOSED_HERE = "closed by this island"
 _ERROR_HERE = "an error in this process"
 
 
-class Introduced(Protocol):
-    """The part of Greeting and Challenge that says who sent it."""
-
-    island: int
-    start: str
-    host: str
-    boot: str
-    pid: int
-
-
 class IslandPeer:
     """Another island. Any thread may send to it; after its loss, what is sent is dropped.
 
@@ -42,7 +31,7 @@ class IslandPeer:
 
     def __init__(
         self,
-        introduced: Introduced,
+        introduced: Greeting,
         control: Channel,
         data: Channel,
         *,

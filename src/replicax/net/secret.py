@@ -15,10 +15,7 @@ _LONGEST_BYTES = 4096
 
 
 class Secret:
-    """Proves that a process belongs to the job, without sending or showing the secret.
-
-    Without a secret (an empty `key`) any process can compute the proof.
-    """
+    """The key of proofs, which is neither sent nor shown. Without one, anyone can compute them."""
 
     def __init__(self, key: bytes = b"") -> None:
         self._key = key
@@ -31,16 +28,6 @@ class Secret:
     def hmac(self, text: bytes) -> str:
         """Return the HMAC of `text`, in hexadecimal digits."""
         return hmac.new(self._key, text, hashlib.sha256).hexdigest()
-
-    def proof(self, job: str, process: int, processes: int) -> str:
-        """Return the proof that a process sends to join as that rank."""
-        rank = f"{process} of {processes} in {job}"
-        return self.hmac(rank.encode(errors="replace"))
-
-    def admits(self, proof: str, job: str, process: int, processes: int) -> bool:
-        """Return whether `proof` comes from a process that knows the secret."""
-        own = self.proof(job, process, processes)
-        return hmac.compare_digest(own.encode(), proof.encode())
 
 
 def find_secret(env: Mapping[str, str]) -> Secret:
