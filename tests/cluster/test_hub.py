@@ -15,13 +15,6 @@ from replicax.errors import AgreementError, ClusterError
 from replicax.net.message import encode, prefixed
 
 
-def works(job: Job, processes: list[Any]) -> bool:
-    """Return whether the job still works."""
-    waiting = [job.call(p.gather, "still there", p.process) for p in processes]
-    values = [each.result(timeout=HANG_SECONDS) for each in waiting]
-    return values == [list(range(job.processes))] * job.processes
-
-
 def refusal(ours: Job, process: int, **more: Any) -> str:
     with pytest.raises(ClusterError) as caught:
         ours.come(process, **more).result(timeout=HANG_SECONDS)
@@ -69,7 +62,7 @@ def test_an_id_that_exists_after_the_start() -> None:
         said = refusal(job, 1)
         assert re.match(r"rejected by\b.*process 0: process 1 \(", said)
         assert re.search(r"\) is already\b.*\bjob$", said)
-        assert works(job, processes)
+        assert job.works(processes)
 
 
 @pytest.mark.promise("outside.strangers")
@@ -87,7 +80,7 @@ def test_a_stranger_that_sends_noise(caplog: pytest.LogCaptureFixture) -> None:
         for noise, stranger in zip(kinds, after, strict=True):
             stranger.sendall(noise)
             assert ends(stranger)
-        assert works(job, processes)
+        assert job.works(processes)
     assert not caplog.records  # asyncio logs what no task expected
 
 

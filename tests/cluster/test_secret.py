@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster_jobs import Job, opened
+from support.cluster_jobs import opened
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster.place import find_place
@@ -23,11 +23,6 @@ ENV = {"REPLICAX_PROCESS_ID": "1", "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINA
 
 def same(one: Secret, other: Secret) -> bool:
     return one.hmac(b"text") == other.hmac(b"text")
-
-
-def works(job: Job, processes: list[Any]) -> bool:
-    waiting = [job.call(p.gather, "still there", p.process) for p in processes]
-    return [each.result(timeout=HANG_SECONDS) for each in waiting] == [[0, 1]] * 2
 
 
 def test_a_secret_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
@@ -89,4 +84,4 @@ def test_a_process_without_the_secret_neither_joins_nor_disturbs(
             assert "secret" in str(caught.value)
             assert "differs" in str(caught.value)
             assert "ours" not in str(caught.value)
-        assert works(job, processes)
+        assert job.works(processes)

@@ -8,7 +8,7 @@ import contextlib
 import socket
 
 import pytest
-from support.cluster_jobs import Job, Process, opened
+from support.cluster_jobs import opened
 from support.strangers import Strangers
 from support.tiers import only
 from support.waiting import HANG_SECONDS, until
@@ -21,11 +21,6 @@ from replicax.net.secret import Secret
 from replicax.net.sockets import MORE_STRANGERS
 
 SECRET = Secret(b"a secret that nobody guesses")
-
-
-def works(job: Job, processes: list[Process], topic: str = "still there") -> bool:
-    waiting = [job.call(p.gather, topic, p.process) for p in processes]
-    return [each.result(timeout=HANG_SECONDS) for each in waiting] == [[0, 1]] * 2
 
 
 def closed(connection: socket.socket) -> bool:
@@ -58,10 +53,10 @@ def test_a_job_goes_on_whatever_strangers_say(
         strangers = Strangers(job.port, "ours", 2, seed=int(started))
         for number in range(150):
             strangers.come()
-            assert not processes or number % 10 or works(job, processes, f"after {number}")
+            assert not processes or number % 10 or job.works(processes, f"after {number}")
         strangers.leave()
         assert strangers.let_in == 0
-        assert works(job, processes or job.start())
+        assert job.works(processes or job.start())
         assert not any(process.stopped.done() for process in processes)
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
@@ -74,7 +69,7 @@ def test_few_strangers_are_open_at_once() -> None:
         busy = encode(Busy())
         until(lambda: sum(told(each) == busy for each in strangers) == 2 * most)
         until(lambda: sum(map(closed, strangers)) == 2 * most)
-        assert works(job, job.start())  # they take the places of two
+        assert job.works(job.start())  # they take the places of two
 
 
 @pytest.mark.promise("outside.strangers")
@@ -87,7 +82,7 @@ def test_a_stranger_is_cut_off_before_it_fills_the_memory() -> None:
             while sent < 60_000_000:
                 sent += stranger.send(b"x" * 100_000)
         assert sent < 20_000_000  # the system's own buffers, of the two ends
-        assert works(job, processes)
+        assert job.works(processes)
 
 
 def test_a_process_does_not_fill_the_memory_with_topics(monkeypatch: pytest.MonkeyPatch) -> None:

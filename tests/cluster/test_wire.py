@@ -57,16 +57,6 @@ def test_texts_come_whole_in_pieces_of_any_size_and_long_ones_do_not(
     assert found == texts[:short]
 
 
-@given(st.binary(max_size=12), st.data())
-def test_any_flipped_bit_is_noticed(text: bytes, data: st.DataObject) -> None:
-    flipped, received = bytearray(prefixed(text)), Received(12)
-    bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
-    flipped[bit // 8] ^= 1 << bit % 8
-    received.feed(bytes(flipped))
-    with pytest.raises(ValueError, match=r"\d"):
-        received.take()
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:

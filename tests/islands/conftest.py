@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.island_networks import Island, RawIsland, islands, places
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,13 @@ def _alone() -> Iterator[None]:
     gc.unfreeze()
     left = [t.name for t in threading.enumerate() if t.name.startswith("replicax-island")]
     assert left == []
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Island, RawIsland]]:
+    """The first of two islands, and a raw one as the other."""
+    first, second = places(2)
+    other = RawIsland(second)
+    with islands([first]) as (island,):
+        yield island, other
+        other.close()

@@ -5,7 +5,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,16 +16,6 @@ from replicax.islands import entrance
 from replicax.islands.messages import Beat, Frame, Have, Out
 
 FRAME = Frame(1, 2, [(0, 1)], "null")
-
-
-@pytest.fixture
-def raw() -> Iterator[tuple[Island, RawIsland]]:
-    """The first of two islands, and a raw one as the other."""
-    first, second = places(2)
-    other = RawIsland(second)
-    with islands([first]) as (island,):
-        yield island, other
-        other.close()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

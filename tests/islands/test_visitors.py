@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -20,16 +19,6 @@ from replicax.net.secret import Secret
 from replicax.net.sockets import MORE_STRANGERS
 
 FRAME = Frame(1, 2, [(0, 1)], "null")
-
-
-@pytest.fixture
-def raw() -> Iterator[tuple[Island, RawIsland]]:
-    """The first of two islands, and a raw one as the other."""
-    first, second = places(2)
-    other = RawIsland(second)
-    with islands([first]) as (island,):
-        yield island, other
-        other.close()
 
 
 def test_second_connections_are_refused(raw: tuple[Island, RawIsland]) -> None:

@@ -116,6 +116,12 @@ class Job:
         coming = [self.come(process) for process in reversed(range(self.processes))]
         return [future.result(timeout=HANG_SECONDS) for future in reversed(coming)]
 
+    def works(self, processes: list[Process], topic: str = "still there") -> bool:
+        """Return whether its processes get each other's values."""
+        waiting = [self.call(each.gather, topic, each.process) for each in processes]
+        values = [each.result(timeout=HANG_SECONDS) for each in waiting]
+        return values == [list(range(self.processes))] * self.processes
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._threads.submit(function, *arguments)
 

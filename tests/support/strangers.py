@@ -7,6 +7,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -26,11 +27,12 @@ from replicax.cluster.wire import (
     Withdraw,
     decode,
 )
+from replicax.islands.messages import Greeting
 from replicax.net.message import Received, encode, prefixed, to_json
 from replicax.net.proof import DIALS, Proof, proof
 from replicax.net.secret import Secret
 
-MOST_OPEN = 12
+MOST_OPEN = 24
 """Connections that the strangers keep open."""
 LONGEST_BYTES = 1 << 20
 SECONDS = 0.5
@@ -44,6 +46,8 @@ VALUES: list[object] = [
 
 class Strangers:
     """Draws what strangers do at `port` of the job `job`, whose secret they do not know."""
+
+    decode: Callable[[bytes], Any] = staticmethod(decode)
 
     def __init__(self, port: int, job: str, processes: int, seed: int) -> None:
         self._address, self._job, self._processes = ("127.0.0.1", port), job, processes
@@ -78,16 +82,17 @@ class Strangers:
             self._goes(self._open[0])
 
     def _answers(self, stranger: socket.socket) -> None:
-        """Go on to a wrong proof, as a process would to the right one."""
+        """Go on to a wrong proof, as who knows the secret would to the right one."""
         hello, received = self._hello(), Received(1 << 16)
         stranger.sendall(encode(hello))
         received.feed(stranger.recv(1 << 12))
-        prove = decode(received.take() or b"")
-        if isinstance(prove, Prove):
-            guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, prove)
-            stranger.sendall(encode(self._chance.choice([guess, Proof(prove.nonce), Proof("ä")])))
+        challenge = self.decode(received.take() or b"")
+        if isinstance(challenge, Prove | Greeting):
+            guess = proof(Secret(self._chance.randbytes(8)), DIALS, hello, challenge)
+            said = self._chance.choice([guess, Proof(challenge.nonce), Proof(""), Proof("ä")])
+            stranger.sendall(encode(said))
             received.feed(stranger.recv(1 << 12))
-            self.let_in += not isinstance(decode(received.take() or b""), Refused)
+            self.let_in += isinstance(self.decode(received.take() or b""), Proof)
 
     def _goes(self, stranger: socket.socket) -> None:
         self._open.remove(stranger)
@@ -116,7 +121,7 @@ class Strangers:
         ]
         return self._chance.choice(kinds)()
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> Any:
         job = self._chance.choice([self._job, self._job, "", "theirs"])
         process = self._chance.randrange(-1, self._processes + 1)
         versions = {"jax": "0"}
@@ -145,15 +150,8 @@ class Strangers:
 
     def _another_kind(self) -> bytes:
         messages: list[Message] = [
-            *(
-                Heartbeat(9, 9),
-                Gather("t", "1"),
-                Withdraw("t"),
-                Failed("x", False),
-                Bye(),
-                Busy(),
-                Prove("n"),
-            ),
+            *(Heartbeat(9, 9), Gather("t", "1"), Withdraw("t"), Failed("x", False), Bye(), Busy()),
+            *(Prove("n"), Proof("0" * 64)),
             *(StuckVerdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
         ]
         return encode(self._chance.choice(messages))

@@ -25,7 +25,7 @@ class Peer(asyncio.Protocol):
         self.process: int | None = None
         """Its rank, once it is admitted."""
         self.said: tuple[wire.Hello, wire.Prove] | None = None
-        """What it has said of itself, and the answer, which it must prove to know the secret."""
+        """Its first message, and the answer; the proof of the secret is for both."""
         self._hear, self._lost = hear, lost
         self._received = Received(wire.LONGEST_HELLO_BYTES)
 

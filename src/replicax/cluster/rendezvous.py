@@ -15,7 +15,7 @@ from replicax.errors import AgreementError, ClusterError
 from replicax.net.address import split_address
 from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
 from replicax.net.secret import Secret
-from replicax.net.sockets import bind_port, connect_to, listen_on
+from replicax.net.sockets import bind_port, connect_to
 
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
@@ -29,7 +29,7 @@ def bound_socket(place: Place, *, listens: bool = False) -> socket.socket:
     `ClusterError` if the port is in use, or the address is not this host's.
     """
     try:
-        return (listen_on if listens else bind_port)(*split_address(str(place.coordinator)))
+        return bind_port(*split_address(str(place.coordinator)), listens=listens)
     except OSError as error:
         raise ClusterError(
             f"process 0 cannot listen on {place.coordinator}: {error.strerror}{_whose(place)}; "

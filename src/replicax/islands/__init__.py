@@ -12,8 +12,8 @@ After `docs/islands.md`, read in this order:
     group_changes.py      who joined and left, and what a new one receives
     founding.py           which islands begin, and whether they fit together
     group.py              this island among the others: enters, exchanges, gives the state
-    frames.py             arrays on a socket, with lengths checked
-    handshake.py          both sides prove that they know the secret
+    frames.py             arrays on a channel, with lengths checked
+    handshake.py          both sides say who they are, and prove that they know the secret
     entrance.py           the listening port
     peer.py               the two connections to one other island
     island_network.py     connections to all of them, again and again
@@ -21,6 +21,6 @@ After `docs/islands.md`, read in this order:
     island_job.py         the jobs that the core and a run are handed
     initialize.py         `rx.initialize`
 
-It imports `errors`, `arguments`, `cluster`, and of the core only `core.ground`. Tests:
+It imports `errors`, `text`, `net`, `cluster`, and of the core only `core.ground`. Tests:
 `tests/islands/`; faults with processes in `tests/chaos/islands/`. Public: `rx.initialize`.
 """

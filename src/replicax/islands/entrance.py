@@ -14,7 +14,7 @@ from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting, Refusal
 from replicax.net.address import split_address
 from replicax.net.channel import Channel
-from replicax.net.sockets import AGAIN_SECONDS, MORE_STRANGERS, connect_to, listen_on, who_leaves
+from replicax.net.sockets import AGAIN_SECONDS, MORE_STRANGERS, bind_port, connect_to, who_leaves
 
 _BIND_SECONDS = 5.0
 """How long a port may still be in use by an island that is ending."""
@@ -75,11 +75,7 @@ class Entrance:
                         time.sleep(AGAIN_SECONDS)
 
     def _take(self, connected: socket.socket) -> None:
-        try:
-            stranger = Channel(connected)
-        except OSError:  # it has left
-            connected.close()
-            return
+        stranger = Channel(connected)
         with self._lock:
             closing = self._closing
             if (leaves := who_leaves(self._strangers, self._most)) is not None:
@@ -99,10 +95,10 @@ class Entrance:
         try:
             hello, proof = self._handshakes.answer(stranger)
         except (OSError, ValueError):
-            self._leave(stranger)
             stranger.close()
             return
-        self._leave(stranger)
+        finally:
+            self._leave(stranger)
 
         def accept() -> None:
             stranger.send(proof)
@@ -132,7 +128,7 @@ def listen(place: IslandPlace) -> socket.socket:
     deadline = time.monotonic() + _BIND_SECONDS
     while True:
         try:
-            return listen_on(host, port)
+            return bind_port(host, port, listens=True)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ClusterError(
@@ -144,9 +140,4 @@ def listen(place: IslandPlace) -> socket.socket:
 
 def connect(address: str, seconds: float) -> Channel:
     """Return a connection to `address`; `OSError` if there is none within `seconds`."""
-    connected = connect_to(*split_address(address, ISLANDS), seconds)
-    try:
-        return Channel(connected)
-    except BaseException:
-        connected.close()
-        raise
+    return Channel(connect_to(*split_address(address, ISLANDS), seconds))

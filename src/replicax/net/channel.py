@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from replicax.net.message import PREFIX_BYTES, Typed, checked, encode, read_prefix
+from replicax.net.message import Received, Typed, encode
 
 LONGEST_MESSAGE_BYTES = 1 << 22
 """The limit for a message."""
@@ -24,8 +24,9 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(None)
+        with contextlib.suppress(OSError):  # it has ended, as the first use will tell
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(None)
         self._deadline: float | None = None
         self.sent_bytes = self.received_bytes = 0
 
@@ -54,12 +55,12 @@ class Channel:
 
     def receive(self, most_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
         """Return the JSON of the next message, which has at most `most_bytes`."""
-        prefix = bytearray(PREFIX_BYTES)
-        self.fill(memoryview(prefix))
-        length, crc = read_prefix(prefix, most_bytes)
-        text = bytearray(length)
-        self.fill(memoryview(text))
-        return checked(bytes(text), crc)
+        received = Received(most_bytes)
+        while (text := received.take()) is None:
+            chunk = bytearray(received.missing_bytes)
+            self.fill(memoryview(chunk))
+            received.feed(chunk)
+        return text
 
     def fill(self, view: memoryview) -> None:
         """Receive as many bytes as `view` has."""

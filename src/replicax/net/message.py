@@ -50,42 +50,34 @@ def prefixed(text: bytes) -> bytes:
     return _PREFIX.pack(len(text), len(text) ^ _ALL_BITS, zlib.crc32(text)) + text
 
 
-def read_prefix(data: bytes | bytearray, most_bytes: int) -> tuple[int, int]:
-    """Return the length and checksum of the text after `data`, which may have `most_bytes`."""
-    length, flipped, crc = _PREFIX.unpack_from(data)
-    if length ^ flipped != _ALL_BITS:
-        raise ValueError(f"the length {length}, but flipped {flipped}")
-    if length > most_bytes:
-        raise ValueError(f"a message of {length} bytes; at most {most_bytes} are allowed")
-    return length, crc
-
-
-def checked(text: bytes, crc: int) -> bytes:
-    """Return `text`, which has this checksum."""
-    if zlib.crc32(text) != crc:
-        raise ValueError(f"a message with the checksum {zlib.crc32(text)} instead of {crc}")
-    return text
-
-
 class Received:
     """Splits received bytes into the texts of messages, each of at most `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
+        self.missing_bytes = PREFIX_BYTES
+        """Bytes that must come before `take` can return more."""
         self._unread = bytearray()
 
-    def feed(self, arrived: bytes) -> None:
+    def feed(self, arrived: bytes | bytearray) -> None:
         """Add received bytes."""
         self._unread += arrived
 
     def take(self) -> bytes | None:
         """Return the next text; None if it is not whole yet, `ValueError` if it is none."""
-        if len(self._unread) < PREFIX_BYTES:
-            return None
-        length, crc = read_prefix(self._unread, self.most_bytes)
-        end = PREFIX_BYTES + length
-        if len(self._unread) < end:
+        end = PREFIX_BYTES
+        if len(self._unread) >= end:
+            length, flipped, crc = _PREFIX.unpack_from(self._unread)
+            if length ^ flipped != _ALL_BITS:
+                raise ValueError(f"the length {length}, but flipped {flipped}")
+            if length > self.most_bytes:
+                raise ValueError(f"a message of {length} bytes; at most {self.most_bytes} allowed")
+            end += length
+        self.missing_bytes = end - len(self._unread)
+        if self.missing_bytes > 0:
             return None
         text = bytes(self._unread[PREFIX_BYTES:end])
         del self._unread[:end]
-        return checked(text, crc)
+        if zlib.crc32(text) != crc:
+            raise ValueError(f"a message with the checksum {zlib.crc32(text)} instead of {crc}")
+        return text

@@ -19,27 +19,20 @@ def is_loopback(host: str) -> bool:
     return host.startswith(_LOOPBACK)
 
 
-def bind_port(host: str, port: int, option: int = socket.SO_REUSEADDR) -> socket.socket:
+def bind_port(
+    host: str, port: int, option: int = socket.SO_REUSEADDR, *, listens: bool = False
+) -> socket.socket:
     """Return a socket bound to `port`: on all interfaces, unless `host` is a loopback address."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, option, 1)
         bound.bind((host if is_loopback(host) else "", port))
+        if listens:
+            bound.listen(1024)
     except BaseException:
         bound.close()
         raise
     return bound
-
-
-def listen_on(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `port`; raises as `bind_port`."""
-    listening = bind_port(host, port)
-    try:
-        listening.listen(1024)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
 
 
 def connect_to(host: str, port: int, seconds: float) -> socket.socket:
