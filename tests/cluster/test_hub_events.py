@@ -19,10 +19,10 @@ from replicax.cluster.wire import (
     Gathered,
     Hello,
     Message,
-    Refused,
     Withdraw,
 )
 from replicax.net.message import encode
+from replicax.net.proof import Refusal
 from replicax.net.secret import Secret
 
 SILENT, STALL, JOIN = 30.0, 60.0, 100.0
@@ -46,7 +46,7 @@ def test_strangers_learn_nothing_and_change_nothing(
         quiet.wait(HELLO_SECONDS + 1.0)
         for stranger in strangers:
             assert stranger.closed
-            assert {type(each) for each in stranger.told} <= {Refused}
+            assert {type(each) for each in stranger.told} <= {Refusal}
             assert all("another job" in str(each) for each in stranger.told)
             assert "ours" not in str(stranger.told)
             assert "host" not in str(stranger.told)
@@ -79,7 +79,7 @@ def test_who_does_not_belong_to_the_job_learns_why(
             quiet.join(process, 3)
         refused = quiet.join(1, 3, **more)
         (told,) = refused.told
-        assert isinstance(told, Refused)
+        assert isinstance(told, Refusal)
         assert [word for word in words if word not in told.reason] == []
         assert "ours" not in told.reason
         assert refused.closed
@@ -96,7 +96,7 @@ def test_what_a_process_said_serves_for_no_other_connection() -> None:
         recorded = quiet.connect()
         recorded.say(bytes(joined.said))
         (told,) = recorded.told
-        assert isinstance(told, Refused)
+        assert isinstance(told, Refusal)
         assert not quiet.hub._members
 
 

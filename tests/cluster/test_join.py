@@ -14,6 +14,7 @@ from replicax.cluster import join
 from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError, ConfigError
 from replicax.islands.initialize import initialize
+from replicax.net.sockets import bind_port
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_devices_are_dealt_unless_told() -> None:
 
 
 def test_the_port_for_jax_is_kept_until_it_listens() -> None:
-    with join._hold_port("127.0.0.1") as held:
+    with bind_port("127.0.0.1", 0, socket.SO_REUSEPORT) as held:
         port = held.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))

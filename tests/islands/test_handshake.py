@@ -15,7 +15,6 @@ from replicax.islands.frames import message_bytes
 from replicax.islands.handshake import (
     LONGEST_HANDSHAKE_BYTES,
     Handshakes,
-    RefusedError,
 )
 from replicax.islands.inquiry import answer_inquiry, inquire
 from replicax.islands.island_place import IslandPlace
@@ -25,11 +24,10 @@ from replicax.islands.messages import (
     Answer,
     Greeting,
     Question,
-    Refusal,
 )
 from replicax.net.channel import Channel
 from replicax.net.message import PREFIX_BYTES, prefixed
-from replicax.net.proof import DIALS, LISTENS, Proof, proof
+from replicax.net.proof import DIALS, LISTENS, Proof, Refusal, RefusedError, proof
 from replicax.net.secret import Secret
 
 Handshake = Greeting | Proof | Refusal

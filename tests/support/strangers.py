@@ -22,14 +22,13 @@ from replicax.cluster.wire import (
     Hello,
     Message,
     Prove,
-    Refused,
     Tick,
     Withdraw,
     decode,
 )
 from replicax.islands.messages import Greeting
 from replicax.net.message import Received, encode, prefixed, to_json
-from replicax.net.proof import DIALS, Proof, proof
+from replicax.net.proof import DIALS, Proof, Refusal, proof
 from replicax.net.secret import Secret
 
 MOST_OPEN = 24
@@ -152,7 +151,7 @@ class Strangers:
         messages: list[Message] = [
             *(Heartbeat(9, 9), Gather("t", "1"), Withdraw("t"), Failed("x", False), Bye(), Busy()),
             *(Prove("n"), Proof("0" * 64)),
-            *(StuckVerdict("stop", [0]), Refused("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
+            *(StuckVerdict("stop", [0]), Refusal("no"), Tick([]), Go(["a"]), Gathered("t", ["1"])),
         ]
         return encode(self._chance.choice(messages))
 

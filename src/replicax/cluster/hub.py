@@ -17,7 +17,7 @@ from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import bound_socket
 from replicax.cluster.variables import COORDINATOR
 from replicax.cluster.watchdog import Heartbeat, Member, StuckVerdict, Timeouts, Waiting, find_stuck
-from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
+from replicax.net.proof import DIALS, LISTENS, Proof, Refusal, check_proof, nonce, proof
 from replicax.net.secret import SECRET
 from replicax.net.stall_clock import StallClock
 
@@ -96,7 +96,7 @@ class Hub:
                 if refusal is None:
                     self._admit(hello, prove, peer)
                     return
-                peer.send(wire.Refused(refusal))
+                peer.send(Refusal(refusal))
         peer.close()
 
     def _refusal(self, hello: wire.Hello, prove: wire.Prove, given: Proof) -> str | None:

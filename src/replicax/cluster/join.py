@@ -111,7 +111,9 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
         _check_own_name()
     with contextlib.ExitStack() as held:
         if place.process == 0:
-            port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
+            # Reserved until JAX's service, which shares ports, listens on it.
+            holder = bind_port(split_address(coordinator)[0], 0, socket.SO_REUSEPORT)
+            port = held.enter_context(holder).getsockname()[1]
             Hub(place, timeouts, timeout_seconds, partial(_prepare, port))
         hello = Hello(
             place.job,
@@ -202,11 +204,6 @@ def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence
         )
     told = [hello.local_devices for hello in hellos]
     return port, told if any(told) else deal([(hello.host, hello.gpus) for hello in hellos])
-
-
-def _hold_port(host: str) -> socket.socket:
-    """Reserve a port until JAX's service, which shares ports, listens on it."""
-    return bind_port(host, 0, socket.SO_REUSEPORT)
 
 
 def _leave(link: Link) -> None:

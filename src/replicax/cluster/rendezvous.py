@@ -4,16 +4,26 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from replicax.cluster.differences import processes_text
 from replicax.cluster.place import Place
 from replicax.cluster.watchdog import StuckVerdict
-from replicax.cluster.wire import Busy, Connection, Go, Hello, Message, Prove, Refused, Tick
+from replicax.cluster.wire import Busy, Connection, Go, Hello, Message, Prove, Tick
 from replicax.errors import AgreementError, ClusterError
 from replicax.net.address import split_address
-from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
+from replicax.net.proof import (
+    DIALS,
+    LISTENS,
+    Proof,
+    Refusal,
+    RefusedError,
+    check_proof,
+    nonce,
+    proof,
+)
 from replicax.net.secret import Secret
 from replicax.net.sockets import bind_port, connect_to
 
@@ -21,6 +31,7 @@ _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
 _SAY_SECONDS = 10.0
 """Interval between printed lines while waiting."""
+_Kind = TypeVar("_Kind", Prove, Proof)
 
 
 def bound_socket(place: Place, *, listens: bool = False) -> socket.socket:
@@ -43,10 +54,12 @@ def _whose(place: Place) -> str:
         connection = connect_to(*split_address(str(place.coordinator)), 1.0)
         with contextlib.closing(Connection(connection)) as wire:
             asks = Hello(place.job, process=-1, processes=0, asks=True)
-            said = _introduce(wire, asks, place.secret, time.monotonic() + 1.0)
-        return f" ({said.reason})" if isinstance(said, Refused) else ""
+            _introduce(wire, asks, place.secret, time.monotonic() + 1.0)
+    except RefusedError as refused:
+        return f" ({refused})"
     except (OSError, ValueError, ClusterError):
-        return ""
+        pass
+    return ""
 
 
 def meet(
@@ -64,27 +77,22 @@ def meet(
     deadline = time.monotonic() + timeout_seconds
     while True:
         wire = reach(coordinator, deadline, say)
-        try:
-            # The hub reports which processes are missing: wait slightly longer than it does.
-            match _introduce(wire, hello, secret, deadline + 5.0):
-                case None:
-                    return wire, _wait(wire, deadline + 5.0, say)
-                case Refused(reason):
-                    raise ClusterError(f"rejected by process 0: {reason}")
-                case Busy():
-                    pass
-                case other:
-                    raise ValueError(f"{type(other).__name__} before the proof")
-        except (OSError, ValueError) as error:
-            wire.close()
-            raise ClusterError(
-                f"{coordinator} was reached, but the program listening there is not process 0 of a "
-                f"Replicax job, or it just ended ({error}); see its output, or use another port"
-            ) from None
-        except BaseException:
-            wire.close()
-            raise
-        wire.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(wire.close)
+            try:
+                # The hub reports which processes are missing: wait slightly longer than it does.
+                if _introduce(wire, hello, secret, deadline + 5.0):
+                    go = _wait(wire, deadline + 5.0, say)
+                    closing.pop_all()
+                    return wire, go
+            except RefusedError as refused:
+                raise ClusterError(f"rejected by process 0: {refused}") from None
+            except (OSError, ValueError) as error:
+                raise ClusterError(
+                    f"{coordinator} was reached, but the program listening there is not process 0 "
+                    f"of a Replicax job, or it just ended ({error}); see its output, or use "
+                    "another port"
+                ) from None
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"process 0 at {coordinator} had no place for another connection within "
@@ -119,24 +127,31 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
             time.sleep(_AGAIN_SECONDS)
 
 
-def _introduce(wire: Connection, hello: Hello, secret: Secret, deadline: float) -> Message | None:
-    """Prove the secret to process 0, and let it prove it; else return what it says instead."""
+def _introduce(wire: Connection, hello: Hello, secret: Secret, deadline: float) -> bool:
+    """Prove the secret to process 0, and let it prove it; return whether it has had a place."""
     hello = msgspec.structs.replace(hello, nonce=nonce())
-    prove = _answer(wire, hello, deadline)
-    if not isinstance(prove, Prove):
-        return prove
-    given = _answer(wire, proof(secret, DIALS, hello, prove), deadline)
-    if not isinstance(given, Proof):
-        return given
+    if (prove := _answer(wire, hello, Prove, deadline)) is None:
+        return False
+    own = proof(secret, DIALS, hello, prove)
+    if (given := _answer(wire, own, Proof, deadline)) is None:
+        return False
     check_proof(given, proof(secret, LISTENS, hello, prove))
-    return None
+    return True
 
 
-def _answer(wire: Connection, message: Message, deadline: float) -> Message:
+def _answer(wire: Connection, said: Message, kind: type[_Kind], deadline: float) -> _Kind | None:
+    """Return the answer to what is said; None if others take the place of this connection."""
     with contextlib.suppress(OSError):  # what it said before it closed tells more
-        wire.send(message)
+        wire.send(said)
     for answer in wire.receive(max(deadline - time.monotonic(), 0.0)):
-        return answer
+        if isinstance(answer, kind):
+            return answer
+        match answer:
+            case Busy():
+                return None
+            case Refusal(reason):
+                raise RefusedError(reason)
+        raise ValueError(f"{type(answer).__name__} instead of {kind.__name__}")
     raise ClusterError("process 0 did not start the job in time; see its output")
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict
 from replicax.net.message import Received, Typed, encode, read_message
-from replicax.net.proof import Proof
+from replicax.net.proof import Proof, Refusal
 
 LONGEST_VALUE_BYTES = 1 << 24
 """The limit for a message of a process; a longer one ends the connection."""
@@ -80,12 +80,6 @@ class Prove(Typed):
     nonce: str
 
 
-class Refused(Typed):
-    """The process does not belong to the job; the connection ends."""
-
-    reason: str
-
-
 class Busy(Typed):
     """Too many connections are open that are not proven, and this one ends: try again."""
 
@@ -126,7 +120,7 @@ Message = (
     | Failed
     | Bye
     | StuckVerdict
-    | Refused
+    | Refusal
     | Busy
     | Tick
     | Go

@@ -13,13 +13,14 @@ from replicax.doctor.between import MOST_SECONDS, seconds_text
 from replicax.doctor.combined import finding_and_fix
 from replicax.errors import ClusterError
 from replicax.islands.entrance import Entrance, connect
-from replicax.islands.handshake import INQUIRES, Handshakes, RefusedError
+from replicax.islands.handshake import INQUIRES, Handshakes
 from replicax.islands.inquiry import Distance, answer_inquiry, bytes_per_second, inquire
 from replicax.islands.island_place import IslandPlace, find_island
 from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting
 from replicax.net.address import split_address
 from replicax.net.channel import Channel
+from replicax.net.proof import RefusedError
 from replicax.net.secret import SECRET
 from replicax.text.checks import FAIL, NOTE, PASS, Check
 from replicax.text.wording import listed, size_text

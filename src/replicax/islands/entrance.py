@@ -11,9 +11,10 @@ from replicax.errors import ClusterError
 from replicax.islands.handshake import Handshakes
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.island_variables import ISLANDS
-from replicax.islands.messages import Greeting, Refusal
+from replicax.islands.messages import Greeting
 from replicax.net.address import split_address
 from replicax.net.channel import Channel
+from replicax.net.proof import Refusal
 from replicax.net.sockets import AGAIN_SECONDS, MORE_STRANGERS, bind_port, connect_to, who_leaves
 
 _BIND_SECONDS = 5.0
@@ -36,7 +37,7 @@ class Entrance:
         self._strangers: set[Channel] = set()
         self._lock = threading.Lock()
         self._closing = False
-        self._threads: set[threading.Thread] = set()
+        self._threads: list[threading.Thread] = []
         self._listening = listen(place)
         self._begin("replicax-island-entrance", self._accept)
 
@@ -44,7 +45,7 @@ class Entrance:
         """Accept no more, and end all connections that are not proven; return what then ends."""
         with self._lock:
             self._closing = True
-            strangers, threads = list(self._strangers), list(self._threads)
+            strangers, threads = list(self._strangers), self._threads
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         for stranger in strangers:
@@ -52,17 +53,10 @@ class Entrance:
         return threads
 
     def _begin(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        def run() -> None:
-            try:
-                target(*arguments)
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         with self._lock:  # who closes may join whatever it finds
             thread.start()  # `RuntimeError` if the system has no thread left
-            self._threads.add(thread)
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _accept(self) -> None:
         with self._listening:

@@ -9,10 +9,19 @@ from typing import Literal, TypeVar, get_args
 
 from replicax.cluster.same_system import boot
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.messages import HANDSHAKE, Greeting, Refusal
+from replicax.islands.messages import HANDSHAKE, Greeting
 from replicax.net.channel import Channel
 from replicax.net.message import read_message
-from replicax.net.proof import DIALS, LISTENS, Proof, check_proof, nonce, proof
+from replicax.net.proof import (
+    DIALS,
+    LISTENS,
+    Proof,
+    Refusal,
+    RefusedError,
+    check_proof,
+    nonce,
+    proof,
+)
 
 HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""
@@ -23,10 +32,6 @@ INQUIRES: Purpose = "inquiry"
 PURPOSES: tuple[Purpose, ...] = ("control", "data")
 """The connections of a pair."""
 Expected = TypeVar("Expected", Greeting, Proof)
-
-
-class RefusedError(ValueError):
-    """The refusal of a connection by the island that was dialled."""
 
 
 class Handshakes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from replicax.net.message import Typed
-from replicax.net.proof import Proof
+from replicax.net.proof import Proof, Refusal
 
 # The handshake: a Greeting of each side, then a Proof of each; either side may refuse.
 
@@ -30,12 +30,6 @@ class Greeting(Typed):
     boot: str = ""
     """Identifies the running system of `host`, and its process ids; empty if unknown."""
     pid: int = 0
-
-
-class Refusal(Typed):
-    """The connection ends; a stranger learns nothing of the job."""
-
-    reason: str
 
 
 class Question(Typed):

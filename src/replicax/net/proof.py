@@ -21,6 +21,16 @@ class Proof(Typed):
     hmac: str
 
 
+class Refusal(Typed):
+    """The connection ends; a stranger learns nothing of the job."""
+
+    reason: str
+
+
+class RefusedError(ValueError):
+    """The refusal of a connection by the end that listens."""
+
+
 def nonce() -> str:
     """Return random text for the first message of an end."""
     return secrets.token_hex(16)
