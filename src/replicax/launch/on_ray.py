@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from types import ModuleType
 
-from replicax.cluster.address import split_address
 from replicax.errors import ClusterError, ConfigError, require
 from replicax.launch.attempt import stop_text
 from replicax.launch.echo import Echo
@@ -17,6 +16,7 @@ from replicax.launch.job_spec import JobSpec
 from replicax.launch.ray_actors import ray_reason
 from replicax.launch.ray_placed import PlacedIslands, PlacedProcesses
 from replicax.launch.supervisor import GRACE_SECONDS, check_numbers
+from replicax.net.address import split_address
 from replicax.text.wording import counted
 
 REACH_SECONDS = 5.0

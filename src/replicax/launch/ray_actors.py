@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from replicax.cluster.address import join_address
-from replicax.cluster.variables import SECRET, SECRET_FILE
 from replicax.errors import require
 from replicax.launch.attempt import Attempt
 from replicax.launch.cause import Ended, FailureReport
@@ -25,6 +23,8 @@ from replicax.launch.event_loop import EventLoop, collected_signals
 from replicax.launch.island_supervisor import island_labels
 from replicax.launch.process import ProcessStart, free_port
 from replicax.launch.supervisor import GRACE_SECONDS
+from replicax.net.address import join_address
+from replicax.net.secret import SECRET, SECRET_FILE
 
 FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
 """Prefixes of the environment variables that are passed on to the command."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replicax.cluster.address import join_address
 from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.launch.attempt import Attempt, Conclusion
 from replicax.launch.cause import Restarts
@@ -18,6 +17,7 @@ from replicax.launch.job_spec import JobSpec
 from replicax.launch.process import ProcessStart, free_port
 from replicax.launch.ray_actors import Bundles, RayProcess, forwarded
 from replicax.launch.supervisor import run_with_restarts
+from replicax.net.address import join_address
 
 _NOWHERE = Path(os.devnull)
 """The log and the report of a process whose node has them."""
