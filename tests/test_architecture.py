@@ -58,7 +58,7 @@ INNER = {
         *("ground", "jaxprs", "data", "placement", "models", "step", "custom", "pipeline"),
         *("first_step", "modes", "between", "config", "built_in_step", "begun_state"),
         *("batch_placement", "program", "first_step_checks", "evaluation", "several_steps"),
-        *("configured", "data_parallel"),
+        "data_parallel",
     ),
     "train": ("files", "checkpoints", "folder", "guarded", "dispatched", "hooks", "run"),
 }

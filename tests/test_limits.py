@@ -3,9 +3,12 @@
 import ast
 import re
 from collections import defaultdict
+from inspect import signature
 from pathlib import Path
 
 from support.source_tree import FILES, imports, parsed, part
+
+from replicax.core.data_parallel import DataParallel
 
 MOST_CODE_LINES = 300
 """In a file, without docstrings, imports and blank lines: who documents need not cut a file."""
@@ -13,7 +16,6 @@ MOST_CODE_LINES = 300
 ONE_SUBCLASS = {
     "Collectives": "SentOverAxes",
     "CollectivePrograms": "ExchangedPrograms",
-    "Configured": "DataParallel",
     "Failures": "FailureOptions",
     "Form": "AsGiven",
     "Loop": "Resuming",
@@ -117,6 +119,29 @@ def test_a_class_is_not_cut_in_two() -> None:
         for name, bases in classes.items()
         if len(heirs[name]) == 1 and "Protocol" not in bases and not name.endswith("Error")
     } == ONE_SUBCLASS
+
+
+def test_the_arguments_of_data_parallel_are_listed_in_two_files() -> None:
+    """In the signature and in the record: a call, a class or a table that names 8 of them lists."""
+    arguments = {*signature(DataParallel.__init__).parameters} - {"self"}
+    files = set()
+    for module, path in FILES.items():
+        for node in ast.walk(parsed(path)):
+            match node:
+                case ast.arguments():
+                    names = [each.arg for each in (*node.args, *node.kwonlyargs)]
+                case ast.Call():
+                    names = [each.arg for each in node.keywords if each.arg]
+                case ast.ClassDef():
+                    fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                    names = [each.id for each in fields if isinstance(each, ast.Name)]
+                case ast.Dict():
+                    names = [each.value for each in node.keys if isinstance(each, ast.Constant)]
+                case _:
+                    continue
+            if len(arguments & {*names}) >= len(arguments) // 2:
+                files.add(short(module))
+    assert files == {"core.config", "core.data_parallel"}
 
 
 def test_islands_are_named_in_few_files_of_the_core() -> None:

@@ -3,8 +3,7 @@
 `dp.step(state, batch)` enters these files and rooms, in this order:
 
     data_parallel.py       the call: place the batch, check, run the program, note it as in flight;
-                           `several_steps.py` the call of several, `configured.py` programs that
-                           are only read
+                           `several_steps.py` the call of several
     first_step_checks.py   before every step, and with `first_step/` for new shapes: is this loss
                            on parts of a batch what it is on the whole, do processes agree, and the
                            first time, does it fit
@@ -26,8 +25,8 @@ To read this room, begin with `step/`, in the order that it gives: its `update.p
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
 pipeline, first_step, modes, between, config, built_in_step, begun_state, batch_placement, program,
-first_step_checks, evaluation, several_steps, configured, data_parallel. From the rest of Replicax
-they import `errors`, `text` and `known_wrong`; from elsewhere jax, numpy and optax, and a model's
+first_step_checks, evaluation, several_steps, data_parallel. From the rest of Replicax they import
+`errors`, `text` and `known_wrong`; from elsewhere jax, numpy and optax, and a model's
 library where a model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest,
 with a folder for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode
 and layout with one device.

@@ -34,7 +34,6 @@ from replicax.core.placement.mesh import (
     platform_of,
     replica_count,
 )
-from replicax.core.placement.sharding_rules import Rules
 from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
 from replicax.core.step.base import Accumulator, Apply
 from replicax.core.step.objective import LossFunction
@@ -48,7 +47,7 @@ from replicax.known_wrong.findings import refuse_known_wrong
 class Configuration:
     """The arguments of a `DataParallel` as values, documented there."""
 
-    arguments: "DataParallelArguments" = dataclasses.field(compare=False, repr=False)
+    arguments: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     """As they were given."""
     loss: LossFunction
     optimizer: optax.GradientTransformation
@@ -64,8 +63,8 @@ class Configuration:
     ema: float | None
     donate: bool
     job: Job
-    compiler_options: Mapping[str, Any] | None = None
-    islands: Islands | None = None
+    compiler_options: Mapping[str, Any] | None
+    islands: Islands | None
     """With all defaults chosen."""
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
@@ -179,134 +178,95 @@ def _no_loss(*_: Any) -> Any:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelArguments:
-    """The arguments of a `DataParallel` as they were given, documented there."""
+def resolved(**given: Any) -> Configuration:
+    """Return the configuration of arguments as given: names as values, defaults, all checked."""
+    mode, layout = as_mode(given["mode"]), as_layout(given["layout"])
+    precision = as_precision(given["precision"])
+    if given["step"] is None:
+        check_loss(given["loss"])
+        check_optimizer(given["optimizer"])
+    else:
+        check_custom_step(given, layout, precision)
+    check_decay(given["ema"])
+    job = lone_job(os.environ) if given["job"] is None else given["job"]
+    mesh = _mesh(given["mesh"], mode, job)
+    mode.check(mesh, layout)
+    check_axes(layout, mesh)
+    refuse_known_wrong(platform_of(mesh))
+    _check_step(given["step"], given["accumulate"], mesh)
+    values = {
+        "loss": given["loss"] or _no_loss,
+        "optimizer": given["optimizer"] or _NO_OPTIMIZER,
+        "mesh": mesh,
+        "mode": mode,
+        "layout": layout,
+        "precision": precision,
+        "reduction": as_reduction(given["reduction"]),
+        "job": job,
+        "islands": _islands(given["islands"], given["ema"], mode, layout, mesh, job),
+    }
+    configuration = Configuration(**{**given, **values}, arguments=given)
+    _check_split(configuration)
+    configuration.accumulator(mesh)
+    mode.reduce(configuration.reduction, None)
+    return configuration
 
-    loss: LossFunction | None
-    optimizer: optax.GradientTransformation | None
-    step: StepFunction | None
-    mesh: Mesh | None
-    mode: str | Mode
-    layout: str | Rules | Layout
-    accumulate: int
-    micro_shards: int
-    precision: str | Precision
-    reduction: str | Reduction
-    trainable: Trainable
-    ema: float | None
-    donate: bool
-    compiler_options: Mapping[str, Any] | None
-    job: Job | None
-    islands: Islands | None
-    wrap_apply: Callable[[Apply], Apply] | None = None
 
-    def resolved(self) -> Configuration:
-        """Return the configuration: names replaced by values, defaults chosen, all checked."""
-        mode, layout = as_mode(self.mode), as_layout(self.layout)
-        precision = as_precision(self.precision)
-        self._check_functions(layout, precision)
-        check_decay(self.ema)
-        job = lone_job(os.environ) if self.job is None else self.job
-        mesh = self._mesh(mode, job)
-        mode.check(mesh, layout)
-        check_axes(layout, mesh)
-        refuse_known_wrong(platform_of(mesh))
-        self._check_step(mesh)
-        configuration = Configuration(
-            arguments=self,
-            loss=self.loss or _no_loss,
-            optimizer=self.optimizer or _NO_OPTIMIZER,
-            step=self.step,
-            mesh=mesh,
-            mode=mode,
-            layout=layout,
-            accumulate=self.accumulate,
-            micro_shards=self.micro_shards,
-            precision=precision,
-            reduction=as_reduction(self.reduction),
-            trainable=self.trainable,
-            ema=self.ema,
-            donate=self.donate,
-            job=job,
-            compiler_options=self.compiler_options,
-            islands=self._islands(mode, layout, mesh, job),
-            wrap_apply=self.wrap_apply,
+def _mesh(mesh: Mesh | None, mode: Mode, job: Job) -> Mesh:
+    if mesh is None:
+        most = mode.most_devices
+        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
+    mesh = check_mesh(mesh)
+    check_processes(mesh, job)
+    return mesh
+
+
+def _islands(
+    islands: Islands | None, ema: float | None, mode: Mode, layout: Layout, mesh: Mesh, job: Job
+) -> Islands | None:
+    if islands is not None and ema is not None:
+        raise ConfigError(
+            f"ema={ema} with rounds of islands, whose averages differ: leave ema out; the "
+            "outer parameters are an average"
         )
-        _check_split(configuration)
-        configuration.accumulator(mesh)
-        mode.reduce(configuration.reduction, None)
-        return configuration
-
-    def _check_functions(self, layout: Layout, precision: Precision) -> None:
-        if self.step is None:
-            check_loss(self.loss)
-            check_optimizer(self.optimizer)
-            return
-        check_custom_step(
-            step=self.step,
-            loss=self.loss,
-            optimizer=self.optimizer,
-            trainable=self.trainable,
-            ema=self.ema,
-            layout=layout,
-            precision=precision,
+    if islands is not None and islands.delay and job.processes > 1 and job.islands > 1:
+        raise ConfigError(
+            f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
+            "sent in the background by islands of one process: use delay=0"
         )
+    if islands is not None and islands.sends_gradients:
+        return _gradients(islands, mode, job)
+    if islands is None or islands.axis is None:
+        return None if islands is None else islands.resolved(job.islands)
+    if not mode.per_replica or not layout.is_whole or job.exchange is not None:
+        raise ConfigError(
+            f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
+            f"{layout.name!r} and {job.islands} islands of the job; each replica of one job is "
+            "an island: use mode='shard_map', layout='replicated' and a job without islands"
+        )
+    return islands.resolved(replica_count(mesh))
 
-    def _mesh(self, mode: Mode, job: Job) -> Mesh:
-        mesh = self.mesh
-        if mesh is None:
-            most = mode.most_devices
-            mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
-        mesh = check_mesh(mesh)
-        check_processes(mesh, job)
-        return mesh
 
-    def _islands(self, mode: Mode, layout: Layout, mesh: Mesh, job: Job) -> Islands | None:
-        islands = self.islands
-        if islands is not None and self.ema is not None:
-            raise ConfigError(
-                f"ema={self.ema} with rounds of islands, whose averages differ: leave ema out; the "
-                "outer parameters are an average"
-            )
-        if islands is not None and islands.delay and job.processes > 1 and job.islands > 1:
-            raise ConfigError(
-                f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
-                "sent in the background by islands of one process: use delay=0"
-            )
-        if islands is not None and islands.sends_gradients:
-            return self._gradients(islands, mode, job)
-        if islands is None or islands.axis is None:
-            return None if islands is None else islands.resolved(job.islands)
-        if not mode.per_replica or not layout.is_whole or job.exchange is not None:
-            raise ConfigError(
-                f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
-                f"{layout.name!r} and {job.islands} islands of the job; each replica of one job is "
-                "an island: use mode='shard_map', layout='replicated' and a job without islands"
-            )
-        return islands.resolved(replica_count(mesh))
+def _gradients(islands: Islands, mode: Mode, job: Job) -> Islands | None:
+    """Return the settings of islands that send gradients; None if they need not be encoded."""
+    if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
+        raise ConfigError(
+            f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
+            f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
+            f"reduction={islands.codec.name!r} within one job, or another mode"
+        )
+    return islands if job.exchange is not None and islands.codec.error else None
 
-    def _gradients(self, islands: Islands, mode: Mode, job: Job) -> Islands | None:
-        """Return the settings of islands that send gradients; None if they need not be encoded."""
-        if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
-            raise ConfigError(
-                f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
-                f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
-                f"reduction={islands.codec.name!r} within one job, or another mode"
-            )
-        return islands if job.exchange is not None and islands.codec.error else None
 
-    def _check_step(self, mesh: Mesh) -> None:
-        stages = mesh.shape.get(STAGE, 1)
-        if stages > 1 and self.step is not None:
-            raise ConfigError(
-                f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a "
-                "custom step: pass the loss instead, or use a mesh without stages"
-            )
-        if self.accumulate < 1:
-            raise ConfigError(
-                f"accumulate={self.accumulate}; a step needs at least 1 micro-batch: raise it"
-            )
+def _check_step(step: StepFunction | None, accumulate: int, mesh: Mesh) -> None:
+    stages = mesh.shape.get(STAGE, 1)
+    if stages > 1 and step is not None:
+        raise ConfigError(
+            f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a "
+            "custom step: pass the loss instead, or use a mesh without stages"
+        )
+    if accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate}; a step needs at least 1 micro-batch: raise it")
 
 
 def _check_split(configuration: Configuration) -> None:

@@ -40,7 +40,7 @@ class RoundsSubject:
     def __init__(self, dp: DataParallel, model: Any, batch: PyTree, seed: int) -> None:
         devices = list(dp.mesh.devices.flat)[:MOST_ISLANDS_COMPARED]
         self.count, self._devices, self._model, self._seed = len(devices), devices, model, seed
-        given = dp.configuration.arguments.islands
+        given = dp.configuration.arguments["islands"]
         assert given is not None
         self.islands: Islands = given.resolved(self.count)
         self.custom = dp.configuration.step is not None

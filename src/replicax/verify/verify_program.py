@@ -98,7 +98,7 @@ def verify_program(
     rounds: Iterable[Check] = ()
     if dp.configuration.islands is not None:
         rounds = check_rounds(dp, model, batch, seed, show)
-    if dp.configuration.arguments.islands is not None:
+    if dp.configuration.arguments["islands"] is not None:
         dp = dp.replace(islands=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:

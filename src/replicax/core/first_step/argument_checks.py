@@ -1,7 +1,7 @@
 """Validate a loss, an optimizer or a state; each mistake raises a one-line error."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -62,25 +62,15 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_custom_step(
-    *,
-    step: Any,
-    loss: Any,
-    optimizer: Any,
-    trainable: Any,
-    ema: Any,
-    layout: Layout,
-    precision: Precision,
-) -> None:
+def check_custom_step(given: Mapping[str, Any], layout: Layout, precision: Precision) -> None:
     """Raise `ConfigError` if `step` is not callable, or given with options it must implement."""
-    _check_function("step", step, ("state", "batch", "key"))
-    if loss is not None:
-        check_loss(loss)
-    itself = {"optimizer": optimizer, "trainable": trainable, "ema": ema}
-    given = [name for name, value in itself.items() if value is not None]
-    if given:
+    _check_function("step", given["step"], ("state", "batch", "key"))
+    if given["loss"] is not None:
+        check_loss(given["loss"])
+    its_own = [name for name in ("optimizer", "trainable", "ema") if given[name] is not None]
+    if its_own:
         raise ConfigError(
-            f"step= and {' and '.join(given)} were given; a custom step updates its state "
+            f"step= and {' and '.join(its_own)} were given; a custom step updates its state "
             "itself, including optimizers, averages and frozen parameters: do so in the step"
         )
     if precision.scales:
