@@ -56,8 +56,8 @@ ROOMS = {
 INNER = {
     "core": (
         *("ground", "jaxprs", "data", "placement", "models", "step", "custom", "pipeline"),
-        *("first_step", "modes", "between", "config", "built_in_step", "begun_state"),
-        *("batch_placement", "program", "first_step_checks", "evaluation", "several_steps"),
+        *("first_step", "modes", "between", "config", "batch_placement", "program"),
+        *("first_step_checks", "evaluation", "several_steps"),
         "data_parallel",
     ),
     "train": ("files", "checkpoints", "folder", "guarded", "dispatched", "hooks", "run"),

@@ -187,7 +187,8 @@ class RoundOptions:
             delay=self.delay,
             axis=self.island_axis,
         )
-        rate, momentum, count = self.outer_rate, self.outer_momentum, job.islands
+        rate, momentum = self.outer_rate, self.outer_momentum
+        count = 1 if job.peers is None else job.peers.count
         if self.island_axis is not None:
             count = jax.device_count() if mesh is None else replica_count(mesh)
         if (rate, momentum) != (None, None):

@@ -9,15 +9,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from replicax import errors
 from replicax.cluster.alike import compared_environment
 from replicax.cluster.differences import field_differences, first_of
 from replicax.cluster.link import Link
 from replicax.cluster.place import Place
-from replicax.core.ground.job import Alone, PartsExchange
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.job import Alone, Peers
 from replicax.errors import AgreementError, ReplicaxError
 
 _SLOW_SECONDS = 3600.0
@@ -35,19 +32,13 @@ class Lone(Alone):
 class Linked:
     """Job of several processes."""
 
-    exchange: PartsExchange | None = None
-    islands, span = 1, (0, 1)
+    peers: Peers | None = None
 
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link
         self.process, self.processes = link.process, link.processes
         self.in_flight = link.progress.in_flight
         self._uses: collections.Counter[str] = collections.Counter()
-
-    def share(
-        self, arrays: list[np.ndarray], *, later: bool = False
-    ) -> Callable[[], list[list[np.ndarray]]]:
-        return lambda: [arrays]
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         found = field_differences(self.gather(topic, as_plain_fields(fields)))
@@ -56,8 +47,6 @@ class Linked:
                 f"the processes disagree on {topic}: {first_of(found)}: "
                 "start all with the same code, data and arguments"
             )
-
-    def compare(self, about: str, arrays: PyTree) -> None: ...
 
     def agree_on_text(self, topic: str, text: str) -> None:
         self.agree(f"the environment of {topic}", compared_environment(os.environ))

@@ -9,12 +9,11 @@
                            first time, does it fit
     batch_placement.py     rows of a user's -> a padded batch on the devices
     program.py             a configuration (`config.py`) and a model (`models/`) on a mesh: the
-                           parts of its step, `built_in_step.py` what a layout changes of them, and
-                           `begun_state.py` the state before it
+                           parts of its step, and the state before it
     modes/                 how the step is built from its parts: by default one `jax.jit` program,
                            `exact/` of many whose order fixes bits
     between/               the same sums, if other jobs compute some of them, or rounds of steps
-                           before islands agree
+                           before all agree
     step/                  rows -> sums -> one reduction -> one division -> one optimizer update
     custom/                the same sums, called by a step of the user's
     placement/, data/      where the arrays of the state lie, and the rows of the batch
@@ -24,12 +23,11 @@
 To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
-pipeline, first_step, modes, between, config, built_in_step, begun_state, batch_placement, program,
-first_step_checks, evaluation, several_steps, data_parallel. From the rest of Replicax they import
-`errors`, `text` and `known_wrong`; from elsewhere jax, numpy and optax, and a model's
-library where a model is of it. `tests/test_architecture.py` holds this, and `tests/core/` the rest,
-with a folder for each room; `test_parity.py` and `test_layout_parity.py` there compare every mode
-and layout with one device.
+pipeline, first_step, modes, between, config, batch_placement, program, first_step_checks,
+evaluation, several_steps, data_parallel. From the rest of Replicax they import `errors`, `text` and
+`known_wrong`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
+`tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
+`test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
 
 Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.Mode` of the
 files here. Paths of modules may change, as the changelog says.

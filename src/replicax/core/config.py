@@ -10,12 +10,14 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from replicax.core.between.choice import as_between
 from replicax.core.between.islands import Islands
+from replicax.core.between.seam import Between
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import padded_state, rows_of_state
 from replicax.core.first_step.argument_checks import check_custom_step, check_loss, check_optimizer
-from replicax.core.ground.job import Job, lone_job
+from replicax.core.ground.job import Alone, Job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.models.definition import SplitModel
@@ -65,7 +67,8 @@ class Configuration:
     job: Job
     compiler_options: Mapping[str, Any] | None
     islands: Islands | None
-    """With all defaults chosen."""
+    between: Between
+    """What a step has to do with other jobs, or with replicas that train on their own."""
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
 
@@ -106,22 +109,11 @@ class Configuration:
             chosen["trainable"] = str(self.trainable)
         if self.step is not None:
             chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
-        if self.islands is not None:
-            chosen["islands"] = self.islands.names()
+        if self.between.settings is not None:
+            chosen["islands"] = self.between.settings.names()
         if options := self.chosen_options(self.mesh):
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
-
-    @property
-    def calm_steps(self) -> int:
-        """Number of steps from one after which `is_calm` to the next."""
-        islands = self.islands
-        alone = self.job.islands == 1 and islands is not None and islands.delay == 0
-        return 1 if islands is None or alone else islands.interval
-
-    def is_calm(self, step: int) -> bool:
-        """Whether a run may vote, save and take islands in after `step` steps; see `Islands`."""
-        return self.calm_steps == 1 or self.islands is None or self.islands.is_calm(step)
 
     def split_model(self, model: Any, mesh: AnyMesh) -> SplitModel:
         """Return the definition, params and extras of a model, or of a custom step's state.
@@ -136,11 +128,9 @@ class Configuration:
         definition, params, _ = split_pytree(model, CustomState)
         check_leaves(params)
         params = padded_state(params, self.split(mesh).padded)
-        exchanges = self.islands is not None or self.job.exchange is not None
-        if exchanges and rows_of_state(params):
+        if self.between.reshared and rows_of_state(params):
             raise ConfigError(
-                "an rx.PerRow in the state with islands, which share a batch anew when one is "
-                "lost: use one job"
+                f"an rx.PerRow in the state with {self.between.reshared}: use one job"
             )
         return definition, params, {}
 
@@ -161,9 +151,8 @@ class Configuration:
     def split(self, mesh: AnyMesh) -> Split:
         """Return how a batch is split on `mesh`: over replicas, then over micro-batches."""
         replicas = replica_count(mesh)
-        exchanged = self.job.exchange is not None and not self.mode.bitwise
-        parts = self.micro_shards if exchanged else 1
-        return Split(replicas, self.accumulator(mesh).micro_batches(replicas) * parts)
+        micro_batches = self.accumulator(mesh).micro_batches(replicas)
+        return Split(replicas, micro_batches * self.between.parts)
 
 
 _OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
@@ -188,12 +177,20 @@ def resolved(**given: Any) -> Configuration:
     else:
         check_custom_step(given, layout, precision)
     check_decay(given["ema"])
-    job = lone_job(os.environ) if given["job"] is None else given["job"]
+    job = _lone_job(os.environ) if given["job"] is None else given["job"]
     mesh = _mesh(given["mesh"], mode, job)
     mode.check(mesh, layout)
     check_axes(layout, mesh)
     refuse_known_wrong(platform_of(mesh))
-    _check_step(given["step"], given["accumulate"], mesh)
+    between = as_between(
+        given["islands"],
+        job=job,
+        mode=mode,
+        layout=layout,
+        replicas=replica_count(mesh),
+        micro_shards=given["micro_shards"],
+        ema=given["ema"],
+    )
     values = {
         "loss": given["loss"] or _no_loss,
         "optimizer": given["optimizer"] or _NO_OPTIMIZER,
@@ -203,13 +200,28 @@ def resolved(**given: Any) -> Configuration:
         "precision": precision,
         "reduction": as_reduction(given["reduction"]),
         "job": job,
-        "islands": _islands(given["islands"], given["ema"], mode, layout, mesh, job),
+        "between": between,
+        "islands": between.settings,
     }
     configuration = Configuration(**{**given, **values}, arguments=given)
     _check_split(configuration)
     configuration.accumulator(mesh)
     mode.reduce(configuration.reduction, None)
     return configuration
+
+
+_ISLANDS = "REPLICAX_ISLANDS"
+"""Set in each of several islands, as `replicax.islands.island_variables` says."""
+
+
+def _lone_job(env: Mapping[str, str]) -> Job:
+    """Return the job of a process that was given none; `ConfigError` if it is an island's."""
+    if env.get(_ISLANDS):
+        raise ConfigError(
+            f"one of {env[_ISLANDS].count(',') + 1} islands ({_ISLANDS}) with no job, so that it "
+            "would train alone: pass job=rx.initialize()"
+        )
+    return Alone()
 
 
 def _mesh(mesh: Mesh | None, mode: Mode, job: Job) -> Mesh:
@@ -221,56 +233,14 @@ def _mesh(mesh: Mesh | None, mode: Mode, job: Job) -> Mesh:
     return mesh
 
 
-def _islands(
-    islands: Islands | None, ema: float | None, mode: Mode, layout: Layout, mesh: Mesh, job: Job
-) -> Islands | None:
-    if islands is not None and ema is not None:
-        raise ConfigError(
-            f"ema={ema} with rounds of islands, whose averages differ: leave ema out; the "
-            "outer parameters are an average"
-        )
-    if islands is not None and islands.delay and job.processes > 1 and job.islands > 1:
-        raise ConfigError(
-            f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
-            "sent in the background by islands of one process: use delay=0"
-        )
-    if islands is not None and islands.sends_gradients:
-        return _gradients(islands, mode, job)
-    if islands is None or islands.axis is None:
-        return None if islands is None else islands.resolved(job.islands)
-    if not mode.per_replica or not layout.is_whole or job.exchange is not None:
-        raise ConfigError(
-            f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
-            f"{layout.name!r} and {job.islands} islands of the job; each replica of one job is "
-            "an island: use mode='shard_map', layout='replicated' and a job without islands"
-        )
-    return islands.resolved(replica_count(mesh))
-
-
-def _gradients(islands: Islands, mode: Mode, job: Job) -> Islands | None:
-    """Return the settings of islands that send gradients; None if they need not be encoded."""
-    if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
-        raise ConfigError(
-            f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
-            f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
-            f"reduction={islands.codec.name!r} within one job, or another mode"
-        )
-    return islands if job.exchange is not None and islands.codec.error else None
-
-
-def _check_step(step: StepFunction | None, accumulate: int, mesh: Mesh) -> None:
-    stages = mesh.shape.get(STAGE, 1)
-    if stages > 1 and step is not None:
+def _check_split(configuration: Configuration) -> None:
+    """Raise `ConfigError` if stages or the layout split what the step needs whole."""
+    stages = configuration.mesh.shape.get(STAGE, 1)
+    if stages > 1 and configuration.step is not None:
         raise ConfigError(
             f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a "
             "custom step: pass the loss instead, or use a mesh without stages"
         )
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate}; a step needs at least 1 micro-batch: raise it")
-
-
-def _check_split(configuration: Configuration) -> None:
-    """Raise `ConfigError` if the layout shards a state that the step needs whole."""
     mode, layout, reduction = (getattr(configuration, n) for n in ("mode", "layout", "reduction"))
     if configuration.step is not None and mode.per_replica and not layout.is_whole:
         raise ConfigError(

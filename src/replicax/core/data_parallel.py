@@ -10,7 +10,6 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.between.islands import Islands
-from replicax.core.between.round_step import RoundStep
 from replicax.core.config import Configuration, resolved
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
@@ -269,8 +268,7 @@ class DataParallel:
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
         check_is_state(state)
-        step = self._of(state).step
-        return step.end_round(state) if isinstance(step, RoundStep) else state
+        return self.configuration.between.end_round(self._of(state).step, state)
 
     @of_one_thread
     def prepare(self, state: TrainState, batch: FeedItem) -> Any:

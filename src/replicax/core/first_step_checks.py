@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.begun_state import placed_as
 from replicax.core.config import Configuration
 from replicax.core.data.batch import Batch, host_rows, values_of_sets
 from replicax.core.data.feed import Feed
@@ -24,6 +23,7 @@ from replicax.core.first_step.argument_checks import (
     check_kind,
     check_shapes,
     check_state,
+    placed_as,
 )
 from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
@@ -88,9 +88,10 @@ class FirstStepChecks:
                 text = partial(function.text, state, batch)
                 agree_on_program(configuration, what, (state, batch), text)
                 self._agreed.add(shapes)
-            configuration.job.compare("the batch", batch)
+        if (peers := configuration.job.peers) is not None:
+            peers.compare("the batch", batch)
             if configuration.mode.bitwise and not int(state.step) % _COMPARED_EVERY:
-                configuration.job.compare("the parameters", state.params)
+                peers.compare("the parameters", state.params)
         return batch
 
     def taken(self, state: TrainState) -> TrainState:
@@ -212,8 +213,7 @@ class FirstStepChecks:
         """Trace the loss or the step."""
         program, configuration = self.program, self.program.configuration
         apart = configuration.mode.per_replica or program.split_objective.per_replica
-        alone = configuration.islands is None and configuration.job.exchange is None
-        whole = alone and not apart
+        whole = not (configuration.between.apart or apart)
         run: LossRun = of_loss(program.objective, step_key if what == STEP else lambda _: None)
         if what == STEP and configuration.step is not None:
             run = partial(run_step, program.custom_step, program.shapes.params)
@@ -253,9 +253,9 @@ class FirstStepChecks:
         """Raise `ConfigError` if the step returns rows, or merges a metric, where it cannot."""
         configuration, why = self.program.configuration, ""
         what = "an rx.PerRow" if rows else "a metric that is no mean"
-        islands = configuration.islands is not None or configuration.job.exchange is not None
-        if islands and (rows or not configuration.mode.bitwise):
-            why = "islands, of which each has only its own rows"
+        elsewhere = configuration.between.apart
+        if elsewhere and (rows or not configuration.mode.bitwise):
+            why = elsewhere
         elif self.program.split_objective.per_replica:
             why = "stages, of which only the last has the rows"
         if why and (rows or merges):
@@ -382,12 +382,12 @@ def agree_on_program(
     if _agrees(job):
         state, batch = map(shapes_by_path, arguments)
         ids = [device.id for device in mesh.devices.flat]
-        devices = [each - min(ids) for each in ids]  # islands may be anywhere
+        devices = [each - min(ids) for each in ids]  # those of other jobs may be anywhere
         where = {"mesh": {**mesh.shape, "devices": devices}}
         job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
         job.agree_on_text(what, text())
 
 
 def _agrees(job: Job) -> bool:
-    """Whether there are other processes, or islands, that could differ."""
-    return job.processes > 1 or job.exchange is not None
+    """Whether there are other processes, or jobs, that could differ."""
+    return job.processes > 1 or job.peers is not None

@@ -1,21 +1,16 @@
 """Build the step and the score of a configuration and a model, ready to be compiled."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.batch_placement import BatchPlacement
-from replicax.core.begun_state import create_state
-from replicax.core.between.arithmetic import Weighing, arithmetic_of
-from replicax.core.between.coded_sums import CodedSums
-from replicax.core.between.exchanged_step import ExchangedStep
-from replicax.core.between.islands import Islands
-from replicax.core.between.round_step import RoundStep
-from replicax.core.between.transports import BetweenJobs, InnerJob, OverMesh, OwnSpan, Transport
-from replicax.core.built_in_step import optimizer_update, split_objective
+from replicax.core.between.seam import Between
 from replicax.core.config import Configuration
 from replicax.core.custom.custom_step import custom_update, keep
 from replicax.core.data.batch import Batch
@@ -23,13 +18,25 @@ from replicax.core.data.feed import Split
 from replicax.core.data.per_row import map_rows_of_state, padded_rows, rows_of_state
 from replicax.core.first_step.argument_checks import check_kind, check_loss
 from replicax.core.ground.leaves import PyTree
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.modes.step_builder import Jitted, StepParts
+from replicax.core.pipeline.staged_objective import Staged
+from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.placement.layout import on_devices_of
-from replicax.core.placement.mesh import AnyMesh, batch_shardings, by_rows, options_on, replicated
+from replicax.core.placement.mesh import (
+    STAGE,
+    AnyMesh,
+    batch_shardings,
+    by_rows,
+    options_on,
+    replica_count,
+    replicated,
+    shard_axis,
+)
 from replicax.core.step.base import (
+    Apply,
     CompiledFunction,
     ReplicaFunction,
     ReplicaSums,
@@ -37,11 +44,12 @@ from replicax.core.step.base import (
     StepResult,
     StepSums,
 )
+from replicax.core.step.loss_scale import first_scale, plain, unscaling
 from replicax.core.step.objective import LossFunction, Objective, only_read
 from replicax.core.step.optimizer import Updater, average_of
 from replicax.core.step.optimizer import updater as updater_of
 from replicax.core.step.reduction import REDUCTIONS, GradientShards, Reduction, shards_of
-from replicax.core.step.update import score, step_sums
+from replicax.core.step.update import apply_gradient, score, step_sums
 from replicax.errors import ConfigError, StateError
 
 
@@ -60,31 +68,12 @@ class Program:
     @cached_property
     def shardings(self) -> TrainState:
         """The shardings of a state."""
-        placing, islands = self.configuration.placing, self.configuration.islands
-        rows, found = by_rows(self.mesh), placing.shardings(self.shapes, self.mesh)
+        placing, rows = self.configuration.placing, by_rows(self.mesh)
         where: TrainState = map_rows_of_state(
-            lambda node: jax.tree.map(lambda _: rows, node), found
+            lambda node: jax.tree.map(lambda _: rows, node),
+            placing.shardings(self.shapes, self.mesh),
         )
-        if islands is None or islands.sends_gradients:
-            return where
-        own = jax.tree.map(lambda _: by_rows(self.mesh), self.shapes.islands)
-        if islands.axis is None:
-            own = jax.tree.map(lambda _: replicated(self.mesh), own)
-            inner = placing.shardings(self.shapes.islands.inner, self.mesh)
-            own = dataclasses.replace(own, inner=inner)
-        return dataclasses.replace(where, islands=own)
-
-    @cached_property
-    def own_shapes(self) -> TrainState:
-        """Shapes of the state that an island's steps update: with rounds its own, else `shapes`."""
-        islands = self.configuration.islands
-        if islands is None or islands.sends_gradients:
-            return self.shapes
-        inner: TrainState = self.shapes.islands.inner
-        if islands.axis is None:
-            return inner
-        of_one: TrainState = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), inner)
-        return of_one
+        return self.configuration.between.shardings(where, self.shapes, placing, self.mesh)
 
     @cached_property
     def rows_of_state(self) -> int | None:
@@ -100,7 +89,20 @@ class Program:
     @cached_property
     def split_objective(self) -> Objective:
         """`objective` on parameters split according to the layout."""
-        return split_objective(self.objective, self.configuration, self.mesh, self.shardings)
+        config, whole = self.configuration, self.objective
+        if self.mesh.shape.get(STAGE, 1) > 1:
+            return Staged(
+                *(whole.definition, whole.loss, whole.precision, whole.read),
+                mesh=self.mesh,
+                shardings=self.shardings.params,
+                micro_batches=config.accumulate,
+                schedule=config.layout.schedule,
+            )
+        if not config.layout.splits_params:
+            return whole
+        axis = shard_axis(self.mesh)
+        gathering = Gathering(self.shardings.params, axis, config.mode.per_replica)
+        return dataclasses.replace(whole, gathering=gathering)
 
     @cached_property
     def step(self) -> StepProgram:
@@ -108,44 +110,29 @@ class Program:
 
         `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
-        islands = self.configuration.islands
-        if islands is None:
-            return self._built(self._step_parts())
-        if not islands.sends_gradients:
-            return self._round_step(islands)
-        parts, config = self._step_parts(), self.configuration
-        coded = CodedSums(islands.codec, self.mesh, config.job)
-        return ExchangedStep(parts, OwnSpan(config.job, anew=True), config.mode.build(parts), coded)
+        return self.configuration.between.step(self)
 
     @cached_property
     def steps(self) -> StepProgram | None:
         """The step on each of several batches in one program; None if a step takes several."""
         return self.step.repeated() if isinstance(self.step, Jitted) else None
 
-    def _step_parts(self) -> StepParts:
+    def step_parts(self) -> StepParts:
+        """Return what the mode builds the step of."""
         config = self.configuration
-        parts = self._built_in_step() if config.step is None else self._custom_step()
+        if config.step is None:
+            parts = self._built_in_step()
+        else:
+            out = self.shardings, replicated(self.mesh), by_rows(self.mesh)
+            parts = self._parts("step", self.custom_step, out, out, config.reduction)
         options = config.options(self.mesh) or None
         return dataclasses.replace(parts, donate=config.donate, compiler_options=options)
 
-    def _round_step(self, islands: Islands) -> RoundStep:
-        """Return steps of each island's own state, with rounds between them."""
-        config, job = self.configuration, self.configuration.job
-        own = OwnSpan(job)
-        inner = dataclasses.replace(
-            config,
-            islands=None,
-            job=InnerJob(job, own),
-            wrap_apply=Weighing(config.wrap_apply),
-        )
-        program = dataclasses.replace(self, configuration=inner, shapes=self.own_shapes)
-        arithmetic = arithmetic_of(islands, self.updater, self.shapes.params)
-        transport: Transport
-        if islands.axis is None:
-            transport = BetweenJobs(program.step, arithmetic, self.mesh, job)
-        else:
-            transport = OverMesh(program._step_parts(), arithmetic)
-        return RoundStep(arithmetic, transport, self.shardings, own.begin)
+    def inner(self, between: Between, wrap: Callable[[Apply], Apply]) -> "Program":
+        """Return the program of the steps that update only the job's own part of a state."""
+        shapes = self.configuration.between.inner_shapes(self.shapes)
+        config = dataclasses.replace(self.configuration, between=between, wrap_apply=wrap)
+        return dataclasses.replace(self, configuration=config, shapes=shapes)
 
     @cached_property
     def score(self) -> CompiledFunction[dict[str, Any]]:
@@ -153,13 +140,8 @@ class Program:
         everywhere = replicated(self.mesh)
         sums = partial(score, objective=self.split_objective)
         parts = self._parts("score", sums, everywhere, everywhere, REDUCTIONS["float32"])
-        return self._built(parts)
-
-    def _built(self, parts: StepParts) -> CompiledFunction[Any]:
-        mode = self.configuration.mode
-        if parts.exchange is None or mode.bitwise:
-            return mode.build(parts)
-        return ExchangedStep(parts, parts.exchange, mode.build(parts))
+        config = self.configuration
+        return config.between.built(parts, config.mode.build)
 
     @cached_property
     def custom_step(self) -> "partial[StepResult]":
@@ -181,16 +163,6 @@ class Program:
             apply=config.wrapped(keep),
         )
 
-    def _custom_step(self) -> StepParts:
-        config, rows = self.configuration, by_rows(self.mesh)
-        out = self.shardings, replicated(self.mesh), rows
-        if config.job.exchange is not None and not config.mode.bitwise:
-            raise ConfigError(
-                f"step= in mode={config.mode.name!r} with islands, which exchange the sums of a "
-                "step; only mode='exact' finds them in a custom step: use mode='exact'"
-            )
-        return self._parts("step", self.custom_step, out, out, config.reduction)
-
     def _built_in_step(self) -> StepParts:
         config, mesh, shards = self.configuration, self.mesh, None
         if config.precision.scales and jax.tree.leaves(self.shapes.reduction):
@@ -199,25 +171,27 @@ class Program:
                 "a part of the scaled gradient while the loss scale may change: use "
                 "precision='bfloat16', or reduction='float32'"
             )
-        gradient, everywhere = None, replicated(mesh)
+        gradient = None
+        everywhere: Any = replicated(mesh)
+        rows: Any = by_rows(mesh)
         if config.mode.per_replica and config.layout.splits_optimizer:
             whole = config.placing.gradient_shardings(self.shapes.params, mesh)
             gradient = only_read(whole, self.updater.read)
             shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
-        weighted: Any = everywhere
-        rows: Any = by_rows(mesh)
-        gradient_where = everywhere if gradient is None else gradient
-        total = StepSums(gradient_where, weighted, rows, everywhere)  # type: ignore[arg-type]
+        total = StepSums(everywhere if gradient is None else gradient, everywhere, rows, everywhere)
         sums: ReplicaSums = partial(step_sums, objective=self.split_objective)
         parts = self._parts(
             "step",
             sums,
-            (total, everywhere, by_rows(mesh)),
+            (total, everywhere, rows),
             (self.shardings, everywhere, rows),
             config.reduction,
             shards,
         )
-        apply = optimizer_update(config, self.updater)
+        apply = config.wrapped(partial(apply_gradient, updater=self.updater))
+        if config.precision.scales:
+            apply = unscaling(apply)
+            apply = plain(apply) if config.wrap_apply is None else apply
         return dataclasses.replace(parts, apply=apply, gradient=gradient)
 
     def _parts(
@@ -233,7 +207,6 @@ class Program:
         return StepParts(
             name=name,
             sums=sums,
-            apply=None,
             objective=self.objective,
             mesh=self.mesh,
             layout=config.placing,
@@ -241,17 +214,15 @@ class Program:
             state=self.shardings,
             total=total,
             out=out,
-            gradient=None,
             wrap=mode.wrap,
             accumulator=config.accumulator(self.mesh),
             reduction=reduction,
             reduce=mode.reduce(reduction, shards),
             names_replicas=self.updater.names_replicas and mode.per_replica,
             micro_shards=config.micro_shards,
-            donate=False,
             compiler_options=options_on(self.mesh),
             in_flight=config.job.in_flight,
-            exchange=config.job.exchange,
+            exchange=config.between.exchange,
         )
 
     def scoring(self, loss: LossFunction) -> "Program":
@@ -283,7 +254,7 @@ class Program:
         """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = partial(create_state, self.configuration, self.mesh, self.updater, self.definition)
+        create = partial(_first_state, self.configuration, self.mesh, self.updater, self.definition)
         make = jax.jit(create, out_shardings=self.shardings, compiler_options=options_on(self.mesh))
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
@@ -330,6 +301,33 @@ def parts_of(state: TrainState, configuration: Configuration, mesh: AnyMesh) -> 
     return definition, padded_rows(params, configuration.split(mesh).padded), extras
 
 
+def _first_state(
+    configuration: Configuration,
+    mesh: AnyMesh,
+    updater: Updater,
+    definition: Definition,
+    params: PyTree,
+    extras: PyTree,
+    seed: jax.Array,
+) -> TrainState:
+    """Create the state before the first step."""
+    replicas = replica_count(mesh)
+    of_one = configuration.reduction.init(only_read(params, updater.read))
+    state = TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=updater.optimizer.init(params),
+        extras=extras,
+        seed=jnp.uint32(seed),
+        reduction=jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), of_one
+        ),
+        scale=first_scale() if configuration.precision.scales else (),
+        definition=Uncompared(definition),
+    )
+    return configuration.between.first_state(state, updater, replicas)
+
+
 def program_of(
     configuration: Configuration,
     model: TrainState | SplitModel,
@@ -348,7 +346,7 @@ def program_of(
         definition, params, extras = model
         config = configuration
         updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
-        create = partial(create_state, configuration, mesh, updater, definition)
+        create = partial(_first_state, configuration, mesh, updater, definition)
         found = jax.eval_shape(create, params, extras, np.uint32(0))
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=None), found)  # not the caller's
     if known is not None and definition != known.definition:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from replicax.cluster.alike import compared_environment
 from replicax.cluster.cluster_job import ClusterJob, as_plain_fields
 from replicax.cluster.differences import field_differences, first_of
-from replicax.core.ground.job import Parts, Value
+from replicax.core.ground.job import Parts, Peers, Value
 from replicax.core.ground.leaves import PyTree, checksum_here
 from replicax.errors import AgreementError, DivergedError, IslandLeftError
 from replicax.islands.group import Group
@@ -45,7 +45,7 @@ class IslandJob:
 
     def __init__(self, inner: ClusterJob, place: IslandPlace, group: Group | None) -> None:
         self.inner, self.group = inner, group
-        self.island, self.islands = place.index, len(place.addresses)
+        self.island, self.count = place.index, len(place.addresses)
         self.rank = -1
         """Rank of this island among those that completed the last exchange, from 0."""
         self._span = -1, 0
@@ -66,6 +66,11 @@ class IslandJob:
         self._under_way: Future[Any] | None = None
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
+
+    @property
+    def peers(self) -> Self:
+        """The job itself, which has what only islands have."""
+        return self
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         self.inner.agree(topic, fields)
@@ -142,7 +147,7 @@ class IslandJob:
     @property
     def span(self) -> tuple[int, int]:
         if self._rehearses:
-            return 0, self.islands
+            return 0, self.count
         if self.rank < 0:
 
             def find() -> dict[str, Any]:
@@ -272,11 +277,11 @@ def _own_arrays(arrays: list[np.ndarray], *_: Any) -> OwnArrays:
 class Everyone:
     """The processes of all islands as a job: `process` is the rank among those that live."""
 
-    exchange = None
+    peers: Peers | None = None
 
     def __init__(self, job: IslandJob) -> None:
         self._job = job
-        self.processes = job.islands * job.processes
+        self.processes = job.count * job.processes
         self.in_flight = job.in_flight
 
     @property

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ import optax
 
 from replicax.analysis.compiled import inspect
 from replicax.core.between.islands import Islands
-from replicax.core.between.round_step import RoundStep
+from replicax.core.between.rounds import RoundStep
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Alone
@@ -176,8 +176,7 @@ def _arithmetic(subject: RoundsSubject) -> Iterator[Check]:
     islands = dataclasses.replace(own, every=2 * own.fragments, delay=0, axis="data")
     dp = subject.step(subject.count, islands)
     program = dp.program(subject.begun(dp))
-    step = program.step
-    assert isinstance(step, RoundStep)
+    step = cast(RoundStep, program.step)
     state = _moved(jax.device_get(subject.begun(dp)))
     yield _codec(step, state)
     yield _bytes(step, state, subject.count)
@@ -267,12 +266,9 @@ def _between_jobs(
     """Return the state of one island after the exchange, with a job for each island."""
     rank = job.span[0]
     dp = subject.step(1, dataclasses.replace(islands, axis=None), job, mode="jit")
-    program = dp.program(subject.begun(dp))
-    assert isinstance(program.step, RoundStep)
     mine = dataclasses.replace(state, islands=_part(state, rank))
-    found: TrainState = jax.device_get(
-        program.step.end_round(jax.device_put(mine, program.shardings))
-    )
+    placed = jax.device_put(mine, dp.program(subject.begun(dp)).shardings)
+    found: TrainState = jax.device_get(dp.end_round(placed))
     return found
 
 

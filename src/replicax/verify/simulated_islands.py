@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from replicax.core.ground.job import Alone, Parts, Value
+from replicax.core.ground.job import Alone, Parts, PartsExchange, Value
+from replicax.core.ground.leaves import PyTree
 from replicax.islands.messages import View
 from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import added, assigned
@@ -24,12 +25,13 @@ class SimulatedIslands(Alone):
 
     def __init__(self, islands: int = 1) -> None:
         super().__init__()
-        self.islands = islands
-        self.exchanges = 0
+        self.count, self.exchanges, self.peers = islands, 0, cast(Any, self)
+
+    def compare(self, about: str, arrays: PyTree) -> None: ...
 
     def exchange(self, parts: Parts[Value], /) -> list[Value]:
         self.exchanges += 1
-        view = View(0, [(n, "") for n in range(self.islands)], range(self.islands), self.exchanges)
+        view = View(0, [(n, "") for n in range(self.count)], range(self.count), self.exchanges)
         known: dict[Any, Value] = {}
         for own in assigned(view, self.exchanges, parts.count).values():
             blocks, arrays = OwnParts(parts, lambda _: None).missing(own)
@@ -45,12 +47,16 @@ class SimulatedIslands(Alone):
 class SharingIsland(Alone):
     """The job of one of several islands, each in a thread of its own, that share arrays."""
 
+    exchange: PartsExchange | None = None
+
     def __init__(
         self, rank: int, sent: list[list[list[np.ndarray]]], news: threading.Condition
     ) -> None:
         super().__init__()
-        self._sent, self._news = sent, news
-        self._own, self.span, self.islands = sent[rank], (rank, len(sent)), len(sent)
+        self._sent, self._news, self._own = sent, news, sent[rank]
+        self.count, self.span, self.peers = len(sent), (rank, len(sent)), self
+
+    def compare(self, about: str, arrays: PyTree) -> None: ...
 
     def share(
         self, arrays: list[np.ndarray], *, later: bool = False

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.core.between.coded_sums import CodedSums
+from replicax.core.between.every_step import CodedSums
 from replicax.core.ground.codecs import CODECS
-from replicax.core.ground.job import Alone
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 
 
-class Twin(Alone):
+class Twin:
     """A job with another island that sends the same, unless it has something `else_`."""
 
     def __init__(self, else_: np.ndarray | None = None) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from replicax.core.between.arithmetic import SUMS, Arithmetic, IslandState
 from replicax.core.between.exchanged_step import OfPart
 from replicax.core.data.batch import Batch
-from replicax.core.ground.job import Job, Parts, Value
+from replicax.core.ground.job import Peers
 from replicax.core.ground.leaves import PyTree, from_host, whole_on_host
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.modes.step_builder import Jitted, StepParts
@@ -28,7 +28,6 @@ from replicax.core.placement.mesh import (
 )
 from replicax.core.step.base import CompiledFunction, StepProgram, no_reduction
 from replicax.core.step.update import update
-from replicax.errors import ConfigError
 
 Sent = tuple[jax.Array, jax.Array]
 """The payload of an island, and the numbers that it sends exactly."""
@@ -59,58 +58,13 @@ class Transport(Protocol):
         """Return the program that carries `sent` of these shapes, if one does."""
 
 
-class OwnSpan:
-    """The parts of a batch that one of several islands computes, without the others'.
-
-    They are chosen `anew` in every step, or by `begin`.
-    """
-
-    def __init__(self, job: Job, *, anew: bool = False) -> None:
-        self._job, self._span, self._anew = job, (0, 0), anew
-
-    def begin(self) -> None:
-        """Choose the parts for a round, by the islands that live now."""
-        self._span = self._job.span
-
-    def __call__(self, parts: Parts[Value], /) -> list[Value]:
-        if self._anew:
-            self.begin()
-        rank, islands = self._span
-        if parts.add is None:
-            raise ConfigError(
-                "rx.gather in islands that exchange every so many steps; each sees its own rows "
-                "alone: use every=1, or a loss that does not mix rows"
-            )
-        own = range(rank * parts.count // islands, (rank + 1) * parts.count // islands)
-        if not own:
-            raise ConfigError(
-                f"micro_shards={parts.count} with {islands} islands; each computes at least one "
-                f"part of a batch: use micro_shards={1 << (islands - 1).bit_length()}"
-            )
-        total = parts.compute(own[0])
-        for number in own[1:]:
-            total = parts.add(total, parts.compute(number))
-        return [total]
-
-
-class InnerJob:
-    """The job of an island's own steps: `job`, without the other islands."""
-
-    def __init__(self, job: Job, own: OwnSpan) -> None:
-        self._job = job
-        self.exchange = None if job.exchange is None else own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._job, name)
-
-
 class BetweenJobs:
-    """The transport between the islands of `job`: each process has one island."""
+    """The transport between jobs, each of which is an island."""
 
     def __init__(
-        self, program: StepProgram, arithmetic: Arithmetic, mesh: AnyMesh, job: Job
+        self, program: StepProgram, arithmetic: Arithmetic, mesh: AnyMesh, peers: Peers | None
     ) -> None:
-        self.program, self._job, self._everywhere = program, job, replicated(mesh)
+        self.program, self._peers, self._everywhere = program, peers, replicated(mesh)
         self._options = options_on(mesh)
         self._counted = jax.jit(arithmetic.counted, compiler_options=self._options)
 
@@ -127,11 +81,13 @@ class BetweenJobs:
         return jax.jit(function, compiler_options=self._options)
 
     def share(self, sent: Sent, *, later: bool) -> Callable[[], list[Sent]]:
-        found = self._job.share([whole_on_host(array) for array in sent], later=later)
+        arrays = [whole_on_host(array) for array in sent]
+        found = None if self._peers is None else self._peers.share(arrays, later=later)
 
         def placed() -> list[Sent]:
-            each = [[from_host(array, self._everywhere) for array in of] for of in found()]
-            return [(payload, exact) for payload, exact in each]
+            each = [arrays] if found is None else found()
+            pairs = [[from_host(array, self._everywhere) for array in of] for of in each]
+            return [(payload, exact) for payload, exact in pairs]
 
         return placed
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.custom.state_padding import with_copies, with_padding_kept
 from replicax.core.custom.summing import Examiner, Primitives, mean
 from replicax.core.data.batch import Batch, RowSet
 from replicax.core.data.merged import Merged, apart
@@ -18,7 +17,7 @@ from replicax.core.data.per_row import (
     map_rows_of_state,
     rows_of_state,
 )
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import PyTree, by_dtype, is_random_key, numbers
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext, is_trainable
@@ -60,7 +59,7 @@ def custom_update(
     context = CallContext(key, axis, step=state.step, gather=gather, row_numbers=row_numbers)
     before = state.params
     if examiner is None:
-        before, batch = with_copies(before, batch, primitives.summing.gather)
+        before, batch = _with_copies(before, batch, primitives.summing.gather)
     batch = batch.whole()
     with inside(batch.mask, context, (primitives, batch)) as here:
         returned = step(definition.merge(before, {}), batch.data, key)
@@ -73,7 +72,7 @@ def custom_update(
         named_rows = {f"metrics.{name}": value for name, value in rows.items()}
         for name, value in (named_rows | _rows_by_name(params)).items():
             examiner.see(name, PerRow(value))
-    params = with_padding_kept(state.params, params, batch.mask)
+    params = _with_padding_kept(state.params, params, batch.mask)
     one = jnp.ones((), jnp.float32)
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
     total = StepSums([*_went_wrong(state.params, params), *bad_rows], named)
@@ -166,3 +165,60 @@ def _rows_by_name(state: PyTree) -> dict[str, PyTree]:
         for path, leaf in leaves
         if is_rows_of_state(leaf)
     }
+
+
+def _with_copies(
+    params: PyTree,
+    batch: Batch,
+    gather: Callable[[list[jax.Array]], list[jax.Array]] | None,
+) -> tuple[PyTree, Batch]:
+    """Return a state and a batch whose padded rows are copies of the first real row of all.
+
+    A padded entry of the state is its own, and may be one that no step has written: a loss that is
+    not finite there would make the gradient NaN, although its weight is 0. A replica may have no
+    real row, so one of each replica is gathered; that costs one row of the batch and the state.
+    """
+    if not (states := [rows.value for rows in rows_of_state(params)]):
+        return params, batch
+    own = states, dataclasses.replace(batch, count=None, shared=(), sets=())
+    one = jax.tree.map(lambda leaf: _picked(numbers(leaf), batch.mask), own)
+    if gather is not None:
+        of_each = by_dtype(gather, jax.tree.map(lambda leaf: leaf[None], one))
+        mask = of_each[1].mask
+        one = jax.tree.map(lambda leaf: _picked(leaf, mask), of_each)
+    states, filled = jax.tree.map(lambda leaf, row: _where(batch.mask, leaf, row), own, one)
+    values = iter(states)
+    return map_rows_of_state(
+        lambda rows: dataclasses.replace(rows, value=next(values)), params
+    ), dataclasses.replace(batch, data=filled.data, index=filled.index)
+
+
+def _with_padding_kept(before: PyTree, after: PyTree, mask: jax.Array) -> PyTree:
+    """Return the state after a step, with the rows of padding as they were."""
+    old = iter(rows_of_state(before))
+
+    def kept(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(_per_row(mask, new), new, old)
+
+    return map_rows_of_state(lambda rows: jax.tree.map(kept, rows, next(old)), after)
+
+
+def _picked(leaf: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the first row of numbers that is real; the last one if none is.
+
+    As a sum, which the compiler computes where the rows are: an index would gather all of them.
+    """
+    places = jnp.arange(len(mask))
+    is_first = places == jnp.min(jnp.where(mask > 0, places, len(mask) - 1))
+    row = jnp.where(_per_row(is_first, leaf), leaf, jnp.zeros_like(leaf))
+    return jnp.any(row, axis=0) if leaf.dtype == bool else jnp.sum(row, axis=0, dtype=leaf.dtype)
+
+
+def _where(mask: jax.Array, leaf: jax.Array, row: jax.Array) -> jax.Array:
+    if is_random_key(leaf):
+        row = jax.random.wrap_key_data(row, impl=jax.random.key_impl(leaf))
+    return jnp.where(_per_row(mask, leaf), leaf, row)
+
+
+def _per_row(mask: jax.Array, leaf: jax.Array) -> jax.Array:
+    return mask.reshape(-1, *[1] * (leaf.ndim - 1)) > 0

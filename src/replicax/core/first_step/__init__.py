@@ -5,7 +5,6 @@ Read in this order:
     argument_checks.py   the kinds of arguments: a loss, an optimizer, a state
     memory_check.py      a state, and then a compiled step, fits in free memory
     examiner.py          trace a loss or a step as for one device, so that its rows can be followed
-    forward_mode.py      whether what has a backward pass alone is differentiated forward
     step_run.py          a custom step, with its rows, those of its state, or one of its sets
     loss_check.py        is a value the same if replicas, micro-batches or padding see some rows?
     trial_inputs.py      other parameters, rows, masks and step numbers

@@ -1,5 +1,6 @@
 """Validate a loss, an optimizer or a state; each mistake raises a one-line error."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 
 from replicax.core.ground.leaves import by_path
 from replicax.core.ground.precision import Precision
-from replicax.core.ground.train_state import TrainState, check_outside_jit, check_unused
+from replicax.core.ground.train_state import MADE_BY, TrainState, check_outside_jit, check_unused
 from replicax.core.placement.layout import Layout
 from replicax.errors import ConfigError, StateError
 
@@ -121,7 +122,7 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
     check_outside_jit(state)
     check_shapes(state, abstract)
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
-    elsewhere = sum(lies_elsewhere(*pair) for pair in leaves if _on_same_devices(*pair))
+    elsewhere = sum(_lies_elsewhere(*pair) for pair in leaves if _on_same_devices(*pair))
     if elsewhere:
         raise StateError(
             f"{elsewhere} arrays of the state, on devices of several processes, are split over "
@@ -138,18 +139,6 @@ def check_shapes(state: TrainState, abstract: TrainState) -> None:
         raise StateError(_difference(state, abstract))
 
 
-_MADE_BY = {
-    "params": "model",
-    "extras": "model",
-    "opt_state": "optimizer",
-    "scale": "precision",
-    "reduction": "reduction",
-    "islands": "islands",
-    "losses": "guard",
-}
-"""Fields of a state, and what they depend on, the most telling one first."""
-
-
 def _difference(state: TrainState, abstract: TrainState) -> str:
     """Return what differs in one line."""
     found, wanted = (
@@ -158,12 +147,12 @@ def _difference(state: TrainState, abstract: TrainState) -> str:
     )
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
     if paths:
-        path = min(paths, key=lambda path: list(_MADE_BY).index(_field(path)))
+        path = min(paths, key=lambda path: list(MADE_BY).index(_field(path)))
         said = [_shown(shapes.get(path)) for shapes in (found, wanted)]
     else:  # for example, two optimizers without arrays
-        path = next(f".{name}" for name in _MADE_BY if _differ(state, abstract, name))
+        path = next(f".{name}" for name in MADE_BY if _differ(state, abstract, name))
         said = ["has one structure", "another"]
-    made_by, fix = _MADE_BY[_field(path)], "use its own, from dp.init"
+    made_by, fix = MADE_BY[_field(path)], "use its own, from dp.init"
     if made_by == "optimizer":
         fix = "keep the optimizer, or start it anew with dp.init(other.model(state))"
     return (
@@ -190,7 +179,7 @@ def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
     return [getattr(leaf, "shape", ()) for leaf in leaves]  # np.shape takes ten times as long
 
 
-def lies_elsewhere(leaf: Any, like: Any) -> bool:
+def _lies_elsewhere(leaf: Any, like: Any) -> bool:
     """Whether an array that was placed has another sharding than `like`."""
     if not isinstance(leaf, jax.Array) or leaf.sharding == like.sharding or not leaf.committed:
         return False
@@ -200,3 +189,21 @@ def lies_elsewhere(leaf: Any, like: Any) -> bool:
 def _on_same_devices(leaf: Any, like: Any) -> bool:
     """Whether `jax.jit` would refuse another sharding; it moves arrays from other devices."""
     return isinstance(leaf, jax.Array) and leaf.sharding.device_set == like.sharding.device_set
+
+
+def placed_as(state: TrainState, abstract: TrainState) -> TrainState:
+    """Return a state of any `DataParallel` with the shardings of `abstract`, which describes it.
+
+    The losses that the guard of a run compares are left out if nothing reads them. Arrays that
+    span processes stay where they are. `StateError` if the shapes differ.
+    """
+    check_kind(state)
+    if not jax.tree.leaves(abstract.losses):
+        state = dataclasses.replace(state, losses=())
+    check_shapes(state, abstract)
+    leaves, wanted = jax.tree.leaves(state), jax.tree.leaves(abstract)
+    if any(map(_lies_elsewhere, leaves, wanted)) and all(
+        getattr(leaf, "is_fully_addressable", True) for leaf in leaves
+    ):
+        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    return state

@@ -6,22 +6,23 @@ gathered, and sums over all replicas.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.custom.known_gradient import BACKWARD, FORWARD
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
-from replicax.core.first_step.forward_mode import check_reverse
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
+from replicax.core.jaxprs.jaxpr import closed
 from replicax.core.jaxprs.row_labels import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
@@ -260,7 +261,7 @@ def trace(run: LossRun, state: TrainState, batch: Batch, rows: int, examiner: Ro
             return_shape=True,
         )
         jaxpr, (shapes, _) = make(state, sized)
-    check_reverse(jaxpr)
+    _check_reverse(jaxpr)
     found = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
@@ -289,3 +290,35 @@ def has_gradient(traced: ClosedJaxpr, count: int) -> bool:
     jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
     _, used = dce_jaxpr(jaxpr, [True])
     return any(used[len(shapes) :])
+
+
+def _check_reverse(traced: ClosedJaxpr) -> None:
+    """Raise `LossError` if something with a backward pass alone is differentiated forward.
+
+    JAX raises a `TypeError` when it compiles that, which does not tell of what.
+    """
+    if not any(_forward(traced.jaxpr)):
+        return
+    used, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    for name in _forward(used):
+        raise LossError(
+            FORWARD
+            if name == BACKWARD
+            else "a forward-mode derivative (jax.jvp, jacfwd, linearize) was taken of a function "
+            f"with the backward pass {name} (jax.custom_vjp), which has no other derivative: use "
+            "jax.grad or jax.vjp there, or define the function with jax.custom_jvp"
+        )
+
+
+def _forward(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of backward passes of what is differentiated forward."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "custom_lin":
+            yield getattr(eqn.params["bwd"], "__name__", "")
+        for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _forward(closed(inner).jaxpr)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)

@@ -185,7 +185,7 @@ CODECS: dict[str, Codec] = {
         Sparse(),
     )
 }
-"""Codecs by name, as in `Coded("int8")`, `Islands(send="int4")` and `--send`."""
+"""Codecs by name, as in `Coded("int8")` and `--send int4`."""
 
 
 def as_codec(codec: str | Codec) -> Codec:

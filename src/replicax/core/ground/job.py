@@ -8,7 +8,6 @@ import numpy as np
 
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.leaves import PyTree
-from replicax.errors import ConfigError
 
 Value = TypeVar("Value")
 
@@ -36,6 +35,35 @@ class PartsExchange(Protocol):
         """
 
 
+class Peers(Protocol):
+    """Other jobs that train the same state, each with a copy; all make the same calls in order."""
+
+    count: int
+    """Number of jobs, this one included."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Rank of this job among those that live, from 0, and their number."""
+
+    @property
+    def exchange(self) -> PartsExchange | None:
+        """Compute the parts of a batch together; None if each job computes rows of its own."""
+
+    def share(
+        self, arrays: list[np.ndarray], *, later: bool = False
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """Send arrays to all jobs; return a function that waits for those of each, by rank.
+
+        All must call it in order. If `later`, they travel in the background.
+        """
+
+    def compare(self, about: str, arrays: PyTree) -> None:
+        """Let the next exchange compare checksums of arrays that all jobs must have alike.
+
+        Those of the same name that were not compared yet are forgotten.
+        """
+
+
 class Job(Protocol):
     """The processes that compute together. All must make the same method calls in the same order.
 
@@ -55,23 +83,8 @@ class Job(Protocol):
     """Tracker of all steps dispatched by this process."""
 
     @property
-    def exchange(self) -> PartsExchange | None:
-        """Compute the parts of a batch together with other jobs; None if there are none."""
-
-    islands: int
-    """Number of islands that this job is one of; 1 if there are no others."""
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Rank of this island among those that live, from 0, and their number."""
-
-    def share(
-        self, arrays: list[np.ndarray], *, later: bool = False
-    ) -> Callable[[], list[list[np.ndarray]]]:
-        """Send arrays to all islands; return a function that waits for those of each, by rank.
-
-        All must call it in order. If `later`, they travel in the background.
-        """
+    def peers(self) -> Peers | None:
+        """The jobs that this one trains with; None if there are none."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
@@ -81,12 +94,6 @@ class Job(Protocol):
 
     def agree_on_text(self, topic: str, text: str) -> None:
         """Do the same for a program text; the error shows the first line that differs."""
-
-    def compare(self, about: str, arrays: PyTree) -> None:
-        """Let the next exchange compare checksums of arrays that all islands must have alike.
-
-        Those of the same name that were not compared yet are forgotten.
-        """
 
     def gather(
         self,
@@ -118,38 +125,17 @@ class Job(Protocol):
         """Report that no progress is expected until the next `move`."""
 
 
-_ISLANDS = "REPLICAX_ISLANDS"
-"""Set in each of several islands, as `replicax.islands.island_variables` says."""
-
-
-def lone_job(env: Mapping[str, str]) -> "Alone":
-    """Return the job of a process that was given none; `ConfigError` if it is an island's."""
-    if env.get(_ISLANDS):
-        raise ConfigError(
-            f"one of {env[_ISLANDS].count(',') + 1} islands ({_ISLANDS}) with no job, so that it "
-            "would train alone: pass job=rx.initialize()"
-        )
-    return Alone()
-
-
 class Alone:
     """The job of one process."""
 
     process, processes = 0, 1
-    exchange: PartsExchange | None = None
-    islands, span = 1, (0, 1)
+    peers: Peers | None = None
 
     def __init__(self) -> None:
         self.in_flight = InFlight()
 
-    def share(
-        self, arrays: list[np.ndarray], *, later: bool = False
-    ) -> Callable[[], list[list[np.ndarray]]]:
-        return lambda: [arrays]
-
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
     def agree_on_text(self, topic: str, text: str) -> None: ...
-    def compare(self, about: str, arrays: PyTree) -> None: ...
     def barrier(self, topic: str) -> None: ...
     def move(self) -> None: ...
     def rest(self) -> None: ...

@@ -101,6 +101,17 @@ class TrainState:
         return arrays_html(repr(self), self.params, "params")
 
 
+MADE_BY = {
+    "params": "model",
+    "extras": "model",
+    "opt_state": "optimizer",
+    "scale": "precision",
+    "reduction": "reduction",
+    "islands": "islands",
+    "losses": "guard",
+}
+"""Fields of a state, and what they depend on, the most telling one first."""
+
 Metrics = dict[str, Any]
 
 

@@ -5,7 +5,6 @@ Read in this order:
     definition.py   `Definition`: how a kind of model is split, called and rebuilt, and what a call
                     is told (`CallContext`)
     stateful.py     functions that return the state they write
-    inference_mode.py   modules in the state of a custom step, in evaluation
     pytree.py       plain pytrees, and the state of a custom step
     equinox.py, linen.py, nnx.py   modules of these libraries
     metric_objects.py   metrics of these libraries that can be merged

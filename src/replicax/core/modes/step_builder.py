@@ -71,8 +71,6 @@ class StepParts:
     """Its name in profiles: `step` or `score`."""
     sums: ReplicaFunction[Any]
     """`ReplicaSums`, or, without `apply`, a function that returns the result."""
-    apply: Apply | None
-    """The update of global arrays from what `sums` returns; None if that is the result."""
     objective: Objective
     """The loss of the model on whole parameters."""
     mesh: AnyMesh
@@ -85,8 +83,6 @@ class StepParts:
     """Shardings of what `sums` returns."""
     out: PyTree
     """Shardings of the result."""
-    gradient: PyTree
-    """Shardings of the reduced gradient, where it is used, if the layout splits the optimizer."""
     wrap: Wrap
     accumulator: Accumulator
     reduction: Reduction
@@ -96,13 +92,17 @@ class StepParts:
     """Whether `apply` names the replica axis, as `lax.pmean` in an optimizer does, and the mode has
     one."""
     micro_shards: int
-    donate: bool
-    """Whether the memory of the state is reused."""
     compiler_options: dict[str, Any] | None
     in_flight: InFlight
     """Tracks and limits the steps that were dispatched."""
-    exchange: PartsExchange | None = None
+    exchange: PartsExchange | None
     """How parts of a batch are computed together with other jobs, if there are any."""
+    apply: Apply | None = None
+    """The update of global arrays from what `sums` returns; None if that is the result."""
+    gradient: PyTree = None
+    """Shardings of the reduced gradient, where it is used, if the layout splits the optimizer."""
+    donate: bool = False
+    """Whether the memory of the state is reused."""
 
 
 def build(parts: StepParts) -> CompiledFunction[Any]:

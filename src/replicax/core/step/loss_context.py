@@ -164,7 +164,7 @@ def row_numbers(rows: PyTree) -> jax.Array:
         int32 `[rows]`, from 0; `jnp.arange(rows)` outside a step. A micro-batch has every K-th.
 
     Raises:
-        LossError: the loss sees some of the rows of a stage, or of an island's exchanged parts.
+        LossError: the loss sees some of the rows of a stage, or of a part that jobs exchange.
     """
     if (here := _seeing("row_numbers", rows)) is None:
         return numbers_on(None, row_count(rows))
@@ -172,7 +172,8 @@ def row_numbers(rows: PyTree) -> jax.Array:
     numbers = here.context.row_numbers or partial(numbers_on, here.context.axis)
     if here.context.part and here.context.row_numbers is None:
         raise LossError(
-            "rx.row_numbers of rows of stages or of islands' parts: pass row numbers in the batch"
+            "rx.row_numbers of rows of stages or of parts that jobs exchange: pass row numbers in "
+            "the batch"
         )
     return numbers(here.mask.shape[0])
 

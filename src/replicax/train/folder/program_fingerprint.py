@@ -59,9 +59,10 @@ def program_fingerprint(
         The digests, and `batch`: dtypes and shapes of the batch that was traced.
     """
     program = dp.program(state)
+    inner = dp.configuration.between.inner_shapes(program.shapes)
     plain = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        dataclasses.replace(program.own_shapes, losses=(), reduction=()),
+        dataclasses.replace(inner, losses=(), reduction=()),
     )
     found = {"model": _digest(_described(real_rows((plain.params, plain.extras))))}
     data = batch.whole().data if isinstance(batch, Batch) else batch

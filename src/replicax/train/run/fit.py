@@ -235,8 +235,9 @@ class Run(Resuming):
             self._take_folder(stack)
             stack.enter_context(self.dp.job.in_flight.followed())
             clock = self._saving.clock_seconds if self._resumable else None
+            between = self.dp.configuration.between
             self._stopping = self._members.stopping(
-                self._interrupt, clock, lambda: self.dp.configuration.is_calm(self.place.step)
+                self._interrupt, clock, lambda: between.is_calm(self.place.step)
             )
             self._resume()
             self._meet_members(begins=True)

@@ -300,7 +300,7 @@ class Loop(Requests):
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
-        settings, step = self.dp.configuration, self.place.step
+        settings, step = self.dp.configuration.between, self.place.step
         if self._storage is None or not self._resumable or not settings.is_calm(step):
             return False
         every, before = self._storage.saving.every, max(step - settings.calm_steps, 0)

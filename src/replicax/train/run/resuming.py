@@ -1,10 +1,7 @@
 """The part of a run that begins where an earlier start, or another island, is."""
 
-import dataclasses
-
 import jax
 
-from replicax.core.between.round_step import RoundStep
 from replicax.core.ground.train_state import TrainState, check_unused
 from replicax.train.checkpoints.arrays import abstract, params_not_finite
 from replicax.train.run.loop import Loop
@@ -71,7 +68,4 @@ class Resuming(Loop):
                 "state of another: results differ from those of a run that was not stopped"
             )
         step_program = self.dp.program(self.state).step
-        if isinstance(step_program, RoundStep):
-            return step_program.joined(self.state)
-        nothing = jax.tree.map(jax.numpy.zeros_like, self.state.islands)
-        return dataclasses.replace(self.state, islands=nothing)
+        return self.dp.configuration.between.joined(step_program, self.state)

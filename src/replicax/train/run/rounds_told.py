@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from replicax.core.between.arithmetic import arithmetic_of
 from replicax.core.between.islands import MOMENTUM, OuterSGD
-from replicax.core.between.round_step import RoundStep
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.text.table import labelled
@@ -18,12 +18,14 @@ FEW_SPARSE_ROUNDS = 1_000
 
 def rounds_lines(dp: DataParallel, state: TrainState) -> list[str]:
     """Return what a round is, and what an island sends in it; nothing without rounds."""
-    islands, step = dp.configuration.islands, dp.program(state).step
-    if islands is None or not isinstance(step, RoundStep):
+    islands = dp.configuration.islands
+    if islands is None or islands.sends_gradients:
         return []
-    count = dp.split.replicas if islands.axis is not None else dp.job.islands
+    arithmetic = arithmetic_of(islands, dp.program(state).updater, state.params)
+    peers = dp.job.peers
+    count = dp.split.replicas if islands.axis else 1 if peers is None else peers.count
     outer = islands.outer if isinstance(islands.outer, OuterSGD) else "optimizer of your own"
-    sent = size_text(step.arithmetic.payload_bytes(state.params))
+    sent = size_text(arithmetic.payload_bytes(state.params))
     parts = [counted(islands.every, "step"), islands.codec.name, f"outer {outer}"]
     if islands.fragments > 1:
         parts.append(f"{islands.fragments} fragments")

@@ -1,24 +1,30 @@
-"""`RoundStep`: steps of an island's own, and between them the exchange of what they changed."""
+"""`Rounds`: steps of each island's own state, and an outer step when it is due."""
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.between.arithmetic import Arithmetic, IslandState
-from replicax.core.between.transports import Sent, Transport
+from replicax.core.between.arithmetic import Arithmetic, IslandState, Weighing, arithmetic_of
+from replicax.core.between.every_step import EveryStep, OwnSpan
+from replicax.core.between.islands import Islands
+from replicax.core.between.seam import Between, Build
+from replicax.core.between.transports import BetweenJobs, OverMesh, Sent, Transport
 from replicax.core.data.batch import Batch
+from replicax.core.ground.job import PartsExchange, Peers
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
-from replicax.core.placement.layout import copied
-from replicax.core.placement.mesh import options_on
-from replicax.core.step.base import StepResult
+from replicax.core.modes.step_builder import StepParts
+from replicax.core.placement.layout import Layout, copied
+from replicax.core.placement.mesh import AnyMesh, by_rows, options_on, replicated
+from replicax.core.step.base import CompiledFunction, StepProgram, StepResult
 from replicax.core.step.loss import LOSS
+from replicax.core.step.optimizer import Updater
 
 ROUND_LOSS = f"round_{LOSS}"
 
@@ -33,7 +39,11 @@ class RoundStep:
     inline = None
 
     def __init__(
-        self, arithmetic: Arithmetic, transport: Transport, shardings: TrainState, begin: Any
+        self,
+        arithmetic: Arithmetic,
+        transport: Transport,
+        shardings: TrainState,
+        begin: Callable[[], None],
     ) -> None:
         self.arithmetic, self.transport = arithmetic, transport
         self._islands, self._shardings, self._begin = arithmetic.islands, shardings, begin
@@ -155,3 +165,64 @@ class RoundStep:
 
     def _subject(self, state: TrainState) -> Any:
         return self.transport.subject(state.islands)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounds(Between):
+    """Rounds of steps, as `settings` say, of islands that are jobs or replicas of one."""
+
+    settings: Islands
+    peers: Peers | None
+    each_step: Between
+    """What it would be without rounds: how a batch is cut, and an evaluation added up."""
+    exchange: PartsExchange | None
+    parts: int
+    calm_steps: int
+
+    apart, reshared = EveryStep.apart, EveryStep.reshared
+
+    def is_calm(self, step: int) -> bool:
+        return self.calm_steps == 1 or self.settings.is_calm(step)
+
+    def first_state(self, state: TrainState, updater: Updater, replicas: int) -> TrainState:
+        islands = None if self.settings.axis is None else replicas
+        return arithmetic_of(self.settings, updater, state.params).outer(state, islands)
+
+    def inner_shapes(self, shapes: TrainState) -> TrainState:
+        inner: TrainState = shapes.islands.inner
+        if self.settings.axis is not None:
+            inner = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), inner)
+        return inner
+
+    def shardings(
+        self, where: TrainState, shapes: TrainState, placing: Layout, mesh: AnyMesh
+    ) -> TrainState:
+        if self.settings.axis is not None:
+            own = jax.tree.map(lambda _: by_rows(mesh), shapes.islands)
+        else:
+            own = jax.tree.map(lambda _: replicated(mesh), shapes.islands)
+            inner = placing.shardings(shapes.islands.inner, mesh)
+            own = dataclasses.replace(own, inner=inner)
+        return dataclasses.replace(where, islands=own)
+
+    def step(self, program: Any) -> StepProgram:
+        span, each_step = OwnSpan(self.peers), self.each_step
+        if isinstance(each_step, EveryStep):
+            each_step = dataclasses.replace(each_step, exchange=span)
+        own = program.inner(each_step, Weighing(program.configuration.wrap_apply))
+        arithmetic = arithmetic_of(self.settings, program.updater, program.shapes.params)
+        transport: Transport
+        if self.settings.axis is None:
+            transport = BetweenJobs(own.step, arithmetic, program.mesh, self.peers)
+        else:
+            transport = OverMesh(own.step_parts(), arithmetic)
+        return RoundStep(arithmetic, transport, program.shardings, span.begin)
+
+    def built(self, parts: StepParts, build: Build) -> CompiledFunction[Any]:
+        return self.each_step.built(parts, build)
+
+    def end_round(self, step: StepProgram, state: TrainState) -> TrainState:
+        return cast(RoundStep, step).end_round(state)
+
+    def joined(self, step: StepProgram, state: TrainState) -> TrainState:
+        return cast(RoundStep, step).joined(state)

@@ -1,0 +1,77 @@
+"""Choose what is between steps from the arguments of a `DataParallel`."""
+
+import dataclasses
+
+from replicax.core.between.every_step import EveryStep
+from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
+from replicax.core.between.seam import Between
+from replicax.core.ground.job import Job
+from replicax.core.modes.mapping import Mode
+from replicax.core.placement.layout import Layout
+from replicax.errors import ConfigError
+
+
+def as_between(
+    islands: Islands | None,
+    *,
+    job: Job,
+    mode: Mode,
+    layout: Layout,
+    replicas: int,
+    micro_shards: int,
+    ema: float | None,
+) -> Between:
+    """Return what is between the steps of a job; `ConfigError` if `islands` does not fit the rest.
+
+    `islands` are the settings that were given; without them, jobs exchange sums in every step.
+    """
+    peers = job.peers
+    count, exchange = (1, None) if peers is None else (peers.count, peers.exchange)
+    each_step: Between = Between()
+    if peers is not None and exchange is not None:
+        parts = 1 if mode.bitwise else micro_shards
+        each_step = EveryStep(peers=peers, exchange=exchange, parts=parts, by_mode=mode.bitwise)
+    if islands is None:
+        return each_step
+    if ema is not None:
+        raise ConfigError(
+            f"ema={ema} with rounds of islands, whose averages differ: leave ema out; the "
+            "outer parameters are an average"
+        )
+    if islands.delay and job.processes > 1 and count > 1:
+        raise ConfigError(
+            f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
+            "sent in the background by islands of one process: use delay=0"
+        )
+    if islands.sends_gradients:
+        _check_gradients(islands, mode)
+        if isinstance(each_step, EveryStep) and islands.codec.error:
+            return dataclasses.replace(each_step, settings=islands)
+        return each_step
+    if islands.axis is not None and (
+        not mode.per_replica or not layout.is_whole or exchange is not None
+    ):
+        raise ConfigError(
+            f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
+            f"{layout.name!r} and {count} islands of the job; each replica of one job is "
+            "an island: use mode='shard_map', layout='replicated' and a job without islands"
+        )
+    return Rounds(
+        settings=islands.resolved(count if islands.axis is None else replicas),
+        peers=peers,
+        each_step=each_step,
+        exchange=exchange,
+        parts=each_step.parts,
+        calm_steps=1 if count == 1 and islands.delay == 0 else islands.interval,
+    )
+
+
+def _check_gradients(islands: Islands, mode: Mode) -> None:
+    """Raise `ConfigError` if gradients cannot be sent as `islands` say."""
+    if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
+        raise ConfigError(
+            f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
+            f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
+            f"reduction={islands.codec.name!r} within one job, or another mode"
+        )
