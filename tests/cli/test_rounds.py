@@ -58,8 +58,7 @@ def test_what_one_flag_of_the_outer_step_leaves_to_the_others(
 
 
 def test_the_number_of_islands_of_the_job_decides_the_rate() -> None:
-    job = Alone()
-    job.peers = SimpleNamespace(count=4)
+    job = SimpleNamespace(peers=SimpleNamespace(count=4))
     islands = islands_of("--every", "30", "--outer-momentum", "0.9", job=job)
     assert isinstance(islands.outer, OuterSGD)
     assert islands.outer.rate == 0.6

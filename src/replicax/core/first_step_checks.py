@@ -253,9 +253,8 @@ class FirstStepChecks:
         """Raise `ConfigError` if the step returns rows, or merges a metric, where it cannot."""
         configuration, why = self.program.configuration, ""
         what = "an rx.PerRow" if rows else "a metric that is no mean"
-        elsewhere = configuration.between.apart
-        if elsewhere and (rows or not configuration.mode.bitwise):
-            why = elsewhere
+        if configuration.between.apart and (rows or not configuration.mode.bitwise):
+            why = configuration.between.apart
         elif self.program.split_objective.per_replica:
             why = "stages, of which only the last has the rows"
         if why and (rows or merges):

@@ -140,8 +140,7 @@ class Program:
         everywhere = replicated(self.mesh)
         sums = partial(score, objective=self.split_objective)
         parts = self._parts("score", sums, everywhere, everywhere, REDUCTIONS["float32"])
-        config = self.configuration
-        return config.between.built(parts, config.mode.build)
+        return self.configuration.between.built(parts, self.configuration.mode.build)
 
     @cached_property
     def custom_step(self) -> "partial[StepResult]":

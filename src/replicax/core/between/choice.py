@@ -45,7 +45,12 @@ def as_between(
             "sent in the background by islands of one process: use delay=0"
         )
     if islands.sends_gradients:
-        _check_gradients(islands, mode)
+        if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
+            raise ConfigError(
+                f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
+                f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
+                f"reduction={islands.codec.name!r} within one job, or another mode"
+            )
         if isinstance(each_step, EveryStep) and islands.codec.error:
             return dataclasses.replace(each_step, settings=islands)
         return each_step
@@ -65,13 +70,3 @@ def as_between(
         parts=each_step.parts,
         calm_steps=1 if count == 1 and islands.delay == 0 else islands.interval,
     )
-
-
-def _check_gradients(islands: Islands, mode: Mode) -> None:
-    """Raise `ConfigError` if gradients cannot be sent as `islands` say."""
-    if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
-        raise ConfigError(
-            f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
-            f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
-            f"reduction={islands.codec.name!r} within one job, or another mode"
-        )
