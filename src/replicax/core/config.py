@@ -68,7 +68,7 @@ class Configuration:
     compiler_options: Mapping[str, Any] | None
     islands: Islands | None
     between: Between
-    """What a step has to do with other jobs, or with replicas that train on their own."""
+    """The exchange with other jobs, or of replicas that train on their own."""
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
 

@@ -174,7 +174,7 @@ class Rounds(Between):
     settings: Islands
     peers: Peers | None
     each_step: Between
-    """What it would be without rounds: how a batch is cut, and an evaluation added up."""
+    """The same without rounds: how a batch is cut, and an evaluation added up."""
     exchange: PartsExchange | None
     parts: int
     calm_steps: int

@@ -172,8 +172,7 @@ def row_numbers(rows: PyTree) -> jax.Array:
     numbers = here.context.row_numbers or partial(numbers_on, here.context.axis)
     if here.context.part and here.context.row_numbers is None:
         raise LossError(
-            "rx.row_numbers of rows of stages or of parts that jobs exchange: pass row numbers in "
-            "the batch"
+            "rx.row_numbers of rows of stages or of jobs' parts: pass row numbers in the batch"
         )
     return numbers(here.mask.shape[0])
 
