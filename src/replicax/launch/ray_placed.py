@@ -85,8 +85,8 @@ class PlacedIslands:
 
     def _attempts(self, number: int, loop: EventLoop) -> Callable[[int], Attempt]:
         """Return a function that prepares the next attempt of an island."""
-        place = self._job, 0, "", self._job_id, self._secret, {}, _NOWHERE, _NOWHERE
-        start = ProcessStart(*place, row=number)
+        secret = self._job_id, self._secret
+        start = ProcessStart(self._job, 0, "", *secret, {}, _NOWHERE, _NOWHERE, row=number)
         return lambda _: Attempt([start], loop, lambda start, _: RayProcess(self, start, number))
 
     def begin(self, number: int) -> tuple[Any, Any]:
