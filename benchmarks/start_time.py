@@ -76,7 +76,7 @@ def child(arguments: list[str], began: float) -> None:
     from replicax.cli import train
     from replicax.core.data_parallel import DataParallel
     from replicax.core.first_step_checks import FirstStepChecks
-    from replicax.train.run.loop import Loop
+    from replicax.train.run.fit import Run
 
     events = {"cache_hits": "read", "cache_misses": "compiled"}  # after /jax/compilation_cache/
     jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
@@ -97,7 +97,7 @@ def child(arguments: list[str], began: float) -> None:
         return found
 
     train.parse_with_recipe = parsed
-    step = Loop.step
+    step = Run.step
     first: dict[str, float] = {}
 
     def finished(run: Any, batch: Any) -> Any:
@@ -111,7 +111,7 @@ def child(arguments: list[str], began: float) -> None:
             first.update(told)
         return metrics
 
-    Loop.step = finished  # type: ignore[method-assign]
+    Run.step = finished  # type: ignore[method-assign]
     cli.main(["train", *arguments])
     print(json.dumps(first))
 

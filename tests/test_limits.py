@@ -18,11 +18,8 @@ ONE_SUBCLASS = {
     "CollectivePrograms": "ExchangedPrograms",
     "Failures": "FailureOptions",
     "Form": "AsGiven",
-    "Loop": "Resuming",
     "Objective": "Staged",
     "PlainProgress": "NotebookProgress",
-    "Requests": "Loop",
-    "Resuming": "Run",
     "Store": "RemoteStore",
     "TreeSum": "_ExchangedSum",
     "Trial": "ProgramTrial",
@@ -60,8 +57,6 @@ SMALL = {
     "islands.own_arrays",
     "islands.pace",
     "recipes.gpt2_weights",
-    "train.run.ahead",
-    "train.run.to_its_end",
 }
 """Modules below `SMALLEST` lines with one importer, commands apart."""
 

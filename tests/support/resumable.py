@@ -20,7 +20,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import numbers
 from replicax.core.ground.train_state import TrainState
 from replicax.train.files.records import Record
-from replicax.train.folder.storage import Storage
+from replicax.train.folder.written_folder import WrittenFolder
 
 ROWS, BATCH, BATCHES = 75, 16, 5
 EPOCHS = 3
@@ -110,7 +110,7 @@ def crashing(at: int, of: str = "step") -> Iterator[None]:
 
         return crash
 
-    owner = Storage if of == "finish" else DataParallel
+    owner = WrittenFolder if of == "finish" else DataParallel
     with pytest.MonkeyPatch.context() as patch:
         for name in ("step", "steps") if of == "step" else (of,):
             patch.setattr(owner, name, crashes(getattr(owner, name)))

@@ -19,16 +19,17 @@ from replicax.core.data.sources import as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ReplicaxError
-from replicax.train.checkpoints.arrays import abstract
+from replicax.train.checkpoints.arrays import abstract, array_entries
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.files import lease
 from replicax.train.files.fingerprint import sha256
-from replicax.train.files.records import Record
+from replicax.train.files.records import Record, plain_config
 from replicax.train.files.sealed import sealed
 from replicax.train.folder import load
 from replicax.train.folder.goodput import Ledger
 from replicax.train.folder.saving import Saving
-from replicax.train.folder.storage import Storage
+from replicax.train.folder.storage import FolderOptions
+from replicax.train.folder.written_folder import WrittenFolder
 from replicax.train.run.run_state import first_batch
 
 CONFIG = {
@@ -147,18 +148,21 @@ def _spent(ledger: Ledger) -> Any:
     return [(start.seconds, start.began, start.ended) for start in ledger._earlier]
 
 
-def _storage(folder: Path, said: list[str], accept: bool = False) -> Storage:
-    return Storage(
-        folder,
-        CONFIG,
-        Saving(every=1),
-        Alone(),
-        accept_changes=accept,
-        state=state_at(0),
+def _storage(folder: Path, said: list[str], accept: bool = False) -> WrittenFolder:
+    options = FolderOptions(
+        path=folder,
+        config=plain_config(CONFIG),
+        saving=Saving(every=1),
+        job=Alone(),
+        arrays=array_entries(state_at(0)),
         seed=0,
         say=said.append,
         alarm=said.append,
+        accept_changes=accept,
     )
+    opened = WrittenFolder(options)
+    opened.begin()
+    return opened
 
 
 @contextlib.contextmanager

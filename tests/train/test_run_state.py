@@ -43,7 +43,7 @@ def test_the_next_batch_is_the_one_after_the_last(
     assert read.batches is not None
     parts: Any = SimpleNamespace(save_state=lambda *_: {}, rows=0, in_a_row=0)
     for batch in range(0, read.batches + 1, batch_size // 20):
-        state = RunState(read, Alone(), parts, parts, parts, None, parts)
+        state = RunState(parts, read, Alone(), parts, parts, parts, None, parts)
         state.place = RunPosition(batch, 0, batch)
         position, extra = state.position(), state.extra()
         if earlier:

@@ -8,7 +8,7 @@
     hooks/          observers of a run; the loop knows none by name
     run/            `Run`, its loop and its result
 
-Each imports those before it. Read `run/` first: `fit.py`, then `loop.py`. It may import `core`,
+Each imports those before it. Read `run/loop.py` first, then `open_run.py`. It may import `core`,
 `cluster`, `islands` and `analysis`, and no command. Tests: `tests/train/`, and kills in
 `tests/chaos/`. Public: `rx.fit`, `rx.Run`, `rx.Hook`, the hooks and loggers (`docs/run.md`,
 `docs/hooks.md`).

@@ -82,9 +82,9 @@ def _agreed_stop() -> None:
 
 
 def _position() -> None:
-    from replicax.train.run import resuming
+    from replicax.train.run import run_state
 
-    resuming.first_batch = lambda *arguments: 0  # type: ignore[assignment]
+    run_state.first_batch = lambda *arguments: 0  # type: ignore[assignment]
 
 
 def _atomic_rename() -> None:
@@ -101,16 +101,16 @@ def _atomic_rename() -> None:
 
 
 def _sigterm() -> None:
-    from replicax.train.run import fit
+    from replicax.train.run import parts
     from replicax.train.run.stopping import Interrupt
 
-    fit.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
+    parts.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
 
 
 def _final_save() -> None:
-    from replicax.train.folder.storage import Storage
+    from replicax.train.folder.written_folder import WrittenFolder
 
-    Storage.finish = lambda *arguments: None  # type: ignore[method-assign]
+    WrittenFolder.finish = lambda *arguments: None  # type: ignore[method-assign]
 
 
 def _failed_saves() -> None:

@@ -1,44 +1,26 @@
-"""The folder of a run: written by one start at a time, which resumes from its contents."""
+"""What a run asks of its folder, whoever writes it, and if it has none; states of one island."""
 
 import contextlib
 import dataclasses
-import secrets
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError, require
-from replicax.text.wording import first_line
-from replicax.train.checkpoints.arrays import array_entries, read
-from replicax.train.checkpoints.manifest import Manifest, Position
+from replicax.errors import CheckpointError, require
+from replicax.train.checkpoints.arrays import abstract, array_entries, read
+from replicax.train.checkpoints.manifest import ArrayEntry, Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import CHECKPOINTS, Store
-from replicax.train.files.lease import Lease, last_renewal, take_lease
-from replicax.train.files.places import exists, shown, writing
-from replicax.train.files.records import (
-    CONFIG,
-    DAMAGED,
-    HISTORY,
-    Record,
-    RunFolder,
-    plain_config,
-    read_records,
-)
-from replicax.train.folder.changes import (
-    another_run,
-    check_changes,
-    config_changes,
-    read_config,
-    run_id,
-)
-from replicax.train.folder.goodput import FILE, Ledger
-from replicax.train.folder.own_states import WRITER, OwnStates
+from replicax.train.checkpoints.store import CHECKPOINTS, Store, check_arrays
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.places import refuse_links
+from replicax.train.files.records import Record, RunFolder
+from replicax.train.folder.goodput import Ledger
 from replicax.train.folder.saving import Saving
+
+WRITER = "island"
+"""Entry of a checkpoint's manifest: the index of the island that wrote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,348 +33,152 @@ class ResumePoint:
     records: list[Record]
 
 
-_NOTHING_TOLD: dict[str, Any] = {"token": 0, "checkpoint": None, "traced": ""}
+class OwnStates:
+    """Checkpoints of island `index`, in `islands/<index>` of a run's folder, on this host's disk.
 
-
-class Storage:
-    """The storage of a run in its folder, which may contain an earlier start of the run.
-
-    All processes create one; only process 0 holds the lease, and writes everything but arrays.
+    Those that the island wrote for the run, in `main`, are its own as well.
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: dict[str, Any],
-        saving: Saving,
-        job: Job,
-        *,
-        accept_changes: bool,
-        state: TrainState,
-        seed: int,
-        say: Callable[[str], None],
-        alarm: Callable[[str], None],
-        never_finite: Collection[str] = (),
-        pinned: Callable[[], Collection[int]] = tuple,
-        follows: bool = False,
-        island: int | None = None,
+        self, folder: Path, index: int | None, saving: Saving, job: Job, seed: int, main: Store
     ) -> None:
-        self.follows = follows
-        """Whether another island writes the folder; this one writes nothing until `take_over`."""
-        self.path, self.saving = path, saving
-        self.folder: RunFolder | None = None
+        own = folder / "islands" / str(index)
+        refuse_links((own.parent, own, own / CHECKPOINTS))
+        self._store = Store(own / CHECKPOINTS, saving.keep, None)
+        self._index, self._main = index, main
+        self._saver = Saver(self._store, 1, lambda: None, job, seed, {})
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Begin to save; see `Saver.save`."""
+        self._saver.save(state, position, {WRITER: self._index})
+
+    def poll(self) -> list[str]:
+        """Return the alarms about saves since the last call."""
+        return self._saver.poll()
+
+    def wait(self) -> None:
+        """Wait for a running save."""
+        self._saver.wait()
+
+    def found(
+        self, state: TrainState, step: int, refuse: Callable[[str], None]
+    ) -> TrainState | None:
+        """Return the state of this island at a step at which all agreed on that of `state`."""
+        wanted = array_entries(state)
+        for store in (self._store, self._main):
+            for saved, path in reversed(store.paths()):
+                if saved != step:
+                    continue
+                with contextlib.suppress(OSError):
+                    try:
+                        manifest = store.read_placed(step, path)
+                        if manifest.extra.get(WRITER) != self._index:
+                            continue
+                        store.verify(path, manifest)
+                        check_arrays(manifest.arrays, wanted)
+                        own = read(abstract(state), store.local(path))
+                    except CheckpointError as error:
+                        refuse(f"{path} is not used: {error}")
+                        continue
+                    if sha256(own.params) == sha256(state.params):
+                        return own
+        return None
+
+
+class Storage:
+    """A storage that finds nothing and writes nothing, as of a run without a folder.
+
+    The others are `WrittenFolder`, and `FollowedFolder` if another island writes.
+    """
+
+    path: Path | None = None
+    folder: RunFolder | None = None
+    """The files of the run, in the process that writes them."""
+    found: ResumePoint | None = None
+    own: OwnStates | None = None
+    """States of this island alone, if its run has any."""
+    follows = False
+    """Whether another island writes the folder."""
+    knows_program = True
+    """Whether the program was compared already, so that `check_program` need not."""
+    traced = ""
+    """The batch with which an earlier start traced the program; empty if none did."""
+
+    def __init__(self) -> None:
         self.ledger = Ledger(None)
-        self._lease: Lease | None = None
-        self._renewed = last_renewal(path) if follows else None
-        self._config, self._accept = plain_config(config), accept_changes
-        self._say, self._alarm = say, alarm
-        self._job, self._before = job, self._config
-        self.knows_program = "program" in config
-        """Whether the program was compared already, so that `check_program` need not."""
-        self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
-        self._wanted = array_entries(state) if saving.wanted else {}
-        if saving.wanted:
-            require("orbax.checkpoint", "checkpoints")
-        self.found: ResumePoint | None = None
-        self._changed = False
-        try:
-            told = _NOTHING_TOLD
-            if not follows:
-                told = job.broadcast("the resume point", writing(path)(self._open))
-            self.traced: str = told["traced"]
-            """The batch with which an earlier start traced the program; empty if none did."""
-            if told["checkpoint"] is not None:
-                position = Position(**told["position"])
-                records = read_records(path, position.records).records
-                where = self._store.folder / told["checkpoint"]
-                self.found = ResumePoint(where, position, told["extra"], records)
-                self._changed = told["changed"]
-        except BaseException:
-            self.close()
-            raise
-        own = job, seed, self._config, never_finite, pinned
-        self._saver = Saver(self._store, told["token"], self._check, *own)
-        self._saved: Any = None
-        self._told_failure = False
-        self._island = {} if island is None else {WRITER: island}
-        has_own = island is not None and saving.wanted and jax.tree.leaves(state.islands)
-        self.own = OwnStates(path, island, saving, job, seed, self._store) if has_own else None
-        self._taken_over: int | None = None  # the last step that the island before has saved
-
-    def _open(self) -> dict[str, Any]:
-        """Acquire the lease, and find the checkpoint to resume from; in process 0."""
-        self.folder = RunFolder(self.path)
-        if not self.saving.wanted:
-            self.folder.refuse_another("a run without checkpoints cannot resume")
-            self._config.setdefault("start", {})["run"] = secrets.token_hex(8)
-            self.folder.write_config(self._config)
-            return {"token": 1, "checkpoint": None, "traced": ""}
-        self._lease = take_lease(self.path)
-        known, said = exists(self.path / CONFIG), list[str]()
-        if known:
-            self._before = read_config(self.path / CONFIG)
-            said += self._compare(self._before, ())
-        unfinished = self._store.clean()
-        self.ledger = Ledger(self.path / FILE, self._lease.token)
-        if self.ledger.damaged:
-            self._say(f"times  {self.ledger.damaged:,} damaged lines of {FILE} do not count")
-        there = [step for step, _ in self._store.paths()]
-        # Who begins to save has saved what came before.
-        begun = self.ledger.saved if self._store.shows_begun else self.ledger.saved[:-1]
-        lost = begun[-1] if begun else 0
-        if lost in unfinished or (there and lost <= there[-1]):
-            lost = 0
-        with self.ledger.spending("restoring"):
-            found = self._store.newest_good(self._wanted, self._alarm)
-        self.ledger.restored(None if found is None else found[1].position.step)
-        if found is None and not known:
-            self.folder.refuse_another(f"it has no {CONFIG} and no good checkpoint")
-        if found is not None:
-            self._check_belongs(*found, known, said)
-        self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
-        if "program" in self._before:  # until the first batch gives the new one
-            self._config.setdefault("program", self._before["program"])
-        traced = self._before.get("program", {}).get("batch", "")
-        if found is None:
-            if there or lost:
-                why = f"none of {len(there)} checkpoints can be trusted"
-                if not there:
-                    why = f"the checkpoint of step {lost:,} is not there"
-                self._alarm(f"begin at step 0: {why}; {DAMAGED} is a copy of its records")
-            self.folder.keep(0, copied=bool(there or lost))
-            self.folder.write_config(self._config)
-            return {"token": self._lease.token, "checkpoint": None, "traced": traced}
-        path, manifest = found
-        position = manifest.position
-        history = self.folder.keep(position.records, manifest.extra.get(HISTORY))
-        for fault in history.faults:
-            copy = f"; {DAMAGED} is a copy of the file" if history.damaged else ""
-            self._alarm(f"{self.folder.records}: {fault}, and training goes on without{copy}")
-        position = dataclasses.replace(position, records=len(history.records))
-        saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
-        again = history.reached - position.step
-        more = f"; steps to repeat: {again:,}" if again > 0 else ""
-        more += f"; the checkpoint of step {lost:,} is not there" if lost else ""
-        self._say(f"resume {shown(self.path)}: step {position.step:,}, saved {saved}{more}")
-        return {
-            "token": self._lease.token,
-            "traced": traced,
-            "checkpoint": path.name,
-            "position": dataclasses.asdict(position),
-            "extra": manifest.extra,
-            "changed": any(each.matters for each in config_changes(manifest.config, self._config)),
-        }
-
-    def tried_to_take_over(self, records: Sequence[Record], *, must: bool) -> Ledger | None:
-        """Do `take_over`, or return None if that fails now, as on a full disk, unless it `must`."""
-        try:
-            return self.take_over(records)
-        except (ConfigError, CheckpointError) as error:
-            if must:
-                raise
-            if not self._told_failure:
-                self._alarm(f"{self.path} cannot be taken over yet: {first_line(error)}")
-            self._told_failure = True
-            return None
-
-    def take_over(self, records: Sequence[Record]) -> Ledger:
-        """Write the folder from now on, as the island that did is gone; return the ledger.
-
-        The files then have the `records` of this island.
-        """
-
-        def taken() -> tuple[int, int | None]:
-            try:
-                return self._take_over(records)
-            except OSError as error:  # all processes of an island have to know
-                raise CheckpointError(f"{self.path}: {error.strerror or error}") from error
-
-        self._saver.token, self._taken_over = self._job.broadcast("the take-over", taken)
-        self._saved, self.follows = None, False
-        return self.ledger
-
-    def _take_over(self, records: Sequence[Record]) -> tuple[int, int | None]:
-        """Do that in process 0; return the token of the lease, and the last step saved before."""
-        if self.saving.wanted and self._lease is None:
-            self._lease = take_lease(self.path, by_force=True)
-        token = 1 if self._lease is None else self._lease.token
-        self.folder = RunFolder(self.path)
-        if exists(self.path / CONFIG):
-            self._before = read_config(self.path / CONFIG)
-        self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
-        for part in ("program", "bits"):
-            if part in self._before:
-                self._config.setdefault(part, self._before[part])
-        if not exists(self.path / CONFIG):  # the folder was removed meanwhile
-            self._write_config()
-        self.folder.take_over(records, self.still_writes)
-        self._store.clean()
-        self.ledger.close()
-        self.ledger = Ledger(self.path / FILE, token)
-        self.ledger.enter("productive")
-        return token, max((step for step, _ in self._store.paths()), default=None)
-
-    def goes_on(self, step: int, *, all_gone: bool) -> bool:
-        """Whether this start may go on without the others, of which `all_gone` are known to be.
-
-        It does if it holds the lease of the run, which it takes if nobody holds it. False if there
-        is a checkpoint after `step`, of others that went on; or if this is not the folder of the
-        island that writes, as no lease was renewed in it.
-        """
-        if not self.saving.wanted:  # there is no lease
-            return all_gone
-        try:
-            if self.follows and not all_gone and last_renewal(self.path) == self._renewed:
-                return False
-            if self._lease is None:
-                self._lease = take_lease(self.path)
-            self._lease.check()
-            saved = [each for each, _ in self._store.paths()]
-        except (ReplicaxError, OSError):
-            return False
-        return not self.follows or not saved or saved[-1] <= step
-
-    def _check_belongs(
-        self, path: Path, manifest: Manifest, known: bool, said: Collection[str]
-    ) -> None:
-        """Raise `ConfigError` if a checkpoint is not this run's, in process 0."""
-        if not known:
-            self._before = manifest.config
-            self._say(f"config {self.path / CONFIG} is missing: restored from {path.name}")
-        if another := another_run(self._before, manifest.config):
-            if not self._accept:
-                raise ConfigError(
-                    f"{path} {another}: move it back to that run's folder, or continue from it "
-                    "(--accept-changes, or accept_changes=True)"
-                )
-            self._say(f"change {path.name} {another} (accepted)")
-        self._compare(manifest.config, said)
-
-    def _compare(self, before: dict[str, Any], said: Collection[str]) -> list[str]:
-        """Report how the run has changed since `before`, except for lines that were `said`."""
-        lines = check_changes(before, self._config, accept=self._accept)
-        for line in [each for each in lines if each not in said]:
-            self._say(line)
-        return lines
 
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program once the first batch is known; all processes must call it."""
-        self._config["program"], self.knows_program = program, True
-
-        def compare() -> None:
-            before, now = (
-                {part: each for part, each in of.items() if part in ("versions", "program")}
-                for of in (self._before, self._config)
-            )
-            for line in check_changes(before, now, accept=self._accept):
-                if line.startswith("change program."):  # versions were compared in `_open`
-                    self._say(line)
-
-        self._job.broadcast("the program", compare)
-        self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
         """Warn if the results will differ bitwise because the compiled programs changed."""
-        before = self._before.get("bits", programs)
-        others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
-        if others:
-            self._alarm(
-                f"bits will differ from here on: {len(others)} of {len(programs)} compiled "
-                f"programs changed ({', '.join(others)}): another jax, processor or batch size"
-            )
-        self._config["bits"] = programs
-        self._write_config()
 
     def restore(self, like: TrainState) -> TrainState:
-        assert self.found is not None
-        with self.ledger.spending("restoring"):
-            state = read(like, self._store.local(self.found.path))
-        if not self._changed:  # else it is saved again, with what was accepted
-            self._saved = _what_is_saved(self.found.position, self.found.extra)
-        self._saver.saved_step = self.found.position.step
-        self._write_config()  # not earlier: a refused start must not change it
-        return state
-
-    def _write_config(self) -> None:
-        if self.folder is not None:
-            self.folder.write_config(self._config)
+        """Return the state that was `found`, placed like `like`."""
+        raise NotImplementedError
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Start to save `state` unless it is saved already; see `Saver.save`."""
-        what = _what_is_saved(position, extra)
-        if what == self._saved or (self.follows and self.own is None):
-            return
-        if self.own is not None and (self.follows or position.step == self._taken_over):
-            self.own.save(state, position)
-        else:
-            with self.ledger.spending("saving"):
-                self._sync()
-                history = {} if self.folder is None else {HISTORY: self.folder.digest}
-                self._saver.save(state, position, extra | history | self._island)
-                self.ledger.mark(position.step)
-        self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        with self.ledger.spending("saving"):
-            self.save(state, position, extra)
-            if self.own is not None:
-                self.own.wait()
-            while not self._saver.wait():
-                self.tell()
-                self._saved = None
-                self.save(state, position, extra)
-            self.tell()
-            if self._lease is not None and not self.follows:
-                with contextlib.suppress(OSError):  # Orbax may write on after a save has failed
-                    self._store.clean()
+        """Save `state`, and wait until it is."""
 
     def tell(self) -> None:
         """Report the outcome of saves; raises the errors of `Saver.poll`."""
-        for line in [*self._saver.poll(), *(self.own.poll() if self.own else ())]:
-            self._saved = None
-            self._alarm(line)
-        for fault in (self.folder and self.folder.fault, self.ledger.fault):
-            if fault:
-                self._alarm(f"{fault}; its new lines are kept, and written as soon as possible")
 
-    def close(self) -> None:
-        with contextlib.suppress(RunInUseError):
-            self._sync()
-        if self.folder is not None and (fault := self.folder.unwritten):
-            self._alarm(f"{fault}; its last lines are lost")
-        self.ledger.close()
-        if self._lease is not None:
-            self._lease.release()
+    def goes_on(self, step: int, *, all_gone: bool) -> bool:
+        """Whether this start may go on without the others, of which `all_gone` are known to be."""
+        return all_gone
 
-    def _sync(self) -> None:
-        """Write the records to storage if this start still holds the lease."""
-        if self.folder is None:
-            return
-        try:
-            self._check()
-        except CheckpointError as error:  # the next save tries again
-            self._alarm(f"{self.folder.records} lacks the newest records: {first_line(error)}")
-        else:
-            self.folder.sync()
+    def taken_over(self, records: Sequence[Record], *, must: bool) -> "Storage":
+        """Return what writes the folder from now on, as the island that did is gone.
 
-    def still_writes(self) -> bool:
-        """Whether no newer start has taken over the folder, in process 0."""
-        with contextlib.suppress(CheckpointError):
-            try:
-                self._check()
-            except RunInUseError:
-                return False
-        return True
+        The files then have the `records` of this island. Unless it `must`, this may fail for now,
+        as on a full disk, and return the same storage.
+        """
+        return self
 
     def all_still_write(self) -> bool:
-        """Return the same in all processes, which must call it together."""
-        return bool(self._job.broadcast("whether this start still writes", self.still_writes))
+        """Whether no newer start has taken over the folder; all processes must call it."""
+        return True
 
-    def _check(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
+    def close(self) -> None:
+        """Write what is left, and let others write the folder."""
 
 
-def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
-    """The parts that distinguish two checkpoints of a start; step times do not count."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """How a run uses its folder, whoever writes it."""
+
+    path: Path
+    config: dict[str, Any]
+    """The configuration, to which are added the program and its bits when they are known."""
+    saving: Saving
+    job: Job
+    arrays: dict[str, ArrayEntry]
+    """Entries of the state that is saved; empty if none is."""
+    seed: int
+    say: Callable[[str], None]
+    alarm: Callable[[str], None]
+    accept_changes: bool = False
+    never_finite: Collection[str] = ()
+    pinned: Callable[[], Collection[int]] = tuple
+    island: int | None = None
+    """Index of this island, if there are several."""
+    has_own: bool = False
+    """Whether an island has a state for itself."""
+
+    def store(self) -> Store:
+        if self.saving.wanted:
+            require("orbax.checkpoint", "checkpoints")
+        return Store(self.path / CHECKPOINTS, self.saving.keep, self.saving.keep_every)
+
+    def own_states(self, main: Store) -> OwnStates | None:
+        if self.island is None or not self.saving.wanted or not self.has_own:
+            return None
+        return OwnStates(self.path, self.island, self.saving, self.job, self.seed, main)
+
+
+def what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
+    """Return the parts that distinguish two checkpoints of a start; step times do not count."""
     return position, extra.get("evaluated"), extra.get("hooks")

@@ -215,7 +215,11 @@ class Hooks:
     """The hooks of a run, called in order and timed; a hook that fails is disabled."""
 
     def __init__(
-        self, hooks: Sequence[Hook], alarm: Callable[[str], None], uncounted: Sequence[Hook] = ()
+        self,
+        hooks: Sequence[Hook],
+        run: Running,
+        alarm: Callable[[str], None],
+        uncounted: Sequence[Hook],
     ) -> None:
         self.seconds: dict[str, float] = {}
         """Hook name -> seconds that the loop spent in it, without the `uncounted` of every run."""
@@ -229,15 +233,15 @@ class Hooks:
             self.seconds[hook.name] = 0.0
         for hook in uncounted:
             del self.seconds[hook.name]
-        self._hooks, self._alarm = list(hooks), alarm
+        self._hooks, self._run, self._alarm = list(hooks), run, alarm
         self._at = {point: [each for each in hooks if _overrides(each, point)] for point in _POINTS}
 
-    def __call__(self, point: str, run: Running, *arguments: Any) -> None:
+    def __call__(self, point: str, *arguments: Any) -> None:
         for hook in tuple(self._at[point]):  # at most of the four points of a step there is none
-            self._call(hook, point, run.place.step, run, *arguments)
+            self._call(hook, point, self._run.place.step, self._run, *arguments)
 
-    def figures(self, run: Running, record: Record) -> dict[str, float]:
-        found = self._all("figures", record.step, run, record).values()
+    def figures(self, record: Record) -> dict[str, float]:
+        found = self._all("figures", record.step, self._run, record).values()
         return {name: value for each in found for name, value in (each or {}).items()}
 
     def summary(self, step: int) -> list[str]:

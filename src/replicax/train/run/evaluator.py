@@ -26,7 +26,7 @@ from replicax.train.dispatched import RunPosition
 from replicax.train.files.records import Record
 from replicax.train.folder.program_fingerprint import some_rows
 from replicax.train.folder.read_again import FirstBatch
-from replicax.train.run.merged_records import recorded
+from replicax.train.run.step_records import recorded
 
 ONLY_ONCE = (
     "that is read only once, as a generator: pass a list, or a loader that can be read again"

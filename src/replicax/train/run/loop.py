@@ -1,171 +1,141 @@
-"""The training loop: epochs, evaluations, records, checkpoints."""
+"""The loop of a run: a batch, the step, hooks and records, an evaluation, a checkpoint."""
 
 import contextlib
-import dataclasses
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
-from replicax.core.data.feed import Feed, GaveUpError
+from replicax.core.data.feed import GaveUpError
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError, StateError
-from replicax.train.dispatched import dispatched, finished
+from replicax.train.dispatched import dispatched
 from replicax.train.files.records import Record
-from replicax.train.folder.goodput import Ledger
 from replicax.train.folder.program_fingerprint import program_fingerprint
-from replicax.train.hooks.call_sizes import CallSizes
-from replicax.train.run.ahead import Ahead
-from replicax.train.run.records_file import RecordsFile
-from replicax.train.run.requests import Requests
-from replicax.train.run.stopping import Interrupt
+from replicax.train.run.open_run import OpenRun
 
 
-class Loop(Requests):
-    """The loop of a run: steps and epochs, and what is done between them.
+class Loop:
+    """Yields the batches of a run, does their steps, and between them what is due.
 
-    `rx.Run`, its only subclass, opens, resumes and ends the run; users and hooks see one object.
+    An epoch is `_epoch`, from a batch to what follows its step; `step` is what the user calls
+    meanwhile.
     """
 
-    _first: Feed
-    _ledger: Ledger
-    _interrupt: Interrupt
-    _calls: CallSizes
-    _file: RecordsFile
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = False  # whether a step was done in this start
-        self._compiled = set[int]()  # numbers of steps of calls
-        self._given: FeedItem | None = None  # the newest, if not stepped on yet
+    def __init__(self, run: OpenRun) -> None:
+        self.run, self._parts, self._now = run, run.parts, run.parts.now
+        self._dp, self._hooks, self._steps = run.parts.dp, run.parts.hooks, run.steps
+        self._evaluator, self._stopping = run.parts.evaluator, run.stopping
         self._stream: Generator[FeedItem] | None = None
+        self._given: FeedItem | None = None  # the newest, if not stepped on yet
         self._ended = False  # whether all batches of the run were yielded
+        self._compiled = set[int]()  # numbers of steps of calls
+        self.waits = False
+        """Whether a hook asked to wait for the step that was just dispatched."""
 
-    def step(self, batch: FeedItem) -> dict[str, Any]:
-        """Do the step on the batch yielded last, or the steps, and return its metrics.
+    def batches(self) -> Generator[FeedItem]:
+        """Return the batches of all epochs or steps, or until the run stops."""
+        self._stream = self._epochs()
+        return self._stream
 
-        They are as those of `DataParallel.step`, or `steps`: reading one waits for the step.
-
-        Raises:
-            StateError: the batch is another one, or was stepped on already.
-            ReplicaxError: as in `DataParallel.step`, and errors of hooks.
-        """
-        if batch is not self._given:
-            raise StateError(
-                "run.step got a batch other than the last one yielded, or the same batch twice: "
-                "call run.step once on each batch, by which a run tracks its position"
-            )
-        if not self._begun:
-            self._begin(batch)
-        self.hooks("before_step", self, batch)
-        if isinstance(batch, Batches):
-            self._prepare(batch)
-        run = self.dp.steps if isinstance(batch, Batches) else self.dp.step
-        (self.state, told), self._given = run(self.state, batch), None
-        self._run_state.stepped(batch)
-        self.dp.job.in_flight.note(call := dispatched(self.place, batch, told))
-        self._ledger.beat()
-        self.hooks("dispatched", self, call.last)
-        waits, self._waits = self._waits or not self._run_state.meter.is_timing, False
-        self._follow(0 if waits else STEPS_IN_FLIGHT)
-        if not self._begun:
-            self._begun = True
-            self._ledger.enter("productive")
-            if self._evaluator is not None:
-                self._evaluator.check()
-        return call.metrics
-
-    def _batches(self) -> Generator[FeedItem]:
-        """Yield the batches of all epochs or steps, or until the run stops."""
+    def _epochs(self) -> Generator[FeedItem]:
         while True:
-            if not self._all_steps_done() and self._stopping.why is None:
+            if not self._now.is_done and self._stopping.why is None:
                 went_back = yield from self._epoch()
                 if went_back:
                     continue
             self._close_epoch()
             if self._is_last():
                 break
-            self._run_state.next_epoch()
+            self._now.next_epoch()
         self._ended = True
 
     def _epoch(self) -> Generator[FeedItem, None, bool]:
-        """Yield the remaining batches of the epoch, or of the steps."""
+        """Yield the remaining batches of the epoch; return whether the run went back."""
         self._evaluate_if_due()
-        self.source.set_epoch(self.place.epoch)
-        feed = self._first.at(self.place.epoch, self.place.batch, self._calls.sizes(self.place))
-        feed.stops = self._gives_up
-        waited = 0.0
-        with contextlib.closing(iter(feed)) as items:
-            batches, number = Ahead(items), -1
-            for number, batch in enumerate(batches):
-                before, waited = waited, feed.wait_seconds
-                self._run_state.meter.add_wait(waited - before)
-                self._ledger.move("productive", "waiting", waited - before)
-                if number == 0 and self.source.batches is None:
-                    self._run_state.reread.check(feed, batch, begun=self._begun)
+        with contextlib.closing(_EpochBatches(self.run)) as batches:
+            for batch in batches:
                 self._given = batch
                 yield batch
-                if self._given is batch:
-                    raise StateError(
-                        f"no step was done on batch {self.place.batch} of epoch {self.place.epoch};"
-                        " a run tracks its position by one step per batch: call run.step(batch) on "
-                        "each batch, and filter rows in the source"
-                    )
-                if self._went_back() or self._do_what_is_due(batches):
+                self._check_was_stepped_on(batch)
+                if self._steps.went_back():
                     return True
-                if self._stopping.over or self._all_steps_done():
+                self._stopping.vote(admits=True)
+                self.run.meet_members()
+                self.run.storage.tell()
+                if not self._stopping.wanted and self._evaluate_if_due():
+                    return True
+                if not self._stopping.wanted and self._save_is_due():
+                    if self._steps.settle(closing=self._now.is_done or batches.ended):
+                        return True
+                    self._save()
+                if self._stopping.over or self._now.is_done:
                     break
-            if number < 0 and not batches.gave_up and self.source.batches is None:
-                self._run_state.reread.check_end(feed, begun=self._begun)
+            batches.end()
             if batches.gave_up:  # all processes did
-                self._ledger.move("productive", "waiting", feed.wait_seconds - waited)
                 self._stopping.vote(now=True)
-            closing = self._all_steps_done() or not self._resumable or batches.ended
+            closing = self._now.is_done or not self._parts.settings.resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
-        return self._settle(closing=closing, due=due)
+        return self._steps.settle(closing=closing, due=due)
 
-    def _do_what_is_due(self, batches: Ahead) -> bool:
-        """Evaluate and save between two steps if due; return whether the run went back."""
-        self._stopping.vote(admits=True)
-        self._meet_members()
-        if self._storage is not None:
-            self._storage.tell()
-        if not self._stopping.wanted and self._evaluate_if_due():
-            return True
-        if not self._stopping.wanted and self._save_is_due():
-            if self._settle(closing=self._all_steps_done() or batches.ended):
-                return True
-            self._save()
-        return False
+    def step(self, batch: FeedItem) -> dict[str, Any]:
+        """Do the step, or the steps, on the newest batch; see `rx.Run.step`."""
+        now = self._now
+        self._check_is_newest(batch)
+        if not now.begun:
+            self._begin(batch)
+        self._hooks("before_step", batch)
+        if isinstance(batch, Batches):
+            self._prepare(batch)
+        run = self._dp.steps if isinstance(batch, Batches) else self._dp.step
+        (now.state, told), self._given = run(now.state, batch), None
+        now.stepped(batch)
+        now.job.in_flight.note(call := dispatched(now.place, batch, told))
+        self.run.ledger.beat()
+        self._hooks("dispatched", call.last)
+        # The first step is waited for: the clock of records starts when it has compiled.
+        waits, self.waits = self.waits or not now.meter.is_timing, False
+        self._steps.follow(0 if waits else STEPS_IN_FLIGHT)
+        if not now.begun:
+            now.begun = True
+            self.run.ledger.enter("productive")
+            if self._evaluator is not None:
+                self._evaluator.check()
+        return call.metrics
 
     def _close_epoch(self) -> None:
         """Evaluate if due, and call the hooks at the end of an epoch or of the run."""
-        if self._stopping.wanted or self.place.step == self._run_state.closed_at:
+        now, is_last = self._now, self._is_last()
+        if self._stopping.wanted or now.place.step == now.closed_at:
             return
-        self.state = self.dp.end_round(self.state) if self._is_last() else self.state
-        record = None
-        evaluator, here = self._evaluator, self.place
-        due = self._is_last() or (evaluator and evaluator.is_due(here, epoch_over=True))
-        if evaluator is not None and due and self._run_state.evaluated_at != here.step:
+        now.state = self._dp.end_round(now.state) if is_last else now.state
+        record, evaluator = None, self._evaluator
+        due = is_last or (evaluator and evaluator.is_due(now.place, epoch_over=True))
+        if evaluator is not None and due and now.evaluated_at != now.place.step:
             record = self._evaluate()
             if record is None:
                 return  # it is repeated in full when the run resumes
-        self._run_state.closed_at = self.place.step
-        self.hooks("epoch", self, record)
+        now.closed_at = now.place.step
+        self._hooks("epoch", record)
         self._stopping.vote(now=True)
         if self._save_is_due(asked=True):
             self._save()
 
+    def _is_last(self) -> bool:
+        now = self._now
+        return self._stopping.over or now.is_done or now.place.epoch + 1 == now.epochs
+
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two steps if due; return whether the run went back."""
-        if self._evaluator is None or self._run_state.evaluated_at == self.place.step:
+        place = self._now.place
+        if self._evaluator is None or self._now.evaluated_at == place.step:
             return False
         asked = self._stopping.evaluation_due
-        if not asked and not self._evaluator.is_due(self.place, epoch_over=False):
+        if not asked and not self._evaluator.is_due(place, epoch_over=False):
             return False
-        if self._settle():
+        if self._steps.settle():
             return True
         self._evaluate()
         self._stopping.vote(now=True)
@@ -173,155 +143,155 @@ class Loop(Requests):
 
     def _evaluate(self) -> Record | None:
         assert self._evaluator is not None
-        started, record = time.perf_counter(), None
+        started, record, now = time.perf_counter(), None, self._now
         try:
-            with self._ledger.spending("evaluating"):
-                record = self._evaluator(self.state, self.place, self._stops)
+            with self.run.ledger.spending("evaluating"):
+                record = self._evaluator(now.state, now.place, self._stops)
         except GaveUpError:
             self._stopping.vote(now=True)
         if record is None or self._stopping.wanted:
             return None
         self._stopping.evaluation_due = False
-        self._run_state.evaluated_at = self.place.step
-        self.keep(record)
+        now.evaluated_at = now.place.step
+        self._parts.keep(record)
         for name, value in record.metrics.items():
             if name.rpartition("/")[2] == LOSS and not math.isfinite(value):
                 raise DivergedError(
                     f"the eval {name} is {value} at step {record.step}; training cannot continue: "
                     "lower the learning rate, or clip the gradient"
                 )
-        self.hooks("evaluation", self, record)
-        self._run_state.meter.leave_out(time.perf_counter() - started)
+        self._hooks("evaluation", record)
+        now.meter.leave_out(time.perf_counter() - started)
         return record
 
     def _stops(self) -> bool:
-        self._ledger.beat()
+        self.run.ledger.beat()
         self._stopping.vote(unit="batch")
         return self._stopping.wanted
 
+    def _save_is_due(self, *, asked: bool = False) -> bool:
+        """Whether to save now; if `asked`, only because of the clock or a hook."""
+        run, between, step = (
+            self._parts.settings,
+            self._dp.configuration.between,
+            self._now.place.step,
+        )
+        if not run.resumable or not between.is_calm(step):
+            return False
+        every, before = run.saving.every, max(step - between.calm_steps, 0)
+        by_step = every and before // every < step // every and not asked
+        return bool(by_step or self._stopping.save_due)
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        self._hooks("saving")
+        self.run.storage.save(self._now.state, *self._now.save_state())
+        self._stopping.saved()
+        self._now.meter.leave_out(time.perf_counter() - started)
+
     def _begin(self, batch: FeedItem) -> None:
         """Compile; until then a signal may end the run at once, as nothing is lost."""
-        self._ledger.enter("compiling")
-        if self._storage is not None and not self._storage.knows_program:
-            traced = self._storage.traced
-            program = program_fingerprint(self.dp, self.state, batch.first, traced=traced)
-            self._storage.check_program(program)
-        self._display.status("compiling the step")
-        self.dp.prepare(self.state, batch)
-        if self._storage is not None and self.dp.mode.bitwise:
-            compiled = self.dp.program(self.state).step.compiled(self.state, batch.first)
-            self._storage.check_bits({each.name: each.digest for each in compiled})
-        self._interrupt.hold()
+        state, storage = self._now.state, self.run.storage
+        self.run.ledger.enter("compiling")
+        if not storage.knows_program:
+            program = program_fingerprint(self._dp, state, batch.first, traced=storage.traced)
+            storage.check_program(program)
+        self._parts.display.status("compiling the step")
+        self._dp.prepare(state, batch)
+        if self._dp.mode.bitwise and self._parts.settings.run_dir is not None:
+            compiled = self._dp.program(state).step.compiled(state, batch.first)
+            storage.check_bits({each.name: each.digest for each in compiled})
+        self._parts.interrupt.hold()
 
     def _prepare(self, batches: Batches) -> None:
         """Compile, if the first call of so many steps comes; records leave out that time."""
         if len(batches) in self._compiled:
             return
         self._compiled.add(len(batches))
-        self.dp.job.in_flight.drain()  # or steps would finish in the time that is left out
+        self._now.job.in_flight.drain()  # or steps would finish in the time that is left out
         started = time.perf_counter()
-        self.dp.prepare(self.state, batches)
+        self._dp.prepare(self._now.state, batches)
         seconds = time.perf_counter() - started
-        self._ledger.move("productive", "compiling", seconds)
-        self._run_state.meter.leave_out(seconds)
+        self.run.ledger.move("productive", "compiling", seconds)
+        self._now.meter.leave_out(seconds)
 
-    def _follow(self, may_remain: int, *, closing: bool = False, due: bool = False) -> None:
-        """Process the finished steps; a hook may then ask the run to go back.
+    def _check_is_newest(self, batch: FeedItem) -> None:
+        if batch is not self._given:
+            raise StateError(
+                "run.step got a batch other than the last one yielded, or the same batch twice: "
+                "call run.step once on each batch, by which a run tracks its position"
+            )
 
-        Args:
-            may_remain: number of newest calls not to wait for.
-            closing: whether the epoch or the run ends here, which adds a record. A run that is
-                interrupted adds none, so that a resumed run writes the same records.
-            due: whether the state is about to be saved or evaluated, or the run to end.
-        """
-        made: list[Record] = []
-        for step, ready in finished(self.dp.job.in_flight, may_remain):
-            made += self._run_state.bad_steps.finished(step)
-            self.hooks("step", self, step)
-            made += map(self._with_figures, self._run_state.meter.finished(step, ready))
-        self.hooks("settle", self, due)
-        if self._back is not None:
-            return
-        if closing:
-            made += map(self._with_figures, self._run_state.meter.flush())
-        for record in made:
-            self.keep(record)
-        self._run_state.bad_steps.check()
-        if self._good_at is not None:
-            here = self._run_state
-            self._good = here.position(), here.extra(), self._good_at, here.reread.last
-            self._good_at = None
+    def _check_was_stepped_on(self, batch: FeedItem) -> None:
+        if self._given is batch:
+            place = self._now.place
+            raise StateError(
+                f"no step was done on batch {place.batch} of epoch {place.epoch}; a run tracks its "
+                "position by one step per batch: call run.step(batch) on each batch, and filter "
+                "rows in the source"
+            )
 
-    def _with_figures(self, record: Record) -> Record:
-        """Return `record` with the hooks' figures, before they see any later step."""
-        return dataclasses.replace(record, figures=self.hooks.figures(self, record) or None)
+    def leave(self) -> None:
+        """End the iteration; process the steps if it was left early."""
+        self.close()
+        if not self._ended:
+            self._steps.settle(closing=not self._parts.settings.resumable)
 
-    def _went_back(self) -> bool:
-        """Go back to the position a hook asked for, if any, and discard the steps after it."""
-        if self._back is None:
-            return False
-        (state, why, metrics), self._back = self._back, None
-        assert self._good is not None
-        position, extra, at, last = self._good
-        lost = self.place.step - position.step
-        self.say(f"restored step {position.step:,}, {lost} steps back: {why}")
-        self._ledger.move("productive", "lost", time.monotonic() - at)
-        self._run_state.load_state(position, extra, compiled=self._begun)
-        self.state, self._run_state.reread.last = state, last
-        self.hooks("rewound", self)
-        told = {"steps_lost": float(lost), **metrics}
-        self.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
-        self._good = self._run_state.position(), extra, at, last
-        return True
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
-    def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
-        """Wait for all steps and process them; return whether the run went back."""
-        self._follow(0, closing=closing, due=due)
-        return self._went_back()
 
-    def _meet_members(self, *, begins: bool = False, must: bool = False) -> None:
-        """Record which islands joined and left, write if the one that did is gone, and give."""
-        if self._stopping.leaves is not None:
-            self._members.leave(self._stopping.leaves)
-        if (storage := self._storage) and storage.follows and not self._members.follows:
-            ledger = storage.tried_to_take_over(self.records, must=must)
-            if ledger is not None and self.is_main:
-                self._ledger, self._file.folder = ledger, storage.folder
-                self.hooks("take_over", self)
-        self._ledger.move("productive", "islands", self._members.delayed_seconds())
-        for record, line in self._members.changes(self.place.step, self.place.epoch):
-            self.keep(record)
-            if self.is_main:
-                self.alarm(line)
-        if self._members.newcomers:
-            self._follow(0)
-            saved, votes = self._run_state.save_state(), self._stopping.save_state()
-            self._members.give(self.state, saved, self.records, votes, begins=begins)
+class _EpochBatches(Iterator[FeedItem]):
+    """Yields the batches from the place of a run on; knows whether there are more."""
 
-    def _save_is_due(self, *, asked: bool = False) -> bool:
-        """Whether to save now; if `asked`, only because of the clock or a hook."""
-        settings, step = self.dp.configuration.between, self.place.step
-        if self._storage is None or not self._resumable or not settings.is_calm(step):
-            return False
-        every, before = self._storage.saving.every, max(step - settings.calm_steps, 0)
-        by_step = every and before // every < step // every and not asked
-        return bool(by_step or self._stopping.save_due)
+    def __init__(self, run: OpenRun) -> None:
+        parts, now = run.parts, run.parts.now
+        now.source.set_epoch(now.place.epoch)
+        self._feed = parts.feed.at(now.place.epoch, now.place.batch, run.calls.sizes(now.place))
+        self._feed.stops = parts.gives_up
+        self._items: Generator[FeedItem] = iter(self._feed)
+        self._run, self._now = run, now
+        self._next: list[FeedItem] = []
+        self._has_begun, self._waited = False, 0.0
+        self.gave_up = False
+        """Whether the next batch did not come before the run had to stop."""
 
-    def _save(self) -> None:
-        assert self._storage is not None
-        started = time.perf_counter()
-        self.hooks("saving", self)
-        self._storage.save(self.state, *self._run_state.save_state())
-        self._stopping.saved()
-        self._run_state.meter.leave_out(time.perf_counter() - started)
+    def __next__(self) -> FeedItem:
+        batch = self._next.pop() if self._next else self._read()
+        self._now.meter.add_wait(self._count_wait())
+        if not self._has_begun and self._now.source.batches is None:
+            self._now.reread.check(self._feed, batch, begun=self._now.begun)
+        self._has_begun = True
+        return batch
 
-    def _gives_up(self) -> bool:  # waiting for a batch; other islands would wait for this one
-        return self._interrupt.wanted and not self._members.has_islands
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more batches; may wait for the next one."""
+        if not self._next and not self.gave_up:
+            with contextlib.suppress(StopIteration):
+                self._next.append(self._read())
+        return not self._next and not self.gave_up
 
-    def _all_steps_done(self) -> bool:  # more may be done than are asked for by now
-        steps = self.total is not None and self.place.step >= self.total
-        return steps or (self.epochs is not None and self.place.epoch >= self.epochs)
+    def end(self) -> None:
+        """Compare a pass that had no batch; count the wait for one that did not come."""
+        if self.gave_up:
+            self._count_wait()
+        elif not self._has_begun and self._now.source.batches is None:
+            self._now.reread.check_end(self._feed, begun=self._now.begun)
 
-    def _is_last(self) -> bool:
-        over = self._stopping.over or self._all_steps_done()
-        return over or self.place.epoch + 1 == self.epochs
+    def close(self) -> None:
+        self._items.close()
+
+    def _read(self) -> FeedItem:
+        try:
+            return next(self._items)
+        except GaveUpError:
+            self.gave_up = True
+            raise StopIteration from None
+
+    def _count_wait(self) -> float:
+        """Return the seconds waited since the last call, once the ledger has them."""
+        before, self._waited = self._waited, self._feed.wait_seconds
+        self._run.ledger.move("productive", "waiting", self._waited - before)
+        return self._waited - before

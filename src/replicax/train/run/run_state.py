@@ -1,4 +1,4 @@
-"""The state of a run besides its `TrainState`: its place, its counts, and all that it resumes."""
+"""The state of a run: its `TrainState`, its place, its counts, and how it moves to a saved one."""
 
 import dataclasses
 from typing import Any
@@ -9,20 +9,26 @@ from replicax.core.data.loader_state import LoaderState
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.ground.job import Job
+from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError
+from replicax.train.checkpoints.arrays import abstract
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import RunPosition
 from replicax.train.files.records import Record
 from replicax.train.folder.read_again import RereadCheck
+from replicax.train.folder.storage import Storage
 from replicax.train.hooks.hook import Hooks
 from replicax.train.run.evaluator import Evaluator
+from replicax.train.run.members import GivenRun
 from replicax.train.run.step_records import BadSteps, Meter
 
 
 @dataclasses.dataclass
 class RunState:
-    """The place and the counts of a run, and its parts with a state that checkpoints keep."""
+    """The state and the place of a run, its counts, and its parts that checkpoints keep."""
 
+    state: TrainState
+    """After the newest step; the next may donate it."""
     source: Source
     job: Job
     hooks: Hooks
@@ -30,7 +36,14 @@ class RunState:
     bad_steps: BadSteps
     evaluator: Evaluator | None
     reread: RereadCheck
+    epochs: int | None = None
+    total: int | None = None
+    """Steps of the run, if known."""
     place: RunPosition = dataclasses.field(default=RunPosition(0, 0, 0))
+    begun: bool = False
+    """Whether a step was done in this start, for which it was compiled."""
+    error: BaseException | None = None
+    """What ended the run."""
     rows: int = 0
     """Rows trained on in the whole run."""
     records: list[Record] = dataclasses.field(default_factory=list)
@@ -52,6 +65,12 @@ class RunState:
 
     def next_epoch(self) -> None:
         self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done; more may be than are asked for by now."""
+        steps = self.total is not None and self.place.step >= self.total
+        return steps or (self.epochs is not None and self.place.epoch >= self.epochs)
 
     def position(self) -> Position:
         """Return the current position, once all due records are written."""
@@ -90,13 +109,8 @@ class RunState:
             extra["evaluation"] = self.evaluator.save_state()
         return position, extra
 
-    def load_state(
-        self, position: Position, extra: dict[str, Any], *, compiled: bool = False
-    ) -> None:
-        """Move to `position`, and discard everything after it; `extra["batch"]` is the next one.
-
-        `compiled` says whether the step is compiled already.
-        """
+    def load_state(self, position: Position, extra: dict[str, Any]) -> None:
+        """Move to `position`, and discard everything after it; `extra["batch"]` is the next one."""
         self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self.closed_at = position.rows_trained, position.evaluated_step
         self.evaluated_at = extra.get("evaluated", position.evaluated_step)
@@ -111,9 +125,34 @@ class RunState:
         self.bad_steps.rewind(position.bad_steps)
         begun, older = position.step > 0, {"rows": position.rows_unrecorded}
         older["seconds"] = extra.get("seconds_unrecorded", 0.0)
-        self.meter.rewind(extra.get("meter", older), resumed=begun, compiled=compiled and begun)
+        compiled = self.begun and begun
+        self.meter.rewind(extra.get("meter", older), resumed=begun, compiled=compiled)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
+
+    def restore(self, storage: Storage, *, donate: bool) -> None:
+        """Move to the checkpoint that `storage` found; `donate` the state that it replaces."""
+        found = storage.found
+        assert found is not None
+        batch = first_batch(self.source, found.position, found.extra)
+        if self.epochs is not None and self.source.batches is not None:  # in the current batches
+            remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
+            self.total = found.position.step + max(remaining, 0)
+        like = abstract(self.state)
+        if donate:  # before there is another: a device may have no room for two
+            for leaf in jax.tree.leaves(self.state):
+                leaf.delete()
+        self.records.extend(found.records)
+        self.load_state(found.position, {**found.extra, "batch": batch})
+        self.state = storage.restore(like)
+
+    def receive(self, given: GivenRun) -> None:
+        """Move to the place of the run that another island gave to this one."""
+        like = abstract(self.state)
+        self.records.extend(given.records)
+        self.load_state(given.position, given.extra)
+        self.state = given.state(like)
+        given.arrays.clear()
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:

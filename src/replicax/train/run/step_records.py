@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax.core.between.rounds import ROUND_LOSS
-from replicax.core.data.merged import Merged
+from replicax.core.data.merged import Merged, Merging, named_values
 from replicax.core.ground.job import Job
 from replicax.core.step.loss import LOSS
-from replicax.errors import DivergedError
+from replicax.errors import DivergedError, LossError
 from replicax.train.dispatched import Dispatched, python_number
 from replicax.train.files.records import Record
 from replicax.train.guarded import SPIKE
-from replicax.train.run.merged_records import MergedOfSteps
 
 _READ_TOGETHER = 64
 """Steps of which the metrics are read at once, if there is no record before."""
@@ -28,6 +27,39 @@ def log_interval(total: int | None) -> int:
     """
     most = max((total or 10**9) // _FEWEST_RECORDS, 1)
     return next(steps for steps in _INTERVALS if steps <= most)
+
+
+class MergedOfSteps:
+    """The metrics that are no means of the steps since the last record.
+
+    A metric that grows with the rows is that of the last step: all rows of an interval would have
+    to be kept, and to be in every checkpoint.
+    """
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        """Continue after `save_state` returned `state`."""
+        self._saved = dict(state or {})
+        self._merging: dict[str, Merging] = {}
+
+    def add(self, name: str, metric: Merged) -> None:
+        """Merge the metric of a finished step."""
+        if metric.grows:
+            self._merging[name] = Merging()
+        elif name in self._saved:
+            self._merging[name] = Merging.resumed(self._saved.pop(name), metric)
+        self._merging.setdefault(name, Merging()).add(metric)
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers of each metric."""
+        found: dict[str, float] = {}
+        for name, merging in self._merging.items():
+            found |= recorded(named_values(name, merging.compute()))
+        return found
+
+    def save_state(self) -> dict[str, Any]:
+        """Return, as JSON values, what the next record needs from the steps so far."""
+        told = {n: each.save_state() for n, each in self._merging.items() if not each.grows}
+        return self._saved | told
 
 
 class Meter:
@@ -243,3 +275,15 @@ def _examples_text(record: Record) -> str:
     plural = "s" if len(examples) != 1 else ""
     names = ", ".join(map(str, examples[:_NAMED])) or "none"
     return f"example{plural} {names}{more} of epoch {record.epoch}"
+
+
+def recorded(values: dict[str, Any]) -> dict[str, float]:
+    """Return `values`; `LossError` if one is no number, which a record cannot have."""
+    for name, value in values.items():
+        if not isinstance(value, int | float):
+            shape = f"an array {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise LossError(
+                f"the metric {name!r} computes {shape}, and the records of a run have numbers: "
+                "return a number or a dict of numbers, or evaluate it with dp.evaluate"
+            )
+    return values

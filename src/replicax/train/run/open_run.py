@@ -1,0 +1,290 @@
+"""A run that was entered: what it holds open and in which order it came, and how it ends."""
+
+import contextlib
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from replicax.core.ground.train_state import TrainState, check_unused, was_donated
+from replicax.errors import (
+    DivergedError,
+    IslandLeftError,
+    ReplicaxError,
+    RunInUseError,
+    Terminated,
+    interrupted,
+)
+from replicax.train.checkpoints.arrays import array_entries, check_storable, params_not_finite
+from replicax.train.files.fingerprint import sha256
+from replicax.train.files.records import plain_config
+from replicax.train.folder.followed_folder import FollowedFolder
+from replicax.train.folder.goodput import Ledger
+from replicax.train.folder.program_fingerprint import program_fingerprint, some_rows
+from replicax.train.folder.storage import FolderOptions, Storage
+from replicax.train.folder.written_folder import WrittenFolder
+from replicax.train.hooks.call_sizes import CallSizes, call_sizes
+from replicax.train.hooks.hook import Running
+from replicax.train.run.finished_steps import FinishedSteps
+from replicax.train.run.parts import Parts
+from replicax.train.run.stopping import Stopping, is_any_open
+from replicax.train.run.summary import Fit, derived, describe, doubts, run_summary
+
+_ALIKE = "parallel", "data"
+"""Sections of the configuration that are equal in all islands."""
+
+
+class OpenRun:
+    """What a run opens when it is entered, and closes when it is left.
+
+    It is made at the saved position; `begin` then lets the hooks see it.
+    """
+
+    result: Fit
+    """Set once the run has ended without an error."""
+
+    def __init__(self, parts: Parts, run: Running, stack: contextlib.ExitStack) -> None:
+        self.parts = parts
+        now, dp, members, saving = parts.now, parts.dp, parts.members, parts.settings.saving
+        stack.callback(parts.display.close)
+        # Before all that takes long: a signal meanwhile is one of this run.
+        if not parts.interrupt.is_open:
+            stack.enter_context(parts.interrupt)
+        # Before anything is read, written or compiled: hooks refuse here what cannot work.
+        parts.hooks("before_run")
+        self.calls = self._described(run)
+        # Before the islands meet, who then wait for each other: traces, and the import of Orbax.
+        # Called again, as in a notebook, with a state that is used up, a run can resume.
+        donated = was_donated(now.state) and parts.settings.is_known()
+        self._never_finite = set() if donated else params_not_finite(now.state)
+        agreed = self._agreed()
+        if parts.settings.resumable:
+            check_storable(now.state)
+        members.enter(agreed, dp, now.state, parts.feed)
+        # After they met, as one of them writes the folder; it is closed after the steps below.
+        self.storage = self._opened_storage(stack)
+        stack.enter_context(dp.job.in_flight.followed())
+        self.steps = FinishedSteps(parts, lambda: self.ledger)
+        # Before the state, as a run that another island gives brings its votes.
+        self.stopping: Stopping = members.stopping(
+            parts.interrupt,
+            saving.clock_seconds if parts.settings.resumable else None,
+            lambda: dp.configuration.between.is_calm(now.place.step),
+        )
+        self._resume(donated)
+
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Call the hooks, which may ask for anything from here on; then keep all open."""
+        parts, now = self.parts, self.parts.now
+        # Islands that begin with this one get the state before a hook may change it.
+        self.meet_members(begins=True)
+        now.job.in_flight.forget()  # notes of a run that ended with an error
+        self._since = time.perf_counter(), now.place.step, now.rows
+        # In the end hooks close their files first; then the summary tells how these failed.
+        stack.push(self._conclude)
+        stack.push(self._end_hooks)
+        parts.hooks("start")
+        self.steps.follow(0)
+        if parts.members.given is None or parts.members.given.begins:
+            self.stopping.vote(now=True)
+        self.held = stack.pop_all()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.storage.ledger  # another once this island has taken over the folder
+
+    @property
+    def folder(self) -> Path | None:
+        return self.storage.path if self.parts.members.is_main else None
+
+    def _described(self, run: Running) -> CallSizes:
+        """Print the derived values of the run, and put them in its configuration."""
+        parts, settings = self.parts, self.parts.settings
+        parts.config.update(derived(parts.dp, parts.feed, settings.agreed()))
+        if parts.evaluator is not None:
+            parts.config["data"]["evaluation"] = parts.evaluator.fingerprint()
+        for line in describe(parts.dp, parts.now.state, parts.feed):
+            parts.say(line)
+        looks = settings.looks(parts.hooks.intervals)
+        calls, lines = call_sizes(run, settings.steps_per_call, looks)
+        for line in lines:
+            parts.say(line)
+        for line in doubts(parts.dp, parts.now.total) if parts.members.speaks else ():
+            parts.alarm(line)
+        return calls
+
+    def _agreed(self) -> dict[str, Any]:
+        """Return what must be equal in all islands, and trace the program for the folder."""
+        settings, source = self.parts.settings, self.parts.now.source
+        config = self.parts.config
+        agreed = {"run": settings.agreed(), **{part: config[part] for part in _ALIKE}}
+        if settings.run_dir is not None and (rows := some_rows(source)) is not None:
+            state, size = self.parts.now.state, source.batch_size
+            config["program"] = program_fingerprint(self.parts.dp, state, rows, size)
+        return plain_config(agreed)
+
+    def _opened_storage(self, stack: contextlib.ExitStack) -> Storage:
+        parts, settings, now = self.parts, self.parts.settings, self.parts.now
+        if settings.run_dir is None:
+            return Storage()
+        options = FolderOptions(
+            path=settings.run_dir,
+            config=plain_config(parts.config),
+            saving=settings.saving,
+            job=now.job,
+            arrays=array_entries(now.state) if settings.resumable else {},
+            seed=settings.seed,
+            say=parts.say,
+            alarm=parts.alarm,
+            accept_changes=settings.accept_changes,
+            never_finite=self._never_finite,
+            pinned=lambda: parts.hooks.pinned,
+            island=parts.members.island,
+            has_own=bool(jax.tree.leaves(now.state.islands)),
+        )
+        storage: Storage = FollowedFolder(options)
+        if not parts.members.follows:
+            storage = folder = WrittenFolder(options)
+            folder.begin()
+            if parts.members.has_islands and folder.folder is not None:
+                folder.folder.write_while(folder.still_writes)
+        stack.callback(lambda: self.storage.close())
+        parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, all_gone=gone))
+        parts.file.folder, storage.ledger.hooks = storage.folder, parts.hooks.seconds
+        return storage
+
+    def _resume(self, donated: bool) -> None:
+        """Move to the saved or the given position, and replace the state with that one."""
+        now, given = self.parts.now, self.parts.members.given
+        if given is not None:
+            now.receive(given)
+            self.stopping.load_state(given.votes)
+        elif self.storage.found is None:
+            check_unused(now.state)
+        else:
+            now.restore(self.storage, donate=self.parts.dp.donate)
+            if donated:
+                self._never_finite |= params_not_finite(now.state)
+        islands = jax.tree.leaves(now.state.islands) if self.parts.members.has_islands else ()
+        if islands and now.place.step:
+            now.state = self._own_state(restored=given is None or given.begins)
+
+    def _own_state(self, *, restored: bool) -> TrainState:
+        """Return the state with what this island has for itself, or as one that joins."""
+        now, own = self.parts.now, self.storage.own
+        state, step = now.state, now.place.step
+        if own is not None and (found := own.found(state, step, self.parts.alarm)) is not None:
+            return found
+        if restored:
+            self.parts.alarm(
+                f"this island saved nothing of its own at step {step:,}, and takes the optimizer "
+                "state of another: results differ from those of a run that was not stopped"
+            )
+        dp = self.parts.dp
+        return dp.configuration.between.joined(dp.program(state).step, state)
+
+    def meet_members(self, *, begins: bool = False, must: bool = False) -> None:
+        """Record which islands joined and left, write if the one that did is gone, and give."""
+        parts, members, now = self.parts, self.parts.members, self.parts.now
+        if self.stopping.leaves is not None:
+            members.leave(self.stopping.leaves)
+        if self.storage.follows and not members.follows:
+            self.storage = self.storage.taken_over(now.records, must=must)
+            if not self.storage.follows and members.is_main:
+                parts.file.folder = self.storage.folder
+                parts.hooks("take_over")
+        self.ledger.move("productive", "islands", members.delayed_seconds())
+        for record, line in members.changes(now.place.step, now.place.epoch):
+            parts.keep(record)
+            if members.is_main:
+                parts.alarm(line)
+        if members.newcomers:
+            self.steps.follow(0)
+            saved, votes = now.save_state(), self.stopping.save_state()
+            members.give(now.state, saved, now.records, votes, begins=begins)
+
+    def finish(self) -> None:
+        """Save the final state, whether all steps are done or the loop was left early."""
+        parts, now, storage = self.parts, self.parts.now, self.storage
+        if wrong := sorted(params_not_finite(now.state) - self._never_finite):
+            raise DivergedError(
+                f"{wrong[0]} is not finite after step {now.place.step:,}, and was when the run "
+                "began: lower the learning rate, or clip the gradient"
+            )
+        if parts.settings.resumable:
+            parts.hooks("saving")
+            while True:
+                storage.finish(now.state, *now.save_state())
+                if parts.members.all_saved(not storage.follows):
+                    break
+                self.meet_members(must=True)  # the island that writes is gone: another has to
+        if not (storage.knows_program or now.begun or self.stopping.wanted):
+            repeats = now.job.gather("whether a source can be read again", now.source.can_repeat)
+            rows = next(now.source.epoch(0))[0] if all(repeats) else None
+            if rows is not None:  # not known from a batch, as no steps were left to train
+                program = program_fingerprint(parts.dp, now.state, rows, traced=storage.traced)
+                storage.check_program(program)
+        parts.interrupt.let_go()
+        now.job.rest()
+
+    def fail(self, *raised: Any) -> None:
+        """Close what is open, and tell it of the error: the run is not complete."""
+        members, error = self.parts.members, raised[1]
+        if isinstance(error, IslandLeftError) and error.is_sound:
+            self._save_what_is_left()
+        self.held.__exit__(*raised)
+        if isinstance(error, RunInUseError) and members.has_islands:
+            members.leave(str(error))  # as one that was frozen: it may come back
+
+    def _save_what_is_left(self) -> None:
+        """Save the state of an island that had to leave, if no other has taken over the folder."""
+        now, storage = self.parts.now, self.storage
+        if self.parts.settings.resumable and not storage.follows:
+            with contextlib.suppress(ReplicaxError):
+                if storage.all_still_write():
+                    self.steps.follow(0)
+                    storage.finish(now.state, *now.save_state())
+
+    def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        self.parts.now.error = error
+        self.parts.hooks("end")
+
+    def _conclude(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        """Print how the run ended, and store that in `result`; do nothing if it failed."""
+        if error is not None:
+            return
+        parts, now = self.parts, self.parts.now
+        started, step, rows = self._since
+        self.ledger.close(kept=True)
+        self.result = result = Fit(
+            state=now.state,
+            records=now.records,
+            steps=now.place.step - step,
+            rows=now.rows - rows,
+            seconds=time.perf_counter() - started,
+            interrupted=self.stopping.wanted,
+            step=now.place.step,
+            saved=parts.settings.resumable,
+            stopped=self.stopping.why,
+            failed_hooks=tuple(parts.hooks.failed),
+            goodput=self.ledger.summary() if self.folder is not None else None,
+        )
+        lines = [*run_summary(result, now.total), *parts.hooks.summary(now.place.step)]
+        if result.goodput is not None and result.saved:
+            lines += result.goodput.lines()
+        if parts.dp.mode.bitwise:
+            lines.append(f"bits   sha256 of the weights {sha256(now.state.params)[:16]}")
+        for line in lines:
+            parts.say(line)
+
+    def raise_if_interrupted(self) -> None:
+        """Raise what ends a program after a signal, unless another is to decide that.
+
+        Around this run may be another one, which knows of the signal and saves before it raises.
+        """
+        given = self.parts.settings.interrupt
+        if self.result.interrupted and given is None and not is_any_open():
+            ctrl_c = self.stopping.signal == signal.SIGINT
+            raise interrupted(self.result) if ctrl_c else Terminated(self.result)
