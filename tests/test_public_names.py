@@ -19,11 +19,6 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     assert modules == {"losses", "remat", "weights"}
 
 
-def test_a_former_name_works_and_is_not_listed() -> None:
-    assert replicax.Patience is replicax.Timeouts
-    assert "Patience" not in dir(replicax)
-
-
 def test_importing_lists_the_names_that_are_imported_on_first_use() -> None:
     code = "import sys, replicax; print('fit' in dir(replicax), 'replicax.train' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

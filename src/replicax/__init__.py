@@ -57,7 +57,6 @@ if typing.TYPE_CHECKING:
     from replicax import weights as weights
     from replicax.bench.bench_result import Bench as Bench
     from replicax.bench.run import bench as bench
-    from replicax.cluster.watchdog import Patience as Patience
     from replicax.cluster.watchdog import Timeouts as Timeouts
     from replicax.islands.initialize import initialize as initialize
     from replicax.load_run import load as load
@@ -136,8 +135,6 @@ _LATER = {
     "verify_step": "verify.step",
 }
 
-_FORMER = {"Patience": "cluster.watchdog"}
-"""Names that still work and are no longer listed."""
 _MODULES = ("losses", "remat", "weights")
 
 _at_once = {
@@ -155,7 +152,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> typing.Any:
     if name in _MODULES:
         return importlib.import_module(f"replicax.{name}")
-    if (module := {**_LATER, **_FORMER}.get(name)) is None:
+    if (module := _LATER.get(name)) is None:
         raise AttributeError(f"module 'replicax' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(f"replicax.{module}"), name)
     return found

@@ -60,7 +60,7 @@ def make_run(folder: Path, saves: Sequence[int] = (2,)) -> None:
             at = (
                 state_at(step),
                 Position(step, 0, 4, 0, 4, 0, step, 0),
-                {"batch": 2, "seconds_unrecorded": 0.5},
+                {"batch": 2, "batch_size": 2},
             )
             run.save(*at)
             if step == saves[-1]:

@@ -142,7 +142,6 @@ def test_of_the_settings_those_that_choose_numbers_matter() -> None:
     assert [each.matters for each in config_changes(old, {**old, "settings": known | flag})] == [
         False
     ]
-    assert config_changes(CONFIG, old) == []  # of an older run none are known
     other = with_program({**old, "settings": known | {CHOOSING[0]: "b"}}, loss="c3")
     with pytest.raises(ConfigError) as raised:
         check_changes(with_program(old), other, accept=False)
@@ -156,12 +155,6 @@ def with_program(config: dict[str, Any], **program: str) -> dict[str, Any]:
 
 def refused(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
     return {each.field for each in config_changes(old, new) if each.matters}
-
-
-def test_what_older_runs_lack_is_compared_only_if_both_have_it() -> None:
-    parts = edited(data__parts=["a", "b"])
-    assert config_changes(CONFIG, parts) == config_changes(parts, CONFIG) == []
-    assert refused(parts, edited(data__parts=["a", "c"])) == {"data.parts"}
 
 
 @pytest.mark.parametrize(("value", "named"), [(None, 1), ("random", 1), ("0", 0), ("7", 0)])

@@ -34,9 +34,9 @@ def source(batch_size: int, *, per_process: bool) -> Source:
 @pytest.mark.promise("outside.odd-sources-resume")
 @pytest.mark.parametrize("per_process", [False, True])
 @pytest.mark.parametrize("batch_size", [20, 40])
-@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
 def test_the_next_batch_is_the_one_after_the_last(
-    per_process: bool, batch_size: int, earlier: bool
+    per_process: bool, batch_size: int, by_rows: bool
 ) -> None:
     """One of two unequal processes has no more rows while the other goes on."""
     read = source(20, per_process=per_process)
@@ -46,7 +46,7 @@ def test_the_next_batch_is_the_one_after_the_last(
         state = RunState(parts, read, Alone(), parts, parts, parts, None, parts)
         state.place = RunPosition(batch, 0, batch)
         position, extra = state.position(), state.extra()
-        if earlier:
-            del extra["batch_size"]
+        if by_rows:
+            extra["batch_size"] = None
         now = source(batch_size, per_process=per_process)
         assert first_batch(now, position, extra) == batch * 20 // batch_size

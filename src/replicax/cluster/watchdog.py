@@ -60,10 +60,6 @@ class Timeouts:
         return max(self.stall_seconds, self.stall_multiple * usual_seconds)
 
 
-Patience = Timeouts
-"""The former name of `Timeouts`."""
-
-
 def read_timeouts(env: Mapping[str, str]) -> Timeouts:
     """Return the timeouts in `env`, else the defaults; `ConfigError` if one is not positive."""
     timeouts = {}

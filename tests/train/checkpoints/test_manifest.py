@@ -24,13 +24,13 @@ from replicax.train.checkpoints.manifest import (
 )
 from replicax.train.files.sealed import sealed
 
-OF_AN_EARLIER_VERSION = (
+AS_WRITTEN = (
     '{"arrays":{"step":{"dtype":"int32","shape":[]}},'
-    '"checksum":"ac672bd204ea08fb9d6efef0c56918990efe740e4d4c258e495ddb73926e5d93",'
+    '"checksum":"59d518f801dad7bfe9221f3f0b7357856f38939007c63d715eafbf9c3f077279",'
     '"config":{"name":"\\u00e9"},"extra":{},"files":{"state/step/0":{"bytes":4,"sha256":["'
     + "ab"
     * 32
-    + '"]}},"format":1,"position":{"bad_steps":0,"epoch":0,"evaluated_step":0,"records":1,"rows":8,'
+    + '"]}},"format":2,"position":{"bad_steps":0,"epoch":0,"evaluated_step":0,"records":1,"rows":8,'
     '"rows_trained":8,"rows_unrecorded":8,"step":3},"saved_at":1763740800.25,"seed":7,"token":2}\n'
 )
 
@@ -53,8 +53,8 @@ def refusal(folder: Path, data: str | bytes) -> str:
     return reason
 
 
-def test_that_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(OF_AN_EARLIER_VERSION)
+def test_what_is_on_disk_is_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(AS_WRITTEN)
     assert read_manifest(tmp_path) == Manifest(
         position=Position(3, 0, 8, 0, 8, 8, 1, 0),
         token=2,
@@ -117,7 +117,7 @@ def test_where_it_is_not_it_says_so(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe{}", b"{", b"[]", b"1", b'{"format":1}'])
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe{}", b"{", b"[]", b"1", b'{"format":2}'])
 def test_what_is_no_manifest_is_refused(tmp_path: Path, data: bytes) -> None:
     assert_mentions(refusal(tmp_path, data), "manifest.json", "damaged")
 

@@ -1,7 +1,6 @@
 """Hundreds of small arrays are packed into few files, and read from there by name."""
 
 import dataclasses
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from replicax.train.checkpoints.arrays import (
     params_not_finite,
     read,
 )
-from replicax.train.checkpoints.manifest import read_manifest
 from replicax.train.checkpoints.store import verify_checkpoint
 from replicax.train.checkpoints.with_orbax import finish_orbax
 from replicax.verify.step_checks import counted_compilations
@@ -138,17 +136,3 @@ def test_files_that_tensorstore_cannot_read_are_told_in_one_line(tmp_path: Path)
         verify_checkpoint(tmp_path, sealed(tmp_path, arrays=array_entries(state)))
     with pytest.raises(CheckpointError, match=r"^[^\n]*default[^\n]*$"):
         read(abstract(state), tmp_path)
-
-
-def test_a_checkpoint_of_an_earlier_version_still_opens(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).with_name("data") / "format_1.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    (folder,) = tmp_path.iterdir()
-    params = {
-        f"p{n}": jnp.full((n % 3,), n, ("float32", "bfloat16", "int8")[n % 3]) for n in range(400)
-    }
-    state = state_of({**params, "large": jnp.arange(300.0), "a/b": jnp.ones(3)})
-    manifest = read_manifest(folder)
-    verify_checkpoint(folder, manifest)
-    assert manifest.arrays == array_entries(state)
-    assert bits(read(abstract(state), folder)) == bits(state)

@@ -1,7 +1,6 @@
 """The arrays of a train state, written and read by Orbax.
 
     default/        a checkpoint of Orbax: the state as the tree that it is
-    state/, small/  instead, in earlier versions: dicts of arrays by name
 
 The chunks are uncompressed, so that their sizes are known before anything is read.
 """
@@ -36,7 +35,6 @@ from replicax.train.checkpoints.with_orbax import (
 
 ITEM = "default"
 """The arrays' folder within a checkpoint's folder, and Orbax's name for an only item."""
-_STATE, _SMALL = "state", "small"
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
@@ -71,7 +69,7 @@ def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Ca
     """
     real = real_rows(state)
     plain = _plainly_named(real)
-    named = _named(real, quoted=True) if plain is None else plain
+    named = _named(real) if plain is None else plain
     leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
     # Here Orbax would take seconds for a thousand small arrays.
     tiny = {name: leaves.pop(name) for name in small(leaves)}
@@ -95,20 +93,15 @@ def read(like: TrainState, folder: Path) -> TrainState:
     Each process reads its own shards, and all small arrays.
     """
     like, padded = real_rows(like), like
-    older = not (folder / ITEM).is_dir()
-    leaves = _named(like, quoted=older)
+    leaves, item = _named(like), folder / ITEM
     wanted = {
         name: jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=leaf.sharding)
         for name, leaf in _with_elements(leaves).items()
         for plain in [_shape(leaf)]
     }
-    parts = [folder / _SMALL, folder / _STATE] if older else [folder / ITEM]
     tiny = {name: leaf for name, leaf in wanted.items() if is_small(leaf)}
-    values: dict[str, bytes] = {}
-    for part in filter(is_packed, parts):
-        values |= read_whole(part, tiny)
-    others = {name: leaf for name, leaf in wanted.items() if name not in values}
-    arrays = read_arrays(parts[-1], others)
+    values = read_whole(item, tiny) if is_packed(item) else {}
+    arrays = read_arrays(item, {name: wanted[name] for name in wanted.keys() - values.keys()})
     if next(iter(jax.tree.leaves(like)[0].sharding.device_set)).platform == "cpu":
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))
@@ -151,9 +144,9 @@ def _shape(leaf: Any) -> Any:
     return jax.eval_shape(numbers, leaf) if is_random_key(leaf) else leaf
 
 
-def _named(tree: PyTree, *, quoted: bool = False) -> dict[str, Any]:
+def _named(tree: PyTree) -> dict[str, Any]:
     """Return leaf name -> leaf: names such as `params.dense.kernel`, which are Orbax's as well."""
-    plain = None if quoted else _plainly_named(tree)
+    plain = _plainly_named(tree)
     if plain is not None:
         return plain
     return {_quoted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

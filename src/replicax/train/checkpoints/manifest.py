@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import ml_dtypes  # noqa: F401  # registers bfloat16 and others with NumPy
 import numpy as np
@@ -22,8 +21,7 @@ from replicax.train.files.sealed import sealed, unsealed
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
 """Bytes per checksum; several threads read the pieces of a large file."""
-_FORMATS, _MOST_THREADS, _BUFFER_BYTES = (1, 2), 8, 2**18
-"""Formats that can be read; in the first, names of arrays are quoted. The last is written."""
+_FORMAT, _MOST_THREADS, _BUFFER_BYTES = 2, 8, 2**18
 _LITTER = re.compile(r"\.DS_Store|\._.+|\.nfs[0-9a-f]+")
 """Files that systems leave in any folder: macOS's, and NFS's of deleted open files."""
 _STYLE: Any = {"sort_keys": True, "separators": (",", ":")}
@@ -99,7 +97,7 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into `folder`; it is on disk when this returns."""
     try:
-        data = sealed({"format": _FORMATS[-1], **dataclasses.asdict(manifest)}, **_STYLE)
+        data = sealed({"format": _FORMAT, **dataclasses.asdict(manifest)}, **_STYLE)
         _understood(data)
         write_whole(folder / MANIFEST, data)
     except (TypeError, ValueError, RecursionError) as error:
@@ -121,15 +119,11 @@ def read_manifest(folder: Path) -> Manifest:
 def _understood(data: bytes) -> Manifest:
     try:
         found = json.loads(data)["format"]
-        if found in _FORMATS:
-            manifest = unsealed(data, Manifest)
-            if found == _FORMATS[-1]:
-                return manifest
-            arrays = {unquote(name): entry for name, entry in manifest.arrays.items()}
-            return dataclasses.replace(manifest, arrays=arrays)
+        if found == _FORMAT:
+            return unsealed(data, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged or not a manifest: {error}") from error
-    ours = f"this version of Replicax reads formats up to {_FORMATS[-1]}"
+    ours = f"this version of Replicax reads formats up to {_FORMAT}"
     raise CheckpointError(f"{MANIFEST} has format {found!r}; {ours}: upgrade it")
 
 

@@ -4,7 +4,7 @@
 .saving-000000160-3-7 being written, or left behind by a killed process
 .replaced-120         the same step saved before, such as before its evaluation, being replaced
 .retired-...          being deleted
-step-000000120.2/     a step as named in an object store, and by earlier versions
+step-000000120.2/     a step as named in an object store
 refused-...           a checkpoint that failed verification, kept for inspection
 
 In an object store each process uploads the files it wrote to a separate folder; the manifest is
@@ -63,10 +63,9 @@ LOSSES = "losses"
 def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
     """Check the checkpoint in `folder`: names and sizes first, then every byte."""
     check_files(folder, manifest.files)
-    if (folder / ITEM).is_dir():  # else of an earlier version
-        shapes = {name: each.shape for name, each in manifest.arrays.items() if each.nbytes}
-        for fault in missing_chunks(folder / ITEM, shapes):
-            raise CheckpointError(fault)
+    shapes = {name: each.shape for name, each in manifest.arrays.items() if each.nbytes}
+    for fault in missing_chunks(folder / ITEM, shapes):
+        raise CheckpointError(fault)
 
 
 def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]) -> None:

@@ -204,7 +204,7 @@ def _look(file: Path) -> tuple[dict[str, Any], int]:
     holder, touched = {}, 0
     with contextlib.suppress(OSError, ValueError):
         data, touched = read_touched(file)
-        holder = dict(unsealed(data.rstrip(b" "), _Holder, older=True))
+        holder = dict(unsealed(data.rstrip(b" "), _Holder))
     return holder, touched
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +10,6 @@ import msgspec
 _T = TypeVar("_T")
 CHECKSUM = "checksum"
 """The last entry of a sealed object: the SHA-256 of the others."""
-_ENDS_SEALED = re.compile(rb'"[0-9a-f]{64}"\s*\}\s*')
 
 
 def sealed(content: Mapping[str, Any], **style: Any) -> bytes:
@@ -20,14 +18,13 @@ def sealed(content: Mapping[str, Any], **style: Any) -> bytes:
     return f"{text}\n".encode()
 
 
-def unsealed(data: bytes, kind: type[_T], *, older: bool = False, edited: bool = False) -> _T:
+def unsealed(data: bytes, kind: type[_T], *, edited: bool = False) -> _T:
     """Return the JSON object that `sealed` formatted as `data`, without its checksum.
 
     Args:
         data: contents of a file, which are trusted in nothing.
         kind: the type that the object must have: a dict, or a class that msgspec knows.
-        older: whether to accept an object of an earlier version, which has no checksum.
-        edited: whether a person may have changed the object: the checksum is then ignored.
+        edited: whether a person may have written or changed it: the checksum is then ignored.
 
     Raises:
         ValueError: `data` is damaged, or not such an object.
@@ -35,9 +32,7 @@ def unsealed(data: bytes, kind: type[_T], *, older: bool = False, edited: bool =
     try:
         content = msgspec.convert(json.loads(data), dict[str, Any])
         digest = content.pop(CHECKSUM, None)
-        # A damaged name of the checksum must not make the object one of an earlier version.
-        has_seal = digest is not None or not older or bool(_ENDS_SEALED.search(data[-80:]))
-        if has_seal and not edited and digest != _digest(content):
+        if not edited and digest != _digest(content):
             raise ValueError("it does not match its own checksum")
         return msgspec.convert(content, kind)
     except RecursionError:

@@ -70,8 +70,8 @@ ABSENT: Final = object()
 """Placeholder for a field missing from a configuration; null is a value."""
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
-_IF_BOTH = (("data", "evaluation"), ("data", "parts"), ("program", "batch"))
-"""Compared only if both have it: older runs do not, and evaluation may begin later."""
+_IF_BOTH = "data", "evaluation"
+"""Compared only if both have it: evaluation may begin later."""
 _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 _DERIVED = ("parallel.", "data.")
@@ -114,7 +114,7 @@ def read_config(path: Path, kind: type[Any] = _Sections, *, edited: bool = False
         ConfigError: it is damaged, or not a configuration.
     """
     try:
-        config = unsealed(read_bytes(path), dict[str, Any], older=True, edited=edited)
+        config = unsealed(read_bytes(path), dict[str, Any], edited=edited)
         msgspec.convert(config, kind)
         if not edited and not config.keys() & _Sections.__annotations__.keys():
             raise ValueError("it has no section that Replicax writes")
@@ -132,7 +132,7 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
 
     Both are compared as written to `config.json`, so a tuple equals a list, and 1 differs from 1.0.
     Memory addresses in objects' text, and the command, host and time of a start, are ignored. The
-    program and the settings are compared only if both have them.
+    program is compared only if both have it.
     """
     was, now = _as_written(old), _as_written(new)
     before = was.get("program")
@@ -161,13 +161,12 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
-        and (path[0] != "settings" or {"settings"} <= was.keys() & now.keys())
-        and (path[:2] not in _IF_BOTH or ABSENT not in (one, other))
+        and (path[:2] != _IF_BOTH or ABSENT not in (one, other))
     ]
 
 
 def run_id(config: Mapping[str, Any]) -> str | None:
-    """Return the id drawn at the first start of a run; older runs have none."""
+    """Return the id drawn at the first start of a run; None if there is none."""
     start = config.get("start")
     found = start.get("run") if isinstance(start, dict) else None
     return found if isinstance(found, str) else None

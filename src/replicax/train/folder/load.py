@@ -183,7 +183,7 @@ def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
     if not exists(path):
         raise ConfigError(f"{run} has no {BEST}: the run did not record its best; omit the step")
     try:
-        return unsealed(read_bytes(path), Best, older=True)["step"]
+        return unsealed(read_bytes(path), Best)["step"]
     except ValueError as error:
         raise ConfigError(f"{path} names no step ({error}); pass a step number instead") from error
 

@@ -248,7 +248,7 @@ class KeepBest(_Watching):
 def _read(path: Path) -> dict[str, Any]:
     """Return the contents of the file; empty if it is missing or invalid."""
     try:
-        return dict(unsealed(read_bytes(path), Best, older=True))
+        return dict(unsealed(read_bytes(path), Best))
     except (OSError, ValueError):
         return {}
 

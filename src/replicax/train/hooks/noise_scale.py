@@ -284,7 +284,7 @@ def load_noise_scale(path: Path) -> NoiseScale:
     """Read the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
-        fields = unsealed(read_bytes(file), dict[str, Any], older=True)
+        fields = unsealed(read_bytes(file), dict[str, Any])
         null: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         null |= {"rows": math.inf, "high": math.inf}
         told = {name: null[name] if fields[name] is None else fields[name] for name in fields}

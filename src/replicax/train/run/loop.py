@@ -18,11 +18,7 @@ from replicax.train.run.open_run import OpenRun
 
 
 class Loop:
-    """Yields the batches of a run, does their steps, and between them what is due.
-
-    An epoch is `_epoch`, from a batch to what follows its step; `step` is what the user calls
-    meanwhile.
-    """
+    """Yields the batches of a run, and does what is due once the user has called `step` on each."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run, self._parts, self._now = run, run.parts, run.parts.now
@@ -59,12 +55,20 @@ class Loop:
             for batch in batches:
                 self._given = batch
                 yield batch
-                self._check_was_stepped_on(batch)
+                if self._given is batch:
+                    raise StateError(
+                        f"no step was done on batch {self._now.place.batch} of epoch "
+                        f"{self._now.place.epoch}; a run tracks its position by one step per "
+                        "batch: call run.step(batch) on each batch, and filter rows in the source"
+                    )
                 if self._steps.went_back():
                     return True
+                # All processes decide first, at the same step; a vote may admit islands, which
+                # are met before anything of this step is saved, as they take over from here.
                 self._stopping.vote(admits=True)
                 self.run.meet_members()
                 self.run.storage.tell()
+                # Evaluated, then saved: a run that resumes here does not evaluate again.
                 if not self._stopping.wanted and self._evaluate_if_due():
                     return True
                 if not self._stopping.wanted and self._save_is_due():
@@ -83,7 +87,11 @@ class Loop:
     def step(self, batch: FeedItem) -> dict[str, Any]:
         """Do the step, or the steps, on the newest batch; see `rx.Run.step`."""
         now = self._now
-        self._check_is_newest(batch)
+        if batch is not self._given:
+            raise StateError(
+                "run.step got a batch other than the last one yielded, or the same batch twice: "
+                "call run.step once on each batch, by which a run tracks its position"
+            )
         if not now.begun:
             self._begin(batch)
         self._hooks("before_step", batch)
@@ -214,22 +222,6 @@ class Loop:
         seconds = time.perf_counter() - started
         self.run.ledger.move("productive", "compiling", seconds)
         self._now.meter.leave_out(seconds)
-
-    def _check_is_newest(self, batch: FeedItem) -> None:
-        if batch is not self._given:
-            raise StateError(
-                "run.step got a batch other than the last one yielded, or the same batch twice: "
-                "call run.step once on each batch, by which a run tracks its position"
-            )
-
-    def _check_was_stepped_on(self, batch: FeedItem) -> None:
-        if self._given is batch:
-            place = self._now.place
-            raise StateError(
-                f"no step was done on batch {place.batch} of epoch {place.epoch}; a run tracks its "
-                "position by one step per batch: call run.step(batch) on each batch, and filter "
-                "rows in the source"
-            )
 
     def leave(self) -> None:
         """End the iteration; process the steps if it was left early."""

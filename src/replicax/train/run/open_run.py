@@ -37,9 +37,9 @@ _ALIKE = "parallel", "data"
 
 
 class OpenRun:
-    """What a run opens when it is entered, and closes when it is left.
+    """What a run opens when it is entered, and closes, the last first, when it is left.
 
-    It is made at the saved position; `begin` then lets the hooks see it.
+    It is at the saved position once it is made; `begin` then calls the hooks, which may use all.
     """
 
     result: Fit
@@ -49,25 +49,26 @@ class OpenRun:
         self.parts = parts
         now, dp, members, saving = parts.now, parts.dp, parts.members, parts.settings.saving
         stack.callback(parts.display.close)
-        # Before all that takes long: a signal meanwhile is one of this run.
+        # Signals first: all that follows takes long, and one that comes meanwhile counts.
         if not parts.interrupt.is_open:
             stack.enter_context(parts.interrupt)
-        # Before anything is read, written or compiled: hooks refuse here what cannot work.
+        # Hooks refuse what cannot work before anything is read, written or compiled.
         parts.hooks("before_run")
         self.calls = self._described(run)
-        # Before the islands meet, who then wait for each other: traces, and the import of Orbax.
-        # Called again, as in a notebook, with a state that is used up, a run can resume.
+        # Traces, and the import of Orbax, before the islands meet: others would wait for this one.
+        # A state that is used up, as in a notebook that calls again, will do to resume.
         donated = was_donated(now.state) and parts.settings.is_known()
         self._never_finite = set() if donated else params_not_finite(now.state)
         agreed = self._agreed()
         if parts.settings.resumable:
             check_storable(now.state)
         members.enter(agreed, dp, now.state, parts.feed)
-        # After they met, as one of them writes the folder; it is closed after the steps below.
+        # The folder after they have met, as only then it is known which of them writes it.
         self.storage = self._opened_storage(stack)
+        # Steps after the folder, which is thus closed when none is in flight any more.
         stack.enter_context(dp.job.in_flight.followed())
         self.steps = FinishedSteps(parts, lambda: self.ledger)
-        # Before the state, as a run that another island gives brings its votes.
+        # Votes before the state: a run that another island gives brings some.
         self.stopping: Stopping = members.stopping(
             parts.interrupt,
             saving.clock_seconds if parts.settings.resumable else None,
@@ -78,11 +79,11 @@ class OpenRun:
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Call the hooks, which may ask for anything from here on; then keep all open."""
         parts, now = self.parts, self.parts.now
-        # Islands that begin with this one get the state before a hook may change it.
+        # Newcomers get the state before a hook may change it in this island alone.
         self.meet_members(begins=True)
         now.job.in_flight.forget()  # notes of a run that ended with an error
         self._since = time.perf_counter(), now.place.step, now.rows
-        # In the end hooks close their files first; then the summary tells how these failed.
+        # In the end the hooks come first, then the summary, which tells of those that failed.
         stack.push(self._conclude)
         stack.push(self._end_hooks)
         parts.hooks("start")

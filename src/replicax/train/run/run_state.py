@@ -113,7 +113,7 @@ class RunState:
         """Move to `position`, and discard everything after it; `extra["batch"]` is the next one."""
         self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self.closed_at = position.rows_trained, position.evaluated_step
-        self.evaluated_at = extra.get("evaluated", position.evaluated_step)
+        self.evaluated_at = extra["evaluated"]
         self.reread.load_state(extra)
         states = extra.get("source_states", [None])
         mine = states[self.job.process if len(states) == self.job.processes else 0]
@@ -123,10 +123,8 @@ class RunState:
             self.evaluator.load_state(extra.get("evaluation", {}))
         self.job.in_flight.forget()
         self.bad_steps.rewind(position.bad_steps)
-        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
-        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
-        compiled = self.begun and begun
-        self.meter.rewind(extra.get("meter", older), resumed=begun, compiled=compiled)
+        resumed = position.step > 0
+        self.meter.rewind(extra["meter"], resumed=resumed, compiled=self.begun and resumed)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
 
@@ -168,12 +166,10 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
             f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
             "rows: use the same source and number of processes, or start a new run"
         )
-    saved, size = extra.get("batch"), source.batch_size
-    batch = saved if type(saved) is int and saved >= 0 else None
-    if batch is not None and extra.get("batch_size") == size:
+    batch: int = extra["batch"]
+    size = source.batch_size
+    if extra["batch_size"] == size or not size or not position.rows:
         return batch
-    if not size or not position.rows:
-        return batch or 0
     if position.rows == _rows_in_order(source):
         return source.batches or 0
     if position.rows % size:
