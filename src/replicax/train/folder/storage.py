@@ -33,20 +33,46 @@ class ResumePoint:
     records: list[Record]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """How a run uses its folder, whoever writes it."""
+
+    path: Path
+    config: dict[str, Any]
+    """The configuration, to which are added the program and its bits when they are known."""
+    saving: Saving
+    job: Job
+    arrays: dict[str, ArrayEntry]
+    """Entries of the state that is saved; empty if none is."""
+    seed: int
+    say: Callable[[str], None]
+    alarm: Callable[[str], None]
+    accept_changes: bool = False
+    never_finite: Collection[str] = ()
+    pinned: Callable[[], Collection[int]] = tuple
+    island: int | None = None
+    """Index of this island, if there are several."""
+    has_own: bool = False
+    """Whether this island saves what it has for itself."""
+
+    def store(self) -> Store:
+        if self.saving.wanted:
+            require("orbax.checkpoint", "checkpoints")
+        return Store(self.path / CHECKPOINTS, self.saving.keep, self.saving.keep_every)
+
+
 class OwnStates:
-    """Checkpoints of island `index`, in `islands/<index>` of a run's folder, on this host's disk.
+    """Checkpoints of one island, in `islands/<index>` of a run's folder, on this host's disk.
 
     Those that the island wrote for the run, in `main`, are its own as well.
     """
 
-    def __init__(
-        self, folder: Path, index: int | None, saving: Saving, job: Job, seed: int, main: Store
-    ) -> None:
-        own = folder / "islands" / str(index)
+    def __init__(self, options: FolderOptions, main: Store) -> None:
+        own = options.path / "islands" / str(options.island)
         refuse_links((own.parent, own, own / CHECKPOINTS))
-        self._store = Store(own / CHECKPOINTS, saving.keep, None)
-        self._index, self._main = index, main
-        self._saver = Saver(self._store, 1, lambda: None, job, seed, {})
+        self._store = Store(own / CHECKPOINTS, options.saving.keep, None)
+        self._index, self._main = options.island, main
+        self._saver = Saver(self._store, 1, lambda: None, options.job, options.seed, {})
 
     def save(self, state: TrainState, position: Position) -> None:
         """Begin to save; see `Saver.save`."""
@@ -107,6 +133,9 @@ class Storage:
     def __init__(self) -> None:
         self.ledger = Ledger(None)
 
+    def begin(self) -> None:
+        """Look for what to resume from; all processes must call it."""
+
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program once the first batch is known; all processes must call it."""
 
@@ -144,39 +173,6 @@ class Storage:
 
     def close(self) -> None:
         """Write what is left, and let others write the folder."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FolderOptions:
-    """How a run uses its folder, whoever writes it."""
-
-    path: Path
-    config: dict[str, Any]
-    """The configuration, to which are added the program and its bits when they are known."""
-    saving: Saving
-    job: Job
-    arrays: dict[str, ArrayEntry]
-    """Entries of the state that is saved; empty if none is."""
-    seed: int
-    say: Callable[[str], None]
-    alarm: Callable[[str], None]
-    accept_changes: bool = False
-    never_finite: Collection[str] = ()
-    pinned: Callable[[], Collection[int]] = tuple
-    island: int | None = None
-    """Index of this island, if there are several."""
-    has_own: bool = False
-    """Whether an island has a state for itself."""
-
-    def store(self) -> Store:
-        if self.saving.wanted:
-            require("orbax.checkpoint", "checkpoints")
-        return Store(self.path / CHECKPOINTS, self.saving.keep, self.saving.keep_every)
-
-    def own_states(self, main: Store) -> OwnStates | None:
-        if self.island is None or not self.saving.wanted or not self.has_own:
-            return None
-        return OwnStates(self.path, self.island, self.saving, self.job, self.seed, main)
 
 
 def what_is_saved(position: Position, extra: dict[str, Any]) -> Any:

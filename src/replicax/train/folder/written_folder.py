@@ -32,7 +32,14 @@ from replicax.train.folder.changes import (
     run_id,
 )
 from replicax.train.folder.goodput import FILE, Ledger
-from replicax.train.folder.storage import WRITER, FolderOptions, ResumePoint, Storage, what_is_saved
+from replicax.train.folder.storage import (
+    WRITER,
+    FolderOptions,
+    OwnStates,
+    ResumePoint,
+    Storage,
+    what_is_saved,
+)
 
 
 class WrittenFolder(Storage):
@@ -51,9 +58,10 @@ class WrittenFolder(Storage):
         self.knows_program = "program" in self._config
         self._lease: Lease | None = None
         self._store = options.store()
-        self.own = options.own_states(self._store)
         if followed is not None:
             self.own, self.ledger = followed.own, followed.ledger
+        elif options.has_own:
+            self.own = OwnStates(options, self._store)
         own = options.job, options.seed, self._config, options.never_finite, options.pinned
         self._saver = Saver(self._store, 0, self._check, *own)
         self._saved: Any = None
@@ -74,6 +82,8 @@ class WrittenFolder(Storage):
         except BaseException:
             self.close()
             raise
+        if self.folder is not None and self._options.island is not None:
+            self.folder.write_while(self.still_writes)
 
     def _open(self) -> dict[str, Any]:
         """Acquire the lease, and find the checkpoint to resume from; in process 0."""

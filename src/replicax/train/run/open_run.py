@@ -130,6 +130,7 @@ class OpenRun:
         parts, settings, now = self.parts, self.parts.settings, self.parts.now
         if settings.run_dir is None:
             return Storage()
+        island, own = parts.members.island, bool(jax.tree.leaves(now.state.islands))
         options = FolderOptions(
             path=settings.run_dir,
             config=plain_config(parts.config),
@@ -142,15 +143,12 @@ class OpenRun:
             accept_changes=settings.accept_changes,
             never_finite=self._never_finite,
             pinned=lambda: parts.hooks.pinned,
-            island=parts.members.island,
-            has_own=bool(jax.tree.leaves(now.state.islands)),
+            island=island,
+            has_own=settings.resumable and island is not None and own,
         )
-        storage: Storage = FollowedFolder(options)
-        if not parts.members.follows:
-            storage = folder = WrittenFolder(options)
-            folder.begin()
-            if parts.members.has_islands and folder.folder is not None:
-                folder.folder.write_while(folder.still_writes)
+        kind = FollowedFolder if parts.members.follows else WrittenFolder
+        storage: Storage = kind(options)
+        storage.begin()
         stack.callback(lambda: self.storage.close())
         parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, all_gone=gone))
         parts.file.folder, storage.ledger.hooks = storage.folder, parts.hooks.seconds
