@@ -69,7 +69,7 @@ def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Ca
     """
     real = real_rows(state)
     plain = _plainly_named(real)
-    named = _named(real) if plain is None else plain
+    named = _named(real)
     leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
     # Here Orbax would take seconds for a thousand small arrays.
     tiny = {name: leaves.pop(name) for name in small(leaves)}
