@@ -101,10 +101,10 @@ def _atomic_rename() -> None:
 
 
 def _sigterm() -> None:
-    from replicax.train.run import parts
+    from replicax.train.run import run_parts
     from replicax.train.run.stopping import Interrupt
 
-    parts.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
+    run_parts.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
 
 
 def _final_save() -> None:

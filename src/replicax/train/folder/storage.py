@@ -1,4 +1,4 @@
-"""What a run asks of its folder, whoever writes it, and if it has none; states of one island."""
+"""The storage of a run, whoever writes its folder, and if it has none; states of one island."""
 
 import contextlib
 import dataclasses

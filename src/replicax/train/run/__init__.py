@@ -1,7 +1,7 @@
 """A run: the loop around the step, and all that it opens.
 
     settings.py         the arguments of a run
-    parts.py            what is made of them before the run is entered, and nothing is open
+    run_parts.py        what is made of them before the run is entered, and nothing is open
     run_state.py        the state and the place of the run, which checkpoints keep
     finished_steps.py   what follows the end of a step: hooks, records, going back
     open_run.py         what is opened, in which order, and how the run ends

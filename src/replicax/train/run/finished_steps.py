@@ -10,12 +10,12 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import RunPosition, finished
 from replicax.train.files.records import Record
 from replicax.train.folder.goodput import Ledger
-from replicax.train.run.parts import Parts
+from replicax.train.run.run_parts import RunParts
 
 
 @dataclasses.dataclass(frozen=True)
 class _Good:
-    """What a run goes back to, besides a state, which the hook keeps that noted it."""
+    """A place to go back to, without its state, which the hook keeps that noted it."""
 
     position: Position
     extra: dict[str, Any]
@@ -27,7 +27,7 @@ class _Good:
 class FinishedSteps:
     """Does what follows the end of a step, in order, some steps after it was dispatched."""
 
-    def __init__(self, parts: Parts, ledger: Callable[[], Ledger]) -> None:
+    def __init__(self, parts: RunParts, ledger: Callable[[], Ledger]) -> None:
         self._parts, self._now, self._hooks, self._ledger = parts, parts.now, parts.hooks, ledger
         self._noted_at: float | None = None
         self._good: _Good | None = None

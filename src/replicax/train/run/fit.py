@@ -22,7 +22,7 @@ from replicax.train.hooks.hook import Hook, Running
 from replicax.train.run.evaluator import as_evaluation
 from replicax.train.run.loop import Loop
 from replicax.train.run.open_run import OpenRun
-from replicax.train.run.parts import parts_of
+from replicax.train.run.run_parts import assemble
 from replicax.train.run.settings import Settings
 from replicax.train.run.stopping import Interrupt
 from replicax.train.run.summary import Fit
@@ -132,7 +132,7 @@ class Run(Running):
             progress=progress,
             interrupt=interrupt,
         )
-        self._parts = parts = parts_of(self, dp, state, source, hooks, settings)
+        self._parts = parts = assemble(self, dp, state, source, hooks, settings)
         self._now, self._own_mesh = parts.now, dp.configuration.in_own_mesh
         self._entered: Loop | None = None
         self.dp, self.source, self.hooks = parts.dp, parts.now.source, parts.hooks
@@ -197,6 +197,7 @@ class Run(Running):
 
     @property
     def state(self) -> TrainState:
+        """The state after the newest step; the next may donate it. A hook may replace it."""
         return self._now.state
 
     @state.setter
@@ -205,10 +206,12 @@ class Run(Running):
 
     @property
     def total(self) -> int | None:  # type: ignore[override]
+        """Total steps of the run, if known."""
         return self._now.total
 
     @property
     def error(self) -> BaseException | None:  # type: ignore[override]
+        """The exception that ended the run, in `Hook.end`."""
         return self._now.error
 
     @property

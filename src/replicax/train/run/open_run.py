@@ -28,7 +28,7 @@ from replicax.train.folder.written_folder import WrittenFolder
 from replicax.train.hooks.call_sizes import CallSizes, call_sizes
 from replicax.train.hooks.hook import Running
 from replicax.train.run.finished_steps import FinishedSteps
-from replicax.train.run.parts import Parts
+from replicax.train.run.run_parts import RunParts
 from replicax.train.run.stopping import Stopping, is_any_open
 from replicax.train.run.summary import Fit, derived, describe, doubts, run_summary
 
@@ -37,7 +37,7 @@ _ALIKE = "parallel", "data"
 
 
 class OpenRun:
-    """What a run opens when it is entered, and closes, the last first, when it is left.
+    """All that a run opens when it is entered, and closes, the last first, when it is left.
 
     It is at the saved position once it is made; `begin` then calls the hooks, which may use all.
     """
@@ -45,7 +45,7 @@ class OpenRun:
     result: Fit
     """Set once the run has ended without an error."""
 
-    def __init__(self, parts: Parts, run: Running, stack: contextlib.ExitStack) -> None:
+    def __init__(self, parts: RunParts, run: Running, stack: contextlib.ExitStack) -> None:
         self.parts = parts
         now, dp, members, saving = parts.now, parts.dp, parts.members, parts.settings.saving
         stack.callback(parts.display.close)

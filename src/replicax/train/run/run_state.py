@@ -43,7 +43,7 @@ class RunState:
     begun: bool = False
     """Whether a step was done in this start, for which it was compiled."""
     error: BaseException | None = None
-    """What ended the run."""
+    """The exception that ended the run."""
     rows: int = 0
     """Rows trained on in the whole run."""
     records: list[Record] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a run consists of before it is entered: all that is made of its arguments, and not open."""
+"""The parts of a run before it is entered: all that is made of its arguments, and not open."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -41,14 +41,14 @@ class RecordsFile(Hook):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class RunParts:
     """The parts of a run, which all that it does works on."""
 
     settings: Settings
     dp: DataParallel
     """Runs the steps, and skips bad ones."""
     feed: Feed
-    """Of the first epoch."""
+    """The batches of the first epoch."""
     now: RunState
     hooks: Hooks
     file: RecordsFile
@@ -74,14 +74,14 @@ class Parts:
         return self.interrupt.wanted and not self.members.has_islands
 
 
-def parts_of(
+def assemble(
     run: Running,
     dp: DataParallel,
     state: TrainState,
     source: Any,
     hooks: Sequence[Hook],
     settings: Settings,
-) -> Parts:
+) -> RunParts:
     """Return the parts of `run`, as its hooks see it."""
     job, epochs, steps, guard = dp.job, settings.epochs, settings.steps, settings.guard
     size = settings.batch_size
@@ -124,5 +124,5 @@ def parts_of(
         total,
     )
     about = members, interrupt, dict(settings.config), alarm
-    parts = Parts(settings, steps_on, feed, now, called, file, display, evaluator, *about)
+    parts = RunParts(settings, steps_on, feed, now, called, file, display, evaluator, *about)
     return parts
