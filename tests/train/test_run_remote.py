@@ -27,6 +27,7 @@ from support.tiers import EXHAUSTIVE, only
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
 from replicax.train.files.places import place, write_whole
+from replicax.train.files.sealed import sealed
 
 URL = "s3://bucket/runs/x"
 EVALUATED = {"eval_source": rows(20, 2)}
@@ -134,7 +135,7 @@ def test_who_was_taken_over_leaves_the_records_of_the_other(
         def step(self, run: Any, step: Any) -> None:
             if step.place.step == 8:
                 folder = place(URL)
-                write_whole(folder / f"lease/00000009-{'0' * 16}.json", b'{"who": "another"}')
+                write_whole(folder / f"lease/00000009-{'0' * 16}.json", sealed({"who": "another"}))
                 write_whole(folder / "records.jsonl", b"others")
 
     with pytest.raises(RunInUseError, match="another"):
