@@ -179,11 +179,8 @@ class Loop:
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
-        run, between, step = (
-            self._parts.settings,
-            self._dp.configuration.between,
-            self._now.place.step,
-        )
+        run, step = self._parts.settings, self._now.place.step
+        between = self._dp.configuration.between
         if not run.resumable or not between.is_calm(step):
             return False
         every, before = run.saving.every, max(step - between.calm_steps, 0)
