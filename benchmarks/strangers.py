@@ -120,7 +120,8 @@ def messages(job: RealJob, count: int, seed: int) -> dict[str, Any]:
         if number % 1000 == 999:
             print(f"  {number + 1:,} strangers, {job.megabytes():.0f} MB", flush=True)
     strangers.leave()
-    return {"count": count, "seed": seed, "turned_away_while_they_spoke": strangers.refused}
+    told = {"turned_away_while_they_spoke": strangers.refused, "let_in": strangers.let_in}
+    return {"count": count, "seed": seed, **told}
 
 
 def idle(job: RealJob) -> dict[str, Any]:
@@ -186,6 +187,7 @@ def main() -> None:
     result["lines_about_strangers"] = len(said)
     print(*said[:20], sep="\n")
     unharmed = result["exit_codes"] == [0] * PROCESSES and not said
+    unharmed = unharmed and not result["messages"]["let_in"]
     print(f"job {'unharmed' if unharmed else 'HARMED'}, process 0 grew by at most {most:.1f} MB")
     if not options.dry:
         save("strangers", result)

@@ -130,6 +130,7 @@ def flood(count: int, seed: int) -> None:
             one.peer(2)
             until(lambda: len(one.only("joined")) == 2)
         strangers.leave()
+        assert strangers.let_in == 0
         assert [index for index, _ in one.only("joined")] == [1, 2]
         for each in (one, other):
             until(lambda each=each: each.only("lost"))
