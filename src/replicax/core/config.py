@@ -253,3 +253,7 @@ def _check_split(configuration: Configuration) -> None:
             "layout reduces each layer's gradient in float32 as soon as it is computed: use "
             "'float32', or layout='zero1'"
         )
+    if configuration.accumulate < 1:  # in `replace`, whose arguments no signature checks
+        raise ConfigError(
+            f"accumulate={configuration.accumulate}; a step needs at least 1 micro-batch: raise it"
+        )
