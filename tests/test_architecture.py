@@ -10,8 +10,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.entered import entered, files
-from support.one_step import warm_step
 from support.source_tree import FILES, imports, parsed, part
 
 from replicax.core.modes.mode_table import MODES
@@ -72,10 +70,6 @@ NAMED = {
 }
 """Modules that compare such a name and mean something else."""
 
-MOST_LINES_OF_STEP = 1_900
-"""Lines of `core/step`, which is the mathematics."""
-MOST_FILES_OF_A_STEP = 16
-"""Files that a `jit` step enters while it is traced, and once it is compiled."""
 # Optional packages, which `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (
     "comet_ml",
@@ -223,19 +217,6 @@ def test_core_and_train_have_no_global_that_changes() -> None:
         for module, nodes in trees.items()
         if any(isinstance(node, ast.Global) for node in nodes)
     ] == []
-
-
-def test_the_step_is_small() -> None:
-    rooms = Counter[str]()
-    for module, path in FILES.items():
-        rooms[".".join(module.split(".")[:3])] += len(path.read_text().splitlines())
-    assert rooms["replicax.core.step"] <= MOST_LINES_OF_STEP
-
-
-def test_the_walk_of_a_step_is_short() -> None:
-    walked = files(entered(warm_step()))
-    assert "core/step/update.py" in walked
-    assert len(walked) <= MOST_FILES_OF_A_STEP
 
 
 @pytest.mark.promise("install.core-is-small")

@@ -2,14 +2,20 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from inspect import signature
 from pathlib import Path
 
+from support.entered import entered, files
+from support.one_step import warm_step
 from support.source_tree import FILES, imports, parsed, part
 
 from replicax.core.data_parallel import DataParallel
 
+MOST_LINES_OF_STEP = 1_900
+"""Lines of `core/step`, which is the mathematics."""
+MOST_FILES_OF_A_STEP = 16
+"""Files that a `jit` step enters while it is traced, and once it is compiled."""
 MOST_CODE_LINES = 300
 """In a file, without docstrings, imports and blank lines: who documents need not cut a file."""
 
@@ -150,3 +156,23 @@ def test_small_files_have_several_users() -> None:
         and len(importers[module]) == 1
         and len(path.read_text().splitlines()) < SMALLEST
     } == SMALL
+
+
+def test_the_step_is_small() -> None:
+    rooms = Counter[str]()
+    for module, path in FILES.items():
+        rooms[".".join(module.split(".")[:3])] += len(path.read_text().splitlines())
+    assert rooms["replicax.core.step"] <= MOST_LINES_OF_STEP
+
+
+def test_the_walk_of_a_step_is_short() -> None:
+    walked = files(entered(warm_step()))
+    assert "core/step/update.py" in walked
+    assert len(walked) <= MOST_FILES_OF_A_STEP
+
+
+def test_the_page_on_the_house_has_these_limits_and_counts_nothing_else() -> None:
+    page = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    limits = MOST_CODE_LINES, MOST_LINES_OF_STEP, MOST_FILES_OF_A_STEP, SMALLEST
+    counted = re.findall(r"(?<![\w-])(\d[\d,]*) (?:lines|files|in all)", page)
+    assert {int(count.replace(",", "")) for count in counted} == {*limits}

@@ -429,7 +429,7 @@ class DataParallel:
 
     @of_one_thread
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
-        """Trace as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
+        """Trace the step as `lower` does, without lowering it."""
         program = self.program(model, mesh=mesh)
         placed = program.holds(model, batch)
         arguments = (model, batch) if placed else (program.shapes, program.batches.described(batch))
