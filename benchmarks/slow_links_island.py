@@ -38,10 +38,12 @@ _SETTLE_SECONDS = 0.02
 
 
 class LinkIsland:
-    """The steps of all methods, on one batch with a row for each island."""
+    """The steps of all methods, on one batch with a row for each part."""
 
     def __init__(self, job: IslandJob, every: int, **sizes: int) -> None:
-        self._recipe = GPT2(batch_size=job.count, context=32, **sizes)
+        # As few parts as possible: one for each island, if these are a power of two.
+        self._parts = 1 << (job.count - 1).bit_length()
+        self._recipe = GPT2(batch_size=self._parts, context=32, **sizes)
         self._model = self._recipe.model(jax.random.key(0))
         self._job, self._methods = job, link_methods(every)
         alone = LinkMethod(ALONE, Islands(every=_ENDLESS_STEPS))
@@ -90,8 +92,7 @@ class LinkIsland:
                 mode="jit",
                 job=self._job,
                 islands=method.islands,
-                # As few parts as possible: one for each island, if these are a power of two.
-                micro_shards=1 << (self._job.count - 1).bit_length(),
+                micro_shards=self._parts,
             )
             batch = next(iter(dp.feed(self._recipe.train_source(), self._recipe.batch_size)))
             self._steps[method] = dp, batch
