@@ -164,7 +164,9 @@ def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool
             cause = check.cause if check.cause != told else "as above"
             told = check.cause
             add(f"{style.remedy}: {cause}", _COLORS[check.verdict], 4)
-        lines += [f"{' ' * (first or 4)}{ink(each, _DIM)}" for each in style.below(check)]
+        blank = " " * (first or 4)
+        for each in style.below(check):  # as far as a line has room
+            lines += [ink(line, _DIM) for line in wrapped(each, first + room, blank, blank)[:1]]
     return lines
 
 
