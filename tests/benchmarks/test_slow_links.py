@@ -109,7 +109,7 @@ def test_islands_are_measured(relay: bool, capsys: pytest.CaptureFixture[str]) -
     command = [sys.executable, str(ROOT / "benchmarks/slow_links.py"), "--dry", *sizes, *methods]
     more = ["--networks", "100Mbit", "--islands", "2", "3", *["--relay"] * relay]
     told = subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout
-    rows = [line.split() for line in told.splitlines() if re.match("  (float32|[rs].*, 30)", line)]
+    rows = [line.split() for line in told.splitlines() if re.match(r"(float32|\w+-\w+, 30) ", line)]
     shares = [next(cell for cell in row if re.fullmatch(r"\d\.\d{3}", cell)) for row in rows]
     assert len(shares) == 6
     assert [float(share) for share in shares] == pytest.approx([1] * 6, rel=0.15)
