@@ -24,6 +24,7 @@ from slow_links_methods import METHOD_NAMES, link_methods
 from slow_links_report import draw_links, link_json, link_table
 from timing import RESULTS, save
 
+from replicax.errors import ConfigError
 from replicax.launch.compiled_folder import compiled_folder
 from replicax.plan.site_network import parse_network
 from replicax.plan.slow_links import forecast
@@ -83,6 +84,20 @@ def main() -> None:
     parser.add_argument("--name", default="slow_links")
     parser.add_argument("--dry", action="store_true", help="write no file")
     args = parser.parse_args()
+    if args.every < 2:
+        parser.error(f"--every {args.every}; a round has at least 2 steps: raise it")
+    if min(args.islands) < 2:
+        parser.error(f"--islands {min(args.islands)}; it takes at least 2 to exchange: raise it")
+    for network in args.networks:
+        try:
+            link = parse_network(network).links.get("")
+        except ConfigError as error:
+            parser.error(str(error))
+        if link is None or link.round_trip_seconds:
+            what = "links of pairs of sites" if link is None else "a round trip"
+            parser.error(
+                f"--networks {network!r} has {what}; only one rate is limited: write 1Gbit"
+            )
     found = [
         measure(network, islands, args) for network in args.networks for islands in args.islands
     ]

@@ -181,10 +181,11 @@ def test_step_runs_what_lower_compiled_and_the_state_may_be_of_another_mode(mode
     ],
 )
 def test_arguments_that_cannot_work_are_refused(options: Any, says: str) -> None:
-    with pytest.raises(rx.ConfigError) as caught:
-        make(**options)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for build in (make, make().replace):
+        with pytest.raises(rx.ConfigError) as caught:
+            build(**options)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
