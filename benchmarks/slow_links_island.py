@@ -21,7 +21,7 @@ import numpy as np
 from slow_links_methods import LinkMethod, link_methods
 
 import replicax as rx
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.islands.island_job import IslandJob
 from replicax.recipes.gpt2 import GPT2
 from replicax.train.run.host_memory import keep_freed_memory
@@ -46,7 +46,7 @@ class LinkIsland:
         self._recipe = GPT2(batch_size=self._parts, context=32, **sizes)
         self._model = self._recipe.model(jax.random.key(0))
         self._job, self._methods = job, link_methods(every)
-        alone = LinkMethod(ALONE, Islands(every=_ENDLESS_STEPS))
+        alone = LinkMethod(ALONE, Rounds(every=_ENDLESS_STEPS))
         self._methods[ALONE] = alone
         self._steps: dict[LinkMethod, Any] = {}
 
@@ -91,7 +91,7 @@ class LinkIsland:
                 self._recipe.optimizer(),
                 mode="jit",
                 job=self._job,
-                islands=method.islands,
+                rounds=method.rounds,
                 micro_shards=self._parts,
             )
             batch = next(iter(dp.feed(self._recipe.train_source(), self._recipe.batch_size)))

@@ -71,11 +71,11 @@ def trained(row: dict[str, Any]) -> dict[str, Any]:
             rate, 0.9, 0.99, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
         ),
     )
-    islands, mesh = None, rx.make_mesh(devices=jax.devices()[: max(row["islands"], 1)])
+    rounds, mesh = None, rx.make_mesh(devices=jax.devices()[: max(row["islands"], 1)])
     if row["islands"]:
         outer = optax.sgd(row["outer"], row["momentum"] or None, nesterov=row["momentum"] > 0)
-        islands = rx.Islands(every=row["every"], send=row["send"], outer=outer, axis="data")
-    dp = rx.DataParallel(loss, optimizer, mode="shard_map", mesh=mesh, islands=islands)
+        rounds = rx.Rounds(every=row["every"], send=row["send"], outer=outer, axis="data")
+    dp = rx.DataParallel(loss, optimizer, mode="shard_map", mesh=mesh, rounds=rounds)
     params = transformer.init(shape, jax.random.key(row["seed"]))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     state = dp.init(params, seed=row["seed"])

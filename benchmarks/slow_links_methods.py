@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 
 _STEPS = 3
 """Steps measured at once of a method that exchanges in every one."""
@@ -13,10 +13,10 @@ class LinkMethod:
     """How often islands exchange, and in which form."""
 
     name: str
-    schedule: Islands
+    schedule: Rounds
 
     @property
-    def islands(self) -> Islands | None:
+    def rounds(self) -> Rounds | None:
         """The argument of `DataParallel`; None for sums of every step in float32."""
         is_plain = self.schedule.sends_gradients and self.schedule.codec.name == "float32"
         return None if is_plain else self.schedule
@@ -44,12 +44,12 @@ def link_methods(every: int) -> dict[str, LinkMethod]:
     """Return the methods by name, with rounds of so many steps."""
     fragments = next((count for count in (5, 3, 2) if every % count == 0), 1)
     schedules = {
-        "float32": Islands(every=1),
-        "int4": Islands(every=1, send="int4"),
-        "rounds-float32": Islands(every=every),
-        "rounds-int4": Islands(every=every, send="int4"),
-        "rounds-sparse": Islands(every=every, send="sparse"),
-        "streamed-int4": Islands(
+        "float32": Rounds(every=1),
+        "int4": Rounds(every=1, send="int4"),
+        "rounds-float32": Rounds(every=every),
+        "rounds-int4": Rounds(every=every, send="int4"),
+        "rounds-sparse": Rounds(every=every, send="sparse"),
+        "streamed-int4": Rounds(
             every=every, send="int4", fragments=fragments, delay=min(5, every // fragments - 1)
         ),
     }

@@ -33,7 +33,7 @@ ONE_SUBCLASS = {
 }
 """Classes with one subclass, which are often one class that was cut."""
 
-NAME_ISLANDS = {"config", "data_parallel", "ground.train_state", "step.coded"}
+NAME_ISLANDS = {"config", "ground.train_state"}
 """Files of the core that name islands, `between` apart."""
 
 SEAMS = {

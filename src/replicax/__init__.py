@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 
-from replicax.core.between.islands import Islands as Islands
+from replicax.core.between.rounds import Rounds as Rounds
 from replicax.core.custom.summing import mean as mean
 from replicax.core.custom.summing import value_and_grad as value_and_grad
 from replicax.core.data.batch import Batch as Batch

@@ -47,7 +47,7 @@ def load(
 
     Returns:
         The saved run. The losses of `Guard(skip_spikes=True)` and the state of a reduction are left
-        out if `state` has none. Of a run with `rx.Islands`, a `dp` without them, as by default,
+        out if `state` has none. Of a run with `rx.Rounds`, a `dp` without them, as by default,
         takes the outer parameters, and begins with a new optimizer state.
 
     Raises:

@@ -14,7 +14,7 @@ from support.recipe_runs import MLP, Ended, train
 import replicax as rx
 from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
-from replicax.core.between.islands import OuterSGD
+from replicax.core.between.rounds import OuterSGD
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Alone
 
@@ -30,14 +30,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         return train("rounds", *MLP, *ROUNDS)
 
 
-def islands_of(*flags: str, job: Any = None) -> rx.Islands | None:
+def rounds_of(*flags: str, job: Any = None) -> rx.Rounds | None:
     options = parse_with_recipe("train", TrainOptions, ["mlp", *flags]).options
-    return options.islands.rounds(None, job or Alone()).get("islands")
+    return options.islands.rounds(None, job or Alone()).get("rounds")
 
 
 def test_the_flags_are_those_of_islands() -> None:
     flags = ["--every", "30", "--send", "int4", "--fragments", "2", "--delay", "5"]
-    assert islands_of(*flags) == rx.Islands(30, "int4", fragments=2, delay=5)
+    assert rounds_of(*flags) == rx.Rounds(30, "int4", fragments=2, delay=5)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_the_flags_are_those_of_islands() -> None:
 def test_what_one_flag_of_the_outer_step_leaves_to_the_others(
     flags: list[str], rate: float, momentum: float
 ) -> None:
-    islands = islands_of("--every", "30", *flags)
-    assert isinstance(islands.outer, OuterSGD)
-    assert (islands.outer.rate, islands.outer.momentum) == (rate, momentum)
+    rounds = rounds_of("--every", "30", *flags)
+    assert isinstance(rounds.outer, OuterSGD)
+    assert (rounds.outer.rate, rounds.outer.momentum) == (rate, momentum)
 
 
 def test_the_number_of_islands_of_the_job_decides_the_rate() -> None:
     job = SimpleNamespace(peers=SimpleNamespace(count=4))
-    islands = islands_of("--every", "30", "--outer-momentum", "0.9", job=job)
-    assert isinstance(islands.outer, OuterSGD)
-    assert islands.outer.rate == 0.6
+    rounds = rounds_of("--every", "30", "--outer-momentum", "0.9", job=job)
+    assert isinstance(rounds.outer, OuterSGD)
+    assert rounds.outer.rate == 0.6
 
 
 def test_a_run_is_opened_with_its_outer_parameters(
@@ -108,9 +108,9 @@ def test_a_loaded_run_has_the_whole_state_with_its_own_rounds(run: Ended) -> Non
     state = run.result.state
     mesh = rx.make_mesh(devices=jax.devices()[:2])
     recipe = rx.load(run.folder).recipe
-    islands = rx.Islands(3, "int4", OuterSGD(2, CODECS["int4"], 0.5), axis="data")
+    rounds = rx.Rounds(3, "int4", OuterSGD(2, CODECS["int4"], 0.5), axis="data")
     dp = rx.DataParallel(
-        recipe.loss, recipe.optimizer(), mode="shard_map", mesh=mesh, islands=islands
+        recipe.loss, recipe.optimizer(), mode="shard_map", mesh=mesh, rounds=rounds
     )
     like = dp.abstract_state(recipe.model(jax.random.key(0)))
     loaded = rx.load(run.folder, dp=dp, state=like)
@@ -120,6 +120,6 @@ def test_a_loaded_run_has_the_whole_state_with_its_own_rounds(run: Ended) -> Non
 def test_the_saved_configuration_starts_another_run(run: Ended, folder: Path) -> None:
     config = json.loads((run.folder / "config.json").read_text())
     assert config["options"]["every"] == 3
-    assert config["parallel"]["islands"]["send"] == "int4"
+    assert config["parallel"]["rounds"]["send"] == "int4"
     again = train("again", "mlp", "--config", run.folder / "config.json", "--devices", 2)
     jax.tree.map(np.testing.assert_array_equal, again.result.state.params, run.result.state.params)

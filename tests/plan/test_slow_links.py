@@ -57,11 +57,11 @@ def test_published_table_of_scaling_laws() -> None:
 def test_waiting_by_hand() -> None:
     # 4 MB to one other at 1 MB/s and twice 50 ms: 4.1 s after 30 steps of 0.1 s.
     network = parse_network("8 Mbit/s, 50 ms")
-    found = forecast(arrays(1_000_000), 0.1, 2, network, rx.Islands(every=30))
+    found = forecast(arrays(1_000_000), 0.1, 2, network, rx.Rounds(every=30))
     assert (found.sync_bytes, found.transfer_seconds) == (4_000_000, pytest.approx(4.1))
     assert found.exposed_seconds == pytest.approx(4.1)
     assert found.utilization == pytest.approx(3 / 7.1)
-    three = forecast(arrays(1_000_000), 0.1, 3, network, rx.Islands(every=30))
+    three = forecast(arrays(1_000_000), 0.1, 3, network, rx.Rounds(every=30))
     assert three.transfer_seconds == pytest.approx(8.1)
     alone = forecast(arrays(1_000_000), 0.1, 1, network, METHODS[0])
     assert (alone.exposed_seconds, alone.utilization) == (0, 1)
@@ -69,10 +69,10 @@ def test_waiting_by_hand() -> None:
 
 def test_a_delay_hides_as_many_steps() -> None:
     network = parse_network("8 Mbit/s")
-    whole = forecast(arrays(1_000_000), 0.1, 2, network, rx.Islands(every=30, delay=5))
+    whole = forecast(arrays(1_000_000), 0.1, 2, network, rx.Rounds(every=30, delay=5))
     assert whole.exposed_seconds == pytest.approx(4 - 0.5)
     # Six parts of 0.64 to 0.80 s after every 5 steps, of which 4 hide them: whole arrays.
-    parts = rx.Islands(every=30, fragments=6, delay=4)
+    parts = rx.Rounds(every=30, fragments=6, delay=4)
     uneven = forecast(arrays(1_000_000, 25), 0.1, 2, network, parts)
     assert uneven.exposed_seconds == pytest.approx(4 - 6 * 0.4)
     assert uneven.utilization == pytest.approx(3 / (3 + 1.6))
@@ -111,7 +111,7 @@ def test_none_is_fast_enough() -> None:
 
 
 def test_costs_in_loss() -> None:
-    network, int4 = parse_network("1Gbit"), rx.Islands(every=30, send="int4")
+    network, int4 = parse_network("1Gbit"), rx.Rounds(every=30, send="int4")
     costs = {
         size: forecast(arrays(size), 1.0, 4, network, int4).loss_cost
         for size in (1_000_000, 200_000_000, 10**10)
@@ -119,7 +119,7 @@ def test_costs_in_loss() -> None:
     assert list(costs.values()) == [">+2.0% 35M", "+1.1% 180M", "+0.3% 2.4B"]
     three = forecast(arrays(10**6), 1.0, 3, network, int4).loss_cost
     assert three == ">+2.0% 35M"
-    many = forecast(arrays(10**9), 1.0, 30, network, rx.Islands(every=100, send="int4")).loss_cost
+    many = forecast(arrays(10**9), 1.0, 30, network, rx.Rounds(every=100, send="int4")).loss_cost
     assert many == ">+1.6% 1B"
 
 

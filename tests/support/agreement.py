@@ -44,7 +44,7 @@ class How:
     """Simulated islands that exchange parts."""
     micro_shards: int = MICRO_SHARDS
     precision: str = "float32"
-    rounds: rx.Islands | None = None
+    rounds: rx.Rounds | None = None
 
     def __str__(self) -> str:
         sizes = [f"{name}{size}" for name, size in self.axes]
@@ -104,7 +104,7 @@ def data_parallel(case: Case, how: How, job: Job | None = None) -> rx.DataParall
         micro_shards=how.micro_shards,
         precision=how.precision,
         reduction=how.reduction,
-        islands=how.rounds,
+        rounds=how.rounds,
         job=SimulatedIslands(how.islands) if how.islands else job,
     )
 

@@ -60,7 +60,7 @@ class Island:
         place: IslandPlace,
         *,
         mode: str = "exact",
-        rounds: rx.Islands | None = None,
+        rounds: rx.Rounds | None = None,
         rate: float = 0.05,
         **settings: Any,
     ) -> None:
@@ -81,7 +81,7 @@ class Island:
             mode=self.mode,
             mesh=mesh,
             job=job,
-            islands=self.rounds,
+            rounds=self.rounds,
         )
 
     def die(self) -> None:

@@ -45,17 +45,17 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
     return rx.make_mesh(devices=jax.devices()[:devices])
 
 
-def on(devices: int, islands: rx.Islands | None = None, **options: Any) -> rx.DataParallel:
+def on(devices: int, rounds: rx.Rounds | None = None, **options: Any) -> rx.DataParallel:
     """Return a step on replicas, each of which is an island if it has rounds along the axis."""
     given = {"loss": squared, "optimizer": SGD, "mode": "shard_map", **options}
     if "step" in given:
         given = {name: value for name, value in given.items() if name != "optimizer"}
-    return rx.DataParallel(mesh=mesh_of(devices), islands=islands, **given)
+    return rx.DataParallel(mesh=mesh_of(devices), rounds=rounds, **given)
 
 
-def over(every: int, **options: Any) -> rx.Islands:
+def over(every: int, **options: Any) -> rx.Rounds:
     """Return islands along the axis of the replicas, with a plain outer step by default."""
-    return rx.Islands(every, axis="data", **{"outer": PLAIN, **options})
+    return rx.Rounds(every, axis="data", **{"outer": PLAIN, **options})
 
 
 def train(

@@ -40,7 +40,7 @@ class Loader:
 def test_a_signal_while_an_island_waits_for_input_ends_no_other(
     rounds: int, alone: bool, tmp_path: Path
 ) -> None:
-    islands, every = [], rx.Islands(every=rounds) if rounds else None
+    islands, every = [], rx.Rounds(every=rounds) if rounds else None
     for place in places(2):
         interrupt, loader = rx.Interrupt(), Loader()
 

@@ -158,7 +158,7 @@ DIFFERENCES: dict[str, list[dict[str, Any]]] = {
     "program": [{"mode": "jit"}, {"mode": "jit", "rate": 0.1}],
     "the batch": [{"source": batches(2)}, {"source": batches(3)}],
     "the batch, rounds": [
-        {"source": batches(n), "rounds": rx.Islands(every=3), "mode": "jit"} for n in (2, 3)
+        {"source": batches(n), "rounds": rx.Rounds(every=3), "mode": "jit"} for n in (2, 3)
     ],
 }
 

@@ -33,7 +33,7 @@ def run(
     count: int, rounds: dict[str, Any], hooks: dict[int, list[rx.Hook]] | None = None, **more: Any
 ) -> list[Island]:
     """Return the islands of a run, once it is over."""
-    settings = {"mode": "jit", "rounds": rx.Islands(**rounds), "eval_source": SOURCE, **more}
+    settings = {"mode": "jit", "rounds": rx.Rounds(**rounds), "eval_source": SOURCE, **more}
     return [island.join() for island in started(count, hooks, **settings)]
 
 
@@ -98,7 +98,7 @@ def stopped(
             "interrupt": stop.interrupt,
         }
         own |= {"eval_source": SOURCE, "run_dir": folder}
-        found.append(Island(place, mode="jit", rounds=rx.Islands(**rounds), **own))
+        found.append(Island(place, mode="jit", rounds=rx.Rounds(**rounds), **own))
     ended = [island.join() for island in found]
     assert len({agreed(island) for island in ended}) == 1
     steps = {island.result.step for island in ended if island.result is not None}
@@ -159,7 +159,7 @@ def test_another_number_of_islands_goes_on(
 def test_an_island_that_dies_costs_its_round(dying: int, step: int, tmp_path: Path) -> None:
     """In a round, or where it ends; also the one that writes."""
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
-    settings |= {"mode": "jit", "rounds": rx.Islands(every=5, send="int8")}
+    settings |= {"mode": "jit", "rounds": rx.Rounds(every=5, send="int8")}
     islands = with_one_that_dies(3, dying, step, **settings)
     ended = [island.join() for island in islands if island.place.index != dying]
     assert_alike(ended)
@@ -167,7 +167,7 @@ def test_an_island_that_dies_costs_its_round(dying: int, step: int, tmp_path: Pa
 
 def test_an_island_that_comes_back_takes_the_outer_state(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
-    settings |= {"mode": "jit", "rounds": rx.Islands(every=5, send="int4")}
+    settings |= {"mode": "jit", "rounds": rx.Rounds(every=5, send="int4")}
     assert_alike(with_one_that_comes_back(2, 12, **settings))
 
 

@@ -43,7 +43,7 @@ def test_a_step_with_rounds_passes() -> None:
 
 
 def test_the_islands_of_a_job_are_checked_as_replicas() -> None:
-    dp = on(4, rx.Islands(30, "int4"), mode="jit", loss=noisy, layout="fsdp")
+    dp = on(4, rx.Rounds(30, "int4"), mode="jit", loss=noisy, layout="fsdp")
     found = verdicts(checked(dp))
     assert found.pop("4 equal islands") == "skip"  # random numbers differ
     assert set(found.values()) == {"pass"}
@@ -108,6 +108,6 @@ def test_the_command_checks_rounds_and_the_rest(main: Main, folder: Path) -> Non
     assert code == 0
     subjects = {each["subject"]: each["verdict"] for each in found["checks"]}
     assert {"rounds", "parity", "traffic"} <= subjects.keys()
-    assert found["about"]["islands"]["every"] == 3
+    assert found["about"]["rounds"]["every"] == 3
     cases = [each["case"] for each in found["checks"] if each["subject"] == "rounds"]
     assert "two transports" in cases

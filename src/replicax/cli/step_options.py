@@ -11,7 +11,7 @@ import replicax as rx
 from replicax.cli.flags import one_of, shown_as
 from replicax.cli.output import show
 from replicax.cluster.place import find_place
-from replicax.core.between.islands import OuterSGD
+from replicax.core.between.rounds import OuterSGD
 from replicax.core.data.batch import row_count
 from replicax.core.data.given import leading_rows
 from replicax.core.ground.codecs import CODECS
@@ -170,7 +170,7 @@ class RoundOptions:
     """With --every and --mode shard_map: data makes each replica an island, to simulate them."""
 
     def rounds(self, mesh: jax.sharding.Mesh | None, job: Job) -> dict[str, Any]:
-        """Return the argument `islands` of `DataParallel`, if there are rounds."""
+        """Return the argument `rounds` of `DataParallel`, if there are rounds."""
         if self.every is None:
             fields = dataclasses.fields(RoundOptions)
             given = [each.name for each in fields if getattr(self, each.name) != each.default]
@@ -180,7 +180,7 @@ class RoundOptions:
                     "add --every 30, or leave it out"
                 )
             return {}
-        islands = rx.Islands(
+        rounds = rx.Rounds(
             every=self.every,
             send=self.send,
             fragments=self.fragments,
@@ -192,9 +192,9 @@ class RoundOptions:
         if self.island_axis is not None:
             count = jax.device_count() if mesh is None else replica_count(mesh)
         if (rate, momentum) != (None, None):
-            outer = OuterSGD(count, islands.codec, rate, momentum)
-            islands = dataclasses.replace(islands, outer=outer)
-        return {"islands": islands}
+            outer = OuterSGD(count, rounds.codec, rate, momentum)
+            rounds = dataclasses.replace(rounds, outer=outer)
+        return {"rounds": rounds}
 
 
 def make_host_devices(devices: int, processes: int = 1) -> None:

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.between.choice import as_between
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.core.between.seam import Between
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
@@ -66,7 +66,7 @@ class Configuration:
     donate: bool
     job: Job
     compiler_options: Mapping[str, Any] | None
-    islands: Islands | None
+    rounds: Rounds | None
     between: Between
     """The exchange with other jobs, or of replicas that train on their own."""
     wrap_apply: Callable[[Apply], Apply] | None = None
@@ -110,7 +110,7 @@ class Configuration:
         if self.step is not None:
             chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
         if self.between.settings is not None:
-            chosen["islands"] = self.between.settings.names()
+            chosen["rounds"] = self.between.settings.names()
         if options := self.chosen_options(self.mesh):
             chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
@@ -183,7 +183,7 @@ def resolved(**given: Any) -> Configuration:
     check_axes(layout, mesh)
     refuse_known_wrong(platform_of(mesh))
     between = as_between(
-        given["islands"],
+        given["rounds"],
         job=job,
         mode=mode,
         layout=layout,
@@ -201,7 +201,7 @@ def resolved(**given: Any) -> Configuration:
         "reduction": as_reduction(given["reduction"]),
         "job": job,
         "between": between,
-        "islands": between.settings,
+        "rounds": between.settings,
     }
     configuration = Configuration(**{**given, **values}, arguments=given)
     _check_split(configuration)

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.core.config import Configuration, resolved
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
@@ -88,7 +88,7 @@ class DataParallel:
         compiler_options: XLA options, by name, for the step, after those that avoid known wrong
             numbers. By default none, but on several GPUs reductions overlap with computation.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
-        islands: `rx.Islands` for rounds of steps; by default islands exchange sums in each step.
+        rounds: `rx.Rounds` of several steps between exchanges; by default sums in each step.
 
     Raises:
         ConfigError: invalid or incompatible arguments.
@@ -113,7 +113,7 @@ class DataParallel:
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         job: Job | None = None,
-        islands: Islands | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         given = {**locals(), "wrap_apply": None}
         del given["self"]
@@ -227,7 +227,7 @@ class DataParallel:
     def steps(self, state: TrainState, batches: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run a training step on each of several batches, as one dispatched program.
 
-        In modes whose step takes several programs, and with `islands`, steps are dispatched one
+        In modes whose step takes several programs, and with `rounds`, steps are dispatched one
         after another, with the bits of `step`.
 
         Examples:
@@ -266,7 +266,7 @@ class DataParallel:
 
     @of_one_thread
     def end_round(self, state: TrainState) -> TrainState:
-        """Return the state after a last, shorter round of `islands`; without rounds, `state`."""
+        """Return the state after a last, shorter round of `rounds`; without them, `state`."""
         check_is_state(state)
         return self.configuration.between.end_round(self._of(state).step, state)
 
@@ -493,7 +493,7 @@ class DataParallel:
             raise ConfigError(
                 f"dp.step inside a transformation with {self!r}, whose step takes several "
                 "programs: call dp.steps(state, batches) outside of it, or use mode='jit' without "
-                "islands"
+                "rounds"
             )
         state, means, rows = inline(state, batch)
         return state, means | {name: as_result(rows[name], batch.mask) for name in rows}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.plan.island_exchange import ROUND_TRIPS
 from replicax.plan.site_network import SiteNetwork
 from replicax.text.wording import UNKNOWN
@@ -27,7 +27,7 @@ FRAGMENTS = 5
 class SlowLinkForecast:
     """A method over a network."""
 
-    method: Islands
+    method: Rounds
     sync_bytes: int
     """Bytes that one island sends to each other one in an exchange of all fragments."""
     transfer_seconds: float
@@ -56,23 +56,23 @@ class SlowLinks:
 _PLAIN = ("float32", "bfloat16", "int8", "int4")
 
 
-def _streamed(every: int, send: str) -> Islands:
-    return Islands(every=every, send=send, fragments=FRAGMENTS, delay=DELAY_STEPS)
+def _streamed(every: int, send: str) -> Rounds:
+    return Rounds(every=every, send=send, fragments=FRAGMENTS, delay=DELAY_STEPS)
 
 
-METHODS: tuple[Islands, ...] = (
-    *(Islands(every=1, send=send) for send in _PLAIN),
-    *(Islands(every=30, send=send) for send in _PLAIN),
+METHODS: tuple[Rounds, ...] = (
+    *(Rounds(every=1, send=send) for send in _PLAIN),
+    *(Rounds(every=30, send=send) for send in _PLAIN),
     *(_streamed(30, send) for send in _PLAIN),
-    Islands(every=30, send="sparse"),
-    *(Islands(every=100, send=send) for send in _PLAIN),
+    Rounds(every=30, send="sparse"),
+    *(Rounds(every=100, send=send) for send in _PLAIN),
     *(_streamed(100, send) for send in _PLAIN),
 )
 """In order of their risk for the loss: sums of every step, then differences every 30 steps, then
 with a delay, then sparse, then every 100 steps."""
 
 
-def method_title(method: Islands) -> str:
+def method_title(method: Rounds) -> str:
     """Return the name of a method in tables."""
     kind = "data parallel"
     if method.every > 1:
@@ -103,7 +103,7 @@ def forecast(
     step_seconds: float | None,
     islands: int,
     network: SiteNetwork,
-    method: Islands,
+    method: Rounds,
 ) -> SlowLinkForecast:
     """Return the waiting time and the utilization of a method.
 
@@ -132,7 +132,7 @@ def slow_links(
     step_seconds: float | None,
     network: SiteNetwork,
     islands: int | None = None,
-    methods: Sequence[Islands] = METHODS,
+    methods: Sequence[Rounds] = METHODS,
 ) -> SlowLinks:
     """Return the forecast of every method, and the one to use: the first that computes enough."""
     count = network.islands if islands is None else islands

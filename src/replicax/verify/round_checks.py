@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from replicax.analysis.compiled import inspect
-from replicax.core.between.islands import Islands
-from replicax.core.between.rounds import RoundStep
+from replicax.core.between.every_round import RoundStep
+from replicax.core.between.rounds import Rounds
 from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Alone
@@ -40,9 +40,9 @@ class RoundsSubject:
     def __init__(self, dp: DataParallel, model: Any, batch: PyTree, seed: int) -> None:
         devices = list(dp.mesh.devices.flat)[:MOST_ISLANDS_COMPARED]
         self.count, self._devices, self._model, self._seed = len(devices), devices, model, seed
-        given = dp.configuration.arguments["islands"]
+        given = dp.configuration.arguments["rounds"]
         assert given is not None
-        self.islands: Islands = given.resolved(self.count)
+        self.rounds: Rounds = given.resolved(self.count)
         self.custom = dp.configuration.step is not None
         rows = host_rows(batch, copy=False)
         each = row_count(rows) // self.count
@@ -60,12 +60,12 @@ class RoundsSubject:
         self._dp = dp
 
     def step(
-        self, replicas: int, islands: Islands | None, job: SharingIsland | None = None, **more: Any
+        self, replicas: int, rounds: Rounds | None, job: SharingIsland | None = None, **more: Any
     ) -> DataParallel:
         """Return the step on some replicas, or on the device of the island that `job` is."""
         first = 0 if job is None else job.span[0]
         mesh = make_mesh(devices=self._devices[first : first + replicas])
-        where = {"mesh": mesh, "job": job or Alone(), "islands": islands}
+        where = {"mesh": mesh, "job": job or Alone(), "rounds": rounds}
         return self._dp.replace(**{**self._base, **where, **more})
 
     def begun(self, dp: DataParallel) -> TrainState:
@@ -118,14 +118,14 @@ def _against_data_parallelism(subject: RoundsSubject) -> Iterator[Check]:
     if subject.custom:
         yield Check("rounds", case, SKIP, "a custom step has its own optimizer")
         return
-    islands = dataclasses.replace(
-        subject.islands, every=1, send="float32", outer=_PLAIN, fragments=1, delay=0, mix=0.0,
+    rounds = dataclasses.replace(
+        subject.rounds, every=1, send="float32", outer=_PLAIN, fragments=1, delay=0, mix=0.0,
         decay=None, axis="data",
     )  # fmt: skip
     inner = optax.sgd(_RATE)
     found, wanted = (
         subject.trained(subject.step(subject.count, each, optimizer=inner), subject.rows, 2)
-        for each in (islands, None)
+        for each in (rounds, None)
     )
     text = f"{subject.count} islands as data parallelism"
     yield subject.compared(case, text, found, wanted)
@@ -134,11 +134,11 @@ def _against_data_parallelism(subject: RoundsSubject) -> Iterator[Check]:
 def _of_equal_islands(subject: RoundsSubject) -> Iterator[Check]:
     """Rounds of one island, or of islands with equal rows."""
     count = subject.count
-    islands = Islands(2, outer=_PLAIN, axis="data")
-    alone = subject.trained(subject.step(1, islands), subject.of_one, 4)
+    rounds = Rounds(2, outer=_PLAIN, axis="data")
+    alone = subject.trained(subject.step(1, rounds), subject.of_one, 4)
     plain = subject.trained(subject.step(1, None), subject.of_one, 4)
     yield subject.compared("1 island, 2 steps", "as training without rounds", alone, plain)
-    several = subject.step(count, islands)
+    several = subject.step(count, rounds)
     state, _ = several.step(subject.begun(several), subject.alike)
     losses = np.asarray(state.islands.loss.total)
     if np.ptp(losses) > 1e-5 * np.abs(losses).max():
@@ -172,9 +172,9 @@ ASKS = "the loss or the optimizer reduces over the axis of the replicas by itsel
 
 def _arithmetic(subject: RoundsSubject) -> Iterator[Check]:
     """One exchange, of random changes of the user's parameters."""
-    own = subject.islands
-    islands = dataclasses.replace(own, every=2 * own.fragments, delay=0, axis="data")
-    dp = subject.step(subject.count, islands)
+    own = subject.rounds
+    rounds = dataclasses.replace(own, every=2 * own.fragments, delay=0, axis="data")
+    dp = subject.step(subject.count, rounds)
     program = dp.program(subject.begun(dp))
     step = cast(RoundStep, program.step)
     state = _moved(jax.device_get(subject.begun(dp)))
@@ -189,7 +189,7 @@ def _arithmetic(subject: RoundsSubject) -> Iterator[Check]:
         )
     }
     wanted = jax.device_get(after)
-    jobs = on_sharing_islands(subject.count, partial(_between_jobs, subject, islands, state))
+    jobs = on_sharing_islands(subject.count, partial(_between_jobs, subject, rounds, state))
     yield _equal_bits("outer parameters", "on all islands", len(copies) == 1, subject.count)
     same = all(
         _same(_agreed(found), _agreed(wanted)) and _same(found.islands, _part(wanted, rank))
@@ -210,9 +210,9 @@ DIFFERENT = "the outer optimizer, or this platform, does not compute equal bits 
 def _codec(step: RoundStep, state: TrainState) -> Check:
     """Return the row on what a payload and the residual keep of a difference."""
     arithmetic, own = step.arithmetic, _part(state, 0)
-    codec, worst, kept = arithmetic.islands.codec, 0.0, 0.0
+    codec, worst, kept = arithmetic.rounds.codec, 0.0, 0.0
     options = avoiding(jax.default_backend())
-    for number in range(arithmetic.islands.fragments):
+    for number in range(arithmetic.rounds.fragments):
         outer, inner = (
             np.asarray(as_blocks(arithmetic.fragment(each, number))[0])
             for each in (state.params, own.inner.params)
@@ -222,7 +222,7 @@ def _codec(step: RoundStep, state: TrainState) -> Check:
         decoded = np.asarray(codec.decode(payload, outer.size))
         there_was = outer - inner
         if residual:
-            there_was = there_was + (arithmetic.islands.decay or 0) * own.residual[number]
+            there_was = there_was + (arithmetic.rounds.decay or 0) * own.residual[number]
             left = residual[number] + decoded - there_was
             kept = max(kept, float(np.abs(left).max(initial=0) / np.abs(there_was).max()))
         size = codec.block
@@ -247,7 +247,7 @@ def _bytes(step: RoundStep, state: TrainState, count: int) -> Check:
     payload = arithmetic.payload_bytes(state.params)
     exact = sum(
         jax.eval_shape(partial(arithmetic.nothing, number=n), state.params, state.extras)[1].size
-        for n in range(arithmetic.islands.fragments)
+        for n in range(arithmetic.rounds.fragments)
     )
     found = [m for program in step.exchanges(state) for m in inspect(program).collectives]
     moved, wanted = sum(each.bytes for each in found), count * (payload + 4 * exact)
@@ -261,11 +261,11 @@ def _bytes(step: RoundStep, state: TrainState, count: int) -> Check:
 
 
 def _between_jobs(
-    subject: RoundsSubject, islands: Islands, state: TrainState, job: SharingIsland
+    subject: RoundsSubject, rounds: Rounds, state: TrainState, job: SharingIsland
 ) -> TrainState:
     """Return the state of one island after the exchange, with a job for each island."""
     rank = job.span[0]
-    dp = subject.step(1, dataclasses.replace(islands, axis=None), job, mode="jit")
+    dp = subject.step(1, dataclasses.replace(rounds, axis=None), job, mode="jit")
     mine = dataclasses.replace(state, islands=_part(state, rank))
     placed = jax.device_put(mine, dp.program(subject.begun(dp)).shardings)
     found: TrainState = jax.device_get(dp.end_round(placed))

@@ -96,10 +96,10 @@ def verify_program(
     }
     show, found = show or (lambda text: None), found or (lambda check: None)
     rounds: Iterable[Check] = ()
-    if dp.configuration.islands is not None:
+    if dp.configuration.rounds is not None:
         rounds = check_rounds(dp, model, batch, seed, show)
-    if dp.configuration.arguments["islands"] is not None:
-        dp = dp.replace(islands=None)  # the rest is about the steps of an island
+    if dp.configuration.arguments["rounds"] is not None:
+        dp = dp.replace(rounds=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:
         look = partial(_checks, chosen=modes is not None, surrogates=surrogates)

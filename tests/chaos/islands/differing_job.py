@@ -139,7 +139,7 @@ def train(notes: jobs.Notes) -> None:
         settings.order = lambda n: np.arange(ROWS)
     settings.fit = {"batch_size": BATCH, "epochs": EPOCHS, "seed": 4, "eval_source": settings.tests}
     if every := int(os.environ["CHAOS_EVERY"]):
-        settings.dp["islands"] = rx.Islands(every=every, outer=optax.sgd(0.8))
+        settings.dp["rounds"] = rx.Rounds(every=every, outer=optax.sgd(0.8))
     if name:
         DIFFERENCES[name](settings)
     state = trained(settings, notes)

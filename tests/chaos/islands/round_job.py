@@ -1,6 +1,6 @@
 """The training of a trial with rounds, as one island, in `FOLDER/run`.
 
-CHAOS_ROUNDS has the arguments of `rx.Islands` as JSON, and CHAOS_SEED another seed of the weights
+CHAOS_ROUNDS has the arguments of `rx.Rounds` as JSON, and CHAOS_SEED another seed of the weights
 and the order of rows, to measure how much the loss differs without faults. See `job.py`.
 """
 
@@ -52,7 +52,7 @@ def train(notes: Notes) -> None:
         mode="jit",
         micro_shards=MICRO_SHARDS,
         job=rx.initialize(verbose=False),
-        islands=rx.Islands(**rounds, outer=optax.sgd(0.8, 0.5, nesterov=True)),
+        rounds=rx.Rounds(**rounds, outer=optax.sgd(0.8, 0.5, nesterov=True)),
     )
     state = dp.init(model(seed), seed=3)
     result = fit(dp, state, rows(ROWS, seed=2), rows(ROWS, seed=5), notes, seed)

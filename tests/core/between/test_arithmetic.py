@@ -11,7 +11,7 @@ import pytest
 from support.rounds import MODEL, assert_same, on, over
 
 from replicax.core.between.arithmetic import Arithmetic, IslandState
-from replicax.core.between.islands import OuterSGD
+from replicax.core.between.rounds import OuterSGD
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.vectors import as_blocks
 

@@ -37,7 +37,7 @@ def test_one_island_trains_as_without_rounds(every: int, optimizer: str) -> None
 
 @pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "exact"])
 def test_the_island_of_a_job_of_one_trains_as_without_rounds(mode: str) -> None:
-    rounds = rx.Islands(4, outer=PLAIN)
+    rounds = rx.Rounds(4, outer=PLAIN)
     agrees(CASE, on(mode, data=1, optimizer="sgd", rounds=rounds), BOUNDS)
 
 

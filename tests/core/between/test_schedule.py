@@ -50,11 +50,11 @@ class Nesterov:
         return value - self.rate * (grad + self.momentum * self.buffer[name])
 
 
-def simulated(steps: int, islands: rx.Islands, outer_step: Nesterov) -> dict[str, np.ndarray]:
+def simulated(steps: int, rounds: rx.Rounds, outer_step: Nesterov) -> dict[str, np.ndarray]:
     """Return the outer parameters after `steps`, in float64."""
-    names, parts = sorted(LEAVES), islands.fragments
+    names, parts = sorted(LEAVES), rounds.fragments
     fragments = FRAGMENTS[parts]
-    interval = islands.every // parts
+    interval = rounds.every // parts
     outer = {name: np.asarray(value, np.float64) for name, value in MODEL.items()}
     own = [dict(outer) for _ in range(ISLANDS)]
     way: list[tuple[int, str, dict[str, np.ndarray]]] = []
@@ -66,15 +66,15 @@ def simulated(steps: int, islands: rx.Islands, outer_step: Nesterov) -> dict[str
             found = gradient(params, SOURCE["x"][cut], SOURCE["y"][cut])
             own[number] = {name: params[name] - RATE * found[name] for name in names}
         for fragment in range(parts):
-            if (t - fragment * interval) % islands.every == 0:
+            if (t - fragment * interval) % rounds.every == 0:
                 chosen = fragments[fragment]
                 mean = {n: np.mean([outer[n] - each[n] for each in own], axis=0) for n in chosen}
-                way.append((t + islands.delay, chosen, mean))
+                way.append((t + rounds.delay, chosen, mean))
         for _, chosen, mean in [each for each in way if each[0] == t]:
             for name in chosen:
                 outer[name] = outer_step(name, outer[name], mean[name])
                 for each in own:
-                    each[name] = islands.mix * each[name] + (1 - islands.mix) * outer[name]
+                    each[name] = rounds.mix * each[name] + (1 - rounds.mix) * outer[name]
     return outer
 
 
@@ -93,10 +93,10 @@ def test_the_schedule_is_that_of_the_simulation(
     every: int, fragments: int, delay: int, mix: float, momentum: float
 ) -> None:
     outer = optax.sgd(0.6, momentum=momentum, nesterov=True)
-    islands = over(every, fragments=fragments, delay=delay, mix=mix, outer=outer)
-    dp = on(ISLANDS, islands, loss=linear, optimizer=optax.sgd(RATE))
+    rounds = over(every, fragments=fragments, delay=delay, mix=mix, outer=outer)
+    dp = on(ISLANDS, rounds, loss=linear, optimizer=optax.sgd(RATE))
     state, _ = train(dp, MODEL, SOURCE, steps=20, size=BATCH)
-    wanted = simulated(20, islands, Nesterov(0.6, momentum))
+    wanted = simulated(20, rounds, Nesterov(0.6, momentum))
     assert_close(state.params, wanted, 2e-5)
 
 

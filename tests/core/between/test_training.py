@@ -122,19 +122,19 @@ def test_evaluation_and_the_model_have_the_outer_parameters() -> None:
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("islands", [over(3, send="int4"), rx.Islands(3, "int4", PLAIN)])
+@pytest.mark.parametrize("rounds", [over(3, send="int4"), rx.Rounds(3, "int4", PLAIN)])
 def test_a_run_that_stops_within_a_round_goes_on_with_the_same_bits(
-    islands: rx.Islands, folder: Any
+    rounds: rx.Rounds, folder: Any
 ) -> None:
     settings: dict[str, Any] = {"batch_size": BATCH, "progress": False, "log_every": 2}
-    devices = 1 if islands.axis is None else 2
+    devices = 1 if rounds.axis is None else 2
 
     def run(steps: int, name: str) -> rx.Fit:
-        dp = on(devices, islands)
+        dp = on(devices, rounds)
         return rx.fit(dp, dp.init(MODEL), SOURCE, steps=steps, run_dir=name, **settings)
 
     whole = run(8, "whole")
-    dp = on(devices, islands)
+    dp = on(devices, rounds)
     with rx.Run(dp, dp.init(MODEL), SOURCE, steps=8, run_dir="cut", **settings) as cut:
         for batch in cut:
             cut.step(batch)

@@ -35,14 +35,14 @@ def no_sums(parts: Any, /) -> Any:
     raise NotImplementedError
 
 
-def between(islands: rx.Islands, **options: Any) -> list[tuple[Any, list[dict[str, float]]]]:
+def between(rounds: rx.Rounds, **options: Any) -> list[tuple[Any, list[dict[str, float]]]]:
     """Train on islands that are jobs of one device each."""
 
     def run(job: SharingIsland) -> tuple[Any, list[dict[str, float]]]:
         job.exchange = no_sums
         given = {"loss": noisy, "optimizer": SGD, **options}
         mesh = rx.make_mesh(devices=[jax.devices()[job.span[0]]])
-        dp = rx.DataParallel(mesh=mesh, job=job, islands=islands, micro_shards=ISLANDS, **given)
+        dp = rx.DataParallel(mesh=mesh, job=job, rounds=rounds, micro_shards=ISLANDS, **given)
         state, told = dp.init(MODEL), list[dict[str, float]]()
         for batch in dp.feed(SOURCE, BATCH):
             state, metrics = dp.step(state, batch)
@@ -54,9 +54,9 @@ def between(islands: rx.Islands, **options: Any) -> list[tuple[Any, list[dict[st
 
 @pytest.mark.parametrize("send", only(["int4"], ["float32", "int4", "sparse"]))
 def test_jobs_train_as_replicas_do(send: str) -> None:
-    islands = rx.Islands(3, send, OUTER, fragments=1)
-    found = between(islands)
-    axis = dataclasses.replace(islands, axis="data")
+    rounds = rx.Rounds(3, send, OUTER, fragments=1)
+    found = between(rounds)
+    axis = dataclasses.replace(rounds, axis="data")
     dp = on(ISLANDS, axis, loss=noisy)
     state, told = train(dp, steps=4)
     state = dp.end_round(state)
@@ -95,8 +95,8 @@ def random_states(state: Any) -> Any:
 
 @pytest.mark.parametrize(("send", "fragments"), in_turn(1, 2))
 def test_both_transports_compute_equal_bits(send: str, fragments: int) -> None:
-    islands = rx.Islands(4, send, OUTER, fragments=fragments, mix=0.25, axis="data")
-    dp = on(ISLANDS, islands)
+    rounds = rx.Rounds(4, send, OUTER, fragments=fragments, mix=0.25, axis="data")
+    dp = on(ISLANDS, rounds)
     state = random_states(dp.init(MODEL))
     step = dp.program(MODEL).step
     assert isinstance(step.transport, OverMesh)
@@ -106,7 +106,7 @@ def test_both_transports_compute_equal_bits(send: str, fragments: int) -> None:
     def run(job: SharingIsland) -> Any:
         rank = job.span[0]
         mesh = rx.make_mesh(devices=[jax.devices()[rank]])
-        alone = dataclasses.replace(islands, axis=None)
+        alone = dataclasses.replace(rounds, axis=None)
         own = on(1, alone, job=job, mode="jit").replace(mesh=mesh)
         program = own.program(MODEL)
         assert isinstance(program.step.transport, BetweenJobs)
@@ -122,7 +122,7 @@ def test_both_transports_compute_equal_bits(send: str, fragments: int) -> None:
 
 @pytest.mark.parametrize(("send", "fragments"), in_turn(1, 3))
 def test_a_round_sends_exactly_the_bytes_of_the_codec(send: str, fragments: int) -> None:
-    dp = on(ISLANDS, rx.Islands(3, send, OUTER, fragments=fragments, axis="data"))
+    dp = on(ISLANDS, rx.Rounds(3, send, OUTER, fragments=fragments, axis="data"))
     state = dp.init(MODEL)
     step = dp.program(MODEL).step
     batch = next(iter(dp.feed(SOURCE, BATCH)))

@@ -214,7 +214,7 @@ def test_a_batch_of_more_rows_is_refused_and_one_of_fewer_is_padded() -> None:
 @pytest.mark.parametrize(
     ("settings", "state", "said"),
     [
-        ({"islands": rx.Islands(every=2, axis="data")}, begun(), "islands"),
+        ({"rounds": rx.Rounds(every=2, axis="data")}, begun(), "islands"),
         ({}, {**begun(), "other": rx.PerRow(jnp.zeros(3))}, "10 and 3 rows|3 and 10 rows"),
         ({}, {**begun(), "other": rx.PerRow(jnp.zeros(()))}, "no and 10 rows|10 and no rows"),
     ],

@@ -144,8 +144,8 @@ def test_results_that_are_not_of_a_row_are_refused(returned: Any, error: Any, sa
 
 
 def test_islands_refuse_them() -> None:
-    islands = rx.Islands(every=2, axis="data")
-    dp = parallel(loss, optax.sgd(0.1), mode="shard_map", devices=2, islands=islands)
+    rounds = rx.Rounds(every=2, axis="data")
+    dp = parallel(loss, optax.sgd(0.1), mode="shard_map", devices=2, rounds=rounds)
     with pytest.raises(rx.ConfigError, match="PerRow"):
         dp.step(dp.init(MODEL), rows())
 

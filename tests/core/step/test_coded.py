@@ -342,7 +342,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Coded("sparse"), r"Coded\('int4'\).*rx\.Islands\(every=30, send='sparse'\)"),
+        (lambda: Coded("sparse"), r"Coded\('int4'\).*rx\.Rounds\(every=30, send='sparse'\)"),
         (lambda: Coded("int2"), "int8, int4"),
         (lambda: data_parallel("int8", mode="jit"), "mode='shard_map'"),
         (lambda: data_parallel("int8", 1, mode="single"), "mode='shard_map'"),

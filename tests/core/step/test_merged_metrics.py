@@ -169,7 +169,7 @@ def test_what_cannot_be_merged_is_refused(metric: Any, says: str) -> None:
 
 
 def test_stages_and_islands_refuse_them() -> None:
-    dp = rx.DataParallel(loss, optax.sgd(0.1), islands=rx.Islands(every=2))
+    dp = rx.DataParallel(loss, optax.sgd(0.1), rounds=rx.Rounds(every=2))
     with pytest.raises(rx.ConfigError, match="islands"):
         dp.step(dp.init(MODEL), rows(64))
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.ground.vectors import as_blocks, size_in_blocks
@@ -71,14 +71,14 @@ class Weighing:
 class Arithmetic:
     """The functions of a round for parameters of some structure."""
 
-    islands: Islands
+    rounds: Rounds
     trained: tuple[bool, ...]
     """Whether each parameter trains; the others are not sent."""
 
     def fragment(self, params: PyTree, number: int) -> PyTree:
         """Return the parameters of a fragment, as large as the others; the rest is masked."""
         leaves, structure = jax.tree.flatten(params)
-        of = iter(self.islands.dealt([leaf.size for leaf in self._sent(params)]))
+        of = iter(self.rounds.dealt([leaf.size for leaf in self._sent(params)]))
         no_leaf: Any = optax.MaskedNode
         each = [
             leaf if trains and next(of) == number else no_leaf()
@@ -88,7 +88,7 @@ class Arithmetic:
 
     def payload_bytes(self, params: PyTree) -> int:
         """Return the bytes that an island encodes in a round."""
-        return sum(self.islands.payload_bytes(self._sent(params)))
+        return sum(self.rounds.payload_bytes(self._sent(params)))
 
     def _sent(self, params: PyTree) -> list[Any]:
         leaves = jax.tree.leaves(params)
@@ -125,15 +125,15 @@ class Arithmetic:
 
     def outer_state(self, params: PyTree) -> tuple[PyTree, ...]:
         """Return the outer optimizer's state of each fragment, before the first round."""
-        assert self.islands.outer is not None
-        numbers = range(self.islands.fragments)
-        return tuple(self.islands.outer.init(self.fragment(params, n)) for n in numbers)
+        assert self.rounds.outer is not None
+        numbers = range(self.rounds.fragments)
+        return tuple(self.rounds.outer.init(self.fragment(params, n)) for n in numbers)
 
     def island_state(self, inner: TrainState) -> IslandState:
         """Return an island's own state before the first round."""
-        count = self.islands.fragments
+        count = self.rounds.fragments
         sizes = [self._size(inner.params, n) for n in range(count)]
-        exact = self.islands.codec.error == 0
+        exact = self.rounds.codec.error == 0
         return IslandState(
             # Copied, as they are donated apart from the outer ones.
             jax.tree.map(jnp.copy, inner),
@@ -157,13 +157,13 @@ class Arithmetic:
 
         What changes are the residual and the counts.
         """
-        codec, residual, loss = self.islands.codec, list(own.residual), own.loss
+        codec, residual, loss = self.rounds.codec, list(own.residual), own.loss
         outer, inner = (
             as_blocks(self.fragment(of, number))[0] for of in (params, own.inner.params)
         )
         difference = outer - inner
         if residual:
-            difference = (self.islands.decay or 0) * residual[number] + difference
+            difference = (self.rounds.decay or 0) * residual[number] + difference
         payload = codec.encode(difference)
         if residual:
             residual[number] = difference - codec.decode(payload, difference.size)
@@ -186,7 +186,7 @@ class Arithmetic:
     ) -> tuple[jax.Array, jax.Array]:
         """Add what one island has sent, the difference times the weight of its rows."""
         total, numbers = sums
-        return total + exact[0] * self.islands.codec.decode(payload, total.size), numbers + exact
+        return total + exact[0] * self.rounds.codec.decode(payload, total.size), numbers + exact
 
     def stepped(
         self,
@@ -197,12 +197,12 @@ class Arithmetic:
         number: int,
     ) -> tuple[PyTree, tuple[PyTree, ...], PyTree, jax.Array]:
         """Return outer parameters, optimizer states, model state, and the loss of the round."""
-        assert self.islands.outer is not None
+        assert self.rounds.outer is not None
         total, numbers = sums
         part = self.fragment(params, number)
         weight = jnp.where(numbers[0] > 0, numbers[0], 1)
         gradient = as_blocks(part)[1](total / weight)
-        updates, after = self.islands.outer.update(gradient, opt_state[number], part)
+        updates, after = self.rounds.outer.update(gradient, opt_state[number], part)
         params = self.merged(params, optax.apply_updates(part, updates))
         states = (*opt_state[:number], after, *opt_state[number + 1 :])
         if number == 0:
@@ -213,7 +213,7 @@ class Arithmetic:
         self, own: tuple[PyTree, PyTree], params: PyTree, extras: PyTree, number: int
     ) -> tuple[PyTree, PyTree]:
         """Return an island's `own` parameters and model state, once an outer step takes effect."""
-        mix, (own_params, own_extras) = self.islands.mix, own
+        mix, (own_params, own_extras) = self.rounds.mix, own
 
         def mixed(new: jax.Array, old: jax.Array) -> jax.Array:
             return mix * old + (1 - mix) * new if mix else jnp.copy(new)
@@ -234,7 +234,7 @@ class Arithmetic:
         return with_means(extras, floats, numbers[3])
 
 
-def arithmetic_of(islands: Islands, updater: Updater, params: PyTree) -> Arithmetic:
+def arithmetic_of(rounds: Rounds, updater: Updater, params: PyTree) -> Arithmetic:
     """Return the arithmetic for these parameters, of which not all may train."""
     everything = (True,) * len(jax.tree.leaves(params))
-    return Arithmetic(islands, tuple(updater.read or everything))
+    return Arithmetic(rounds, tuple(updater.read or everything))

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from replicax.core.between.every_round import EveryRound
 from replicax.core.between.every_step import EveryStep
-from replicax.core.between.islands import Islands
 from replicax.core.between.rounds import Rounds
 from replicax.core.between.seam import Between
 from replicax.core.ground.job import Job
@@ -13,7 +13,7 @@ from replicax.errors import ConfigError
 
 
 def as_between(
-    islands: Islands | None,
+    rounds: Rounds | None,
     *,
     job: Job,
     mode: Mode,
@@ -24,7 +24,7 @@ def as_between(
 ) -> Between:
     """Return what is between the steps of a job; `ConfigError` if `islands` does not fit the rest.
 
-    `islands` are the settings that were given; without them, jobs exchange sums in every step.
+    `rounds` are those that were given; without them, jobs exchange sums in every step.
     """
     peers = job.peers
     count, exchange = (1, None) if peers is None else (peers.count, peers.exchange)
@@ -32,41 +32,41 @@ def as_between(
     if peers is not None and exchange is not None:
         parts = 1 if mode.bitwise else micro_shards
         each_step = EveryStep(peers=peers, exchange=exchange, parts=parts, by_mode=mode.bitwise)
-    if islands is None:
+    if rounds is None:
         return each_step
     if ema is not None:
         raise ConfigError(
             f"ema={ema} with rounds of islands, whose averages differ: leave ema out; the "
             "outer parameters are an average"
         )
-    if islands.delay and job.processes > 1 and count > 1:
+    if rounds.delay and job.processes > 1 and count > 1:
         raise ConfigError(
-            f"delay={islands.delay} with islands of {job.processes} processes; fragments are "
+            f"delay={rounds.delay} with islands of {job.processes} processes; fragments are "
             "sent in the background by islands of one process: use delay=0"
         )
-    if islands.sends_gradients:
-        if islands.codec.error >= 1 or islands.axis is not None or mode.bitwise:
+    if rounds.sends_gradients:
+        if rounds.codec.error >= 1 or rounds.axis is not None or mode.bitwise:
             raise ConfigError(
-                f"islands with every=1, send={islands.codec.name!r}, axis={islands.axis!r} in mode="
+                f"rounds with every=1, send={rounds.codec.name!r}, axis={rounds.axis!r} in mode="
                 f"{mode.name!r}; gradients are sent between jobs, with small errors: use every=30, "
-                f"reduction={islands.codec.name!r} within one job, or another mode"
+                f"reduction={rounds.codec.name!r} within one job, or another mode"
             )
-        if isinstance(each_step, EveryStep) and islands.codec.error:
-            return dataclasses.replace(each_step, settings=islands)
+        if isinstance(each_step, EveryStep) and rounds.codec.error:
+            return dataclasses.replace(each_step, settings=rounds)
         return each_step
-    if islands.axis is not None and (
+    if rounds.axis is not None and (
         not mode.per_replica or not layout.is_whole or exchange is not None
     ):
         raise ConfigError(
-            f"islands along axis={islands.axis!r} with mode={mode.name!r}, layout="
+            f"rounds along axis={rounds.axis!r} with mode={mode.name!r}, layout="
             f"{layout.name!r} and {count} islands of the job; each replica of one job is "
             "an island: use mode='shard_map', layout='replicated' and a job without islands"
         )
-    return Rounds(
-        settings=islands.resolved(count if islands.axis is None else replicas),
+    return EveryRound(
+        settings=rounds.resolved(count if rounds.axis is None else replicas),
         peers=peers,
         each_step=each_step,
         exchange=exchange,
         parts=each_step.parts,
-        calm_steps=1 if count == 1 and islands.delay == 0 else islands.interval,
+        calm_steps=1 if count == 1 and rounds.delay == 0 else rounds.interval,
     )

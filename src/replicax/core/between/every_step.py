@@ -10,7 +10,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from replicax.core.between.exchanged_step import ExchangedStep
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.core.between.seam import Between, Build
 from replicax.core.ground.codecs import Codec
 from replicax.core.ground.job import Parts, PartsExchange, Peers, Value
@@ -37,7 +37,7 @@ class EveryStep(Between):
     parts: int
     by_mode: bool
     """Whether the mode builds the exchange into its programs itself."""
-    settings: Islands | None = None
+    settings: Rounds | None = None
 
     apart = "islands, of which each has only its own rows"
     reshared = "islands, which share a batch anew when one is lost"

@@ -1,228 +1,184 @@
-"""`Rounds`: steps of each island's own state, and an outer step when it is due."""
+"""`Rounds`: how often islands exchange what they learned, in which form, and the outer step."""
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any, cast
+import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
-from replicax.core.between.arithmetic import Arithmetic, IslandState, Weighing, arithmetic_of
-from replicax.core.between.every_step import EveryStep, OwnSpan
-from replicax.core.between.islands import Islands
-from replicax.core.between.seam import Between, Build
-from replicax.core.between.transports import BetweenJobs, OverMesh, Sent, Transport
-from replicax.core.data.batch import Batch
-from replicax.core.ground.job import PartsExchange, Peers
-from replicax.core.ground.leaves import from_host
-from replicax.core.ground.train_state import TrainState
-from replicax.core.modes.step_builder import StepParts
-from replicax.core.placement.layout import Layout, copied
-from replicax.core.placement.mesh import AnyMesh, by_rows, options_on, replicated
-from replicax.core.step.base import CompiledFunction, StepProgram, StepResult
-from replicax.core.step.loss import LOSS
-from replicax.core.step.optimizer import Updater
+from replicax.core.ground.codecs import Codec, as_codec
+from replicax.core.ground.vectors import size_in_blocks
+from replicax.errors import ConfigError
+from replicax.text.arguments import Count, NotNegative, typed
 
-ROUND_LOSS = f"round_{LOSS}"
+_RATES = {1: 0.5, 4: 0.6}
+"""Outer learning rates up to a number of islands (2503.09799, figure 8); 0.8 for more."""
+MOMENTUM = 0.9
+"""Default outer momentum, which does harm in runs of few rounds."""
+_SPARSE_DECAY = 0.95
 
 
-class RoundStep:
-    """A step of an outer state: of its islands' own states, with an outer step when it is due.
+class OuterSGD(optax.GradientTransformation):  # type: ignore[misc]
+    """SGD with Nesterov momentum, which knows its `rate` and its `momentum`.
 
-    The number of steps decides what is due, on the host. Metrics are those of this process's
-    islands, and the loss of all islands in a round; NaN in steps in which no round ends.
+    The defaults are those of a number of islands; without momentum for `sparse`.
     """
 
-    inline = None
+    rate: float
+    momentum: float
 
-    def __init__(
-        self,
-        arithmetic: Arithmetic,
-        transport: Transport,
-        shardings: TrainState,
-        begin: Callable[[], None],
-    ) -> None:
-        self.arithmetic, self.transport = arithmetic, transport
-        self._islands, self._shardings, self._begin = arithmetic.islands, shardings, begin
-        numbers = range(self._islands.fragments)
-        self._send = [transport.lift(partial(arithmetic.sent, number=n)) for n in numbers]
-        self._take = [transport.lift(partial(arithmetic.taken, number=n)) for n in numbers]
-        compiled = partial(jax.jit, compiler_options=options_on(shardings.step.mesh))
-        self._nothing = jax.jit(arithmetic.nothing, static_argnums=2)
-        self._add = compiled(arithmetic.added, donate_argnums=0)
-        self._outer_step = compiled(arithmetic.stepped, static_argnums=4)
-        self._next = jax.jit(lambda step: step + 1)
-        self._at: tuple[Any, int] = (lambda: None, 0)
-        self._round_loss: jax.Array | None = None
-        self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
+    def __new__(
+        cls, islands: int, codec: Codec, rate: float | None = None, momentum: float | None = None
+    ) -> "OuterSGD":
+        sparse = codec.error >= 1
+        usual = next((rate for most, rate in _RATES.items() if islands <= most), 0.8)
+        rate = (1.0 if sparse else usual) if rate is None else rate
+        momentum = (0.0 if sparse else MOMENTUM) if momentum is None else momentum
+        plain = optax.sgd(rate, momentum or None, nesterov=momentum > 0)
+        made: OuterSGD = super().__new__(cls, *plain)
+        made.rate, made.momentum = rate, momentum
+        return made
 
-    def __call__(self, state: TrainState, batch: Batch) -> StepResult:
-        step = self._number(state) + 1
-        if self._under_way is not None and not 0 <= self._under_way[1] - step < self._islands.delay:
-            self._under_way[2]()  # of a state that the caller has left
-            self._under_way = None
-        if self._at[0]() is not state.step or (step - 1) % self._islands.interval == 0:
-            self._begin()
-        own, metrics = self.transport.advance(state.islands, batch)
-        state = dataclasses.replace(state, step=self._next(state.step), islands=own)
-        if (number := self._islands.due(step)) is not None:
-            state = self._send_fragment(state, number, step, later=self._islands.delay > 0)
-        if self._under_way is not None and self._under_way[1] == step:
-            state = self._take_fragment(state)
-        self._at = weakref.ref(state.step), step
-        loss, self._round_loss = self._round_loss, None
-        return state, {**metrics, ROUND_LOSS: self._unknown if loss is None else loss}, {}
-
-    @cached_property
-    def _unknown(self) -> jax.Array:
-        return from_host(np.full((), np.nan, np.float32), self._shardings.step)
-
-    def end_round(self, state: TrainState) -> TrainState:
-        """Return the state after a last, shorter round, if steps were done since the last."""
-        step = self._number(state)
-        if self._under_way is not None:
-            state = self._take_fragment(state)
-        for number in range(self._islands.fragments):
-            if (step - number * self._islands.interval) % self._islands.every:
-                state = self._take_fragment(self._send_fragment(state, number, step, later=False))
-        self._at, self._round_loss = (weakref.ref(state.step), step), None
-        return state
-
-    def joined(self, state: TrainState) -> TrainState:
-        """Return `state` of another island as that of one that joins: outer parameters, and nothing
-        that was not sent.
-        """
-        own: IslandState = state.islands
-        inner = dataclasses.replace(
-            own.inner, **copied({"params": state.params, "extras": state.extras})
-        )
-        nothing = jax.tree.map(jnp.zeros_like, (own.residual, own.weights, own.loss))
-        joined = dataclasses.replace(state, islands=IslandState(inner, *nothing))
-        placed: TrainState = jax.device_put(joined, self._shardings)
-        return placed
-
-    def exchanges(self, state: TrainState) -> list[jax.stages.Compiled]:
-        """Return the program that carries each fragment; none between jobs."""
-        shapes = (jax.eval_shape(send, state.islands, state.params) for send in self._send)
-        return [found for _, *sent in shapes for found in self.transport.carrying(tuple(sent))]
-
-    def _send_fragment(
-        self, state: TrainState, number: int, step: int, *, later: bool
-    ) -> TrainState:
-        own: IslandState = state.islands
-        (residual, (weights, loss)), payload, exact = self._send[number](own, state.params)
-        share = self.transport.share((payload, exact), later=later)
-        self._under_way = number, step + self._islands.delay, share
-        return dataclasses.replace(state, islands=IslandState(own.inner, residual, weights, loss))
-
-    def _take_fragment(self, state: TrainState) -> TrainState:
-        assert self._under_way is not None
-        (number, _, share), self._under_way = self._under_way, None
-        sums = self._nothing(state.params, state.extras, number)
-        for payload, exact in share():
-            sums = self._add(sums, payload, exact)
-        params, opt_state, extras, loss = self._outer_step(
-            state.params, state.opt_state, state.extras, sums, number
-        )
-        if number == 0:
-            self._round_loss = loss
-        inner = state.islands.inner
-        own, own_extras = self._take[number]((inner.params, inner.extras), params, extras)
-        inner = dataclasses.replace(inner, params=own, extras=own_extras)
-        after = dataclasses.replace(
-            state,
-            params=params,
-            opt_state=opt_state,
-            extras=extras,
-            islands=dataclasses.replace(state.islands, inner=inner),
-        )
-        placed: TrainState = jax.device_put(after, self._shardings)
-        return placed
-
-    def _number(self, state: TrainState) -> int:
-        """Return the number of steps done, without waiting for the last one if it is known."""
-        known, number = self._at
-        return number if known() is state.step else int(state.step)
-
-    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        return self.transport.program.trace(self._subject(state), batch)
-
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        return self.transport.program.lower(self._subject(state), batch)
-
-    def compiled(self, state: TrainState, batch: Batch) -> Sequence[Any]:
-        return self.transport.program.compiled(self._subject(state), batch)
-
-    def text(self, state: TrainState, batch: Batch) -> str:
-        text = self.transport.program.text(self._subject(state), batch)
-        return f"{text}\n{self._islands.names()}"
-
-    def cache_size(self) -> int:
-        return self.transport.program.cache_size()
-
-    def _subject(self, state: TrainState) -> Any:
-        return self.transport.subject(state.islands)
+    def __str__(self) -> str:
+        with_momentum = f", Nesterov momentum {self.momentum:g}" if self.momentum else ""
+        return f"SGD {self.rate:g}{with_momentum}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rounds(Between):
-    """Rounds of steps, as `settings` say, of islands that are jobs or replicas of one."""
+@typed
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """Low-communication training (DiLoCo, arXiv 2311.08105): rounds of steps, and an outer step.
 
-    settings: Islands
-    peers: Peers | None
-    each_step: Between
-    """The same without rounds: how a batch is cut, and an evaluation added up."""
-    exchange: PartsExchange | None
-    parts: int
-    calm_steps: int
+    Each island, a job of its own or a replica of one job, takes `every` steps on its own rows with
+    the optimizer of the `DataParallel`, whose state it keeps. Then all islands send how their
+    parameters changed, and an outer optimizer takes the mean, weighted by the rows of each, as the
+    gradient of the parameters that evaluation, `dp.model` and checkpoints have.
 
-    apart, reshared = EveryStep.apart, EveryStep.reshared
+    With `every=1` and no `outer` optimizer there are no rounds: islands send the sums of their
+    gradients in every step, encoded, for one update by the optimizer.
+
+    Examples:
+        >>> dp = rx.DataParallel(loss, optax.adamw(3e-4), job=rx.initialize(),
+        ...                      rounds=rx.Rounds(every=30, send="int4"))
+
+    Args:
+        every: steps of a round. More send less, and cost more in loss: see docs/slow-links.md.
+        send: codec of the differences: `float32`, `bfloat16`, `int8`, `int4` or `sparse`, with
+            error feedback. Weights, the loss and model state are sent in float32.
+        outer: outer optimizer. Default: SGD with Nesterov momentum 0.9 and a learning rate for the
+            number of islands, 0.5 for 1, 0.6 for up to 4, 0.8 for more; for `sparse` plain SGD with
+            learning rate 1, as the error feedback is the momentum (SparseLoCo, arXiv 2508.15706).
+        decay: factor of what earlier rounds did not send. Default: 1, or 0.95 for `sparse`.
+        fragments: parts of the parameters, whole arrays of about equal size in total, that are sent
+            in turn, at equal intervals of a round (Streaming DiLoCo, arXiv 2501.18512). Must divide
+            `every`.
+        delay: steps after which the outer step of a fragment takes effect, while it is sent in the
+            background. Less than `every / fragments`.
+        mix: share of an island's own parameters when the outer ones take effect, from 0 to 1.
+        axis: `data` if each replica of one job is an island, as to simulate islands, in mode
+            `shard_map`. Default: the islands of the job.
+
+    Raises:
+        ConfigError: incompatible arguments.
+    """
+
+    every: Count = 30
+    send: str | Codec = "float32"
+    outer: optax.GradientTransformation | None = None
+    decay: NotNegative | None = None
+    fragments: Count = 1
+    delay: int = 0
+    mix: NotNegative = 0.0
+    axis: str | None = None
+
+    def __post_init__(self) -> None:
+        as_codec(self.send)
+        if self.every % self.fragments:
+            raise ConfigError(
+                f"every={self.every} with fragments={self.fragments}; fragments are sent at equal "
+                "intervals of a round: use a number that divides it"
+            )
+        if not 0 <= self.delay < max(self.interval, 1):
+            raise ConfigError(
+                f"delay={self.delay} with a fragment every {self.interval} steps; each takes "
+                f"effect before the next is sent: use at most {self.interval - 1}"
+            )
+        if self.mix > 1:
+            raise ConfigError(f"mix={self.mix}; it is a share: use at most 1")
+        if self.sends_gradients and (self.mix or self.decay is not None):
+            raise ConfigError(
+                f"every=1 with decay={self.decay}, mix={self.mix} and no outer=; gradients have "
+                "neither: leave them out, or give an outer optimizer"
+            )
+        if self.axis not in (None, "data"):
+            raise ConfigError(f"axis={self.axis!r}; islands of one job are along 'data': use that")
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients are sent in every step, instead of differences after a round."""
+        return self.every == 1 and self.outer is None
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that `send` names."""
+        return as_codec(self.send)
+
+    @property
+    def interval(self) -> int:
+        """Steps between two fragments."""
+        return self.every // self.fragments
+
+    def dealt(self, sizes: Sequence[int]) -> list[int]:
+        """Return the fragment of each array, by its size: the largest first, to the smallest."""
+        of, filled = [0] * len(sizes), [0] * self.fragments
+        for place in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            of[place] = filled.index(min(filled))
+            filled[of[place]] += sizes[place]
+        return of
+
+    def payload_bytes(self, arrays: Sequence[Any]) -> list[int]:
+        """Return the bytes of each fragment that an island sends; `arrays` may be shapes."""
+        of = self.dealt([array.size for array in arrays])
+        parts: list[list[Any]] = [[] for _ in range(self.fragments)]
+        for array, number in zip(arrays, of, strict=True):
+            parts[number].append(array)
+        return [self.codec.payload_bytes(size_in_blocks(part)) for part in parts]
+
+    def due(self, step: int) -> int | None:
+        """Return the fragment that is sent after `step` steps, if any."""
+        return step // self.interval % self.fragments if step % self.interval == 0 else None
 
     def is_calm(self, step: int) -> bool:
-        return self.calm_steps == 1 or self.settings.is_calm(step)
+        """Whether a fragment has just taken effect after `step` steps, and none is under way.
 
-    def first_state(self, state: TrainState, updater: Updater, replicas: int) -> TrainState:
-        islands = None if self.settings.axis is None else replicas
-        return arithmetic_of(self.settings, updater, state.params).outer(state, islands)
+        A run may then stop, save, and take islands in.
+        """
+        return step >= self.delay and (step - self.delay) % self.interval == 0
 
-    def inner_shapes(self, shapes: TrainState) -> TrainState:
-        inner: TrainState = shapes.islands.inner
-        if self.settings.axis is not None:
-            inner = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), inner)
-        return inner
+    def resolved(self, islands: int) -> "Rounds":
+        """Return these settings with the defaults for a number of islands."""
+        if self.sends_gradients:
+            return self
+        decay = _SPARSE_DECAY if self.codec.error >= 1 else 1.0
+        return dataclasses.replace(
+            self,
+            outer=self.outer or OuterSGD(islands, self.codec),
+            decay=decay if self.decay is None else self.decay,
+        )
 
-    def shardings(
-        self, where: TrainState, shapes: TrainState, placing: Layout, mesh: AnyMesh
-    ) -> TrainState:
-        if self.settings.axis is not None:
-            own = jax.tree.map(lambda _: by_rows(mesh), shapes.islands)
-        else:
-            own = jax.tree.map(lambda _: replicated(mesh), shapes.islands)
-            inner = placing.shardings(shapes.islands.inner, mesh)
-            own = dataclasses.replace(own, inner=inner)
-        return dataclasses.replace(where, islands=own)
-
-    def step(self, program: Any) -> StepProgram:
-        span, each_step = OwnSpan(self.peers), self.each_step
-        if isinstance(each_step, EveryStep):
-            each_step = dataclasses.replace(each_step, exchange=span)
-        own = program.inner(each_step, Weighing(program.configuration.wrap_apply))
-        arithmetic = arithmetic_of(self.settings, program.updater, program.shapes.params)
-        transport: Transport
-        if self.settings.axis is None:
-            transport = BetweenJobs(own.step, arithmetic, program.mesh, self.peers)
-        else:
-            transport = OverMesh(own.step_parts(), arithmetic)
-        return RoundStep(arithmetic, transport, program.shardings, span.begin)
-
-    def built(self, parts: StepParts, build: Build) -> CompiledFunction[Any]:
-        return self.each_step.built(parts, build)
-
-    def end_round(self, step: StepProgram, state: TrainState) -> TrainState:
-        return cast(RoundStep, step).end_round(state)
-
-    def joined(self, step: StepProgram, state: TrainState) -> TrainState:
-        return cast(RoundStep, step).joined(state)
+    def names(self) -> dict[str, Any]:
+        """Return the settings as JSON values; the outer optimizer as a digest of its update."""
+        chosen = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("outer", "send")
+        }
+        if self.outer is None:
+            return {**chosen, "send": self.codec.name}
+        leaf = jnp.zeros(2)
+        traced = jax.make_jaxpr(self.outer.update)(leaf, self.outer.init(leaf), leaf)
+        digest = hashlib.sha256(str(traced).encode()).hexdigest()[:12]
+        return {**chosen, "send": self.codec.name, "outer": digest}

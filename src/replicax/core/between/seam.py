@@ -6,7 +6,7 @@ The rest of the core asks it, and does not know what it is.
 from collections.abc import Callable
 from typing import Any
 
-from replicax.core.between.islands import Islands
+from replicax.core.between.rounds import Rounds
 from replicax.core.ground.job import PartsExchange
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes.step_builder import StepParts
@@ -22,7 +22,7 @@ Build = Callable[[StepParts], CompiledFunction[Any]]
 class Between:
     """By itself: no other jobs, one state for all replicas, and every method the identity."""
 
-    settings: Islands | None = None
+    settings: Rounds | None = None
     """How often and in which form; None if that was left open."""
     exchange: PartsExchange | None = None
     """Compute the parts of a batch together with other jobs; None if there are none."""
@@ -36,7 +36,7 @@ class Between:
     """Number of steps from one after which it `is_calm` to the next."""
 
     def is_calm(self, step: int) -> bool:
-        """Whether a run may vote, save and take others in after `step` steps; see `Islands`."""
+        """Whether a run may vote, save and take others in after `step` steps; see `Rounds`."""
         return True
 
     def first_state(self, state: TrainState, updater: Updater, replicas: int) -> TrainState:

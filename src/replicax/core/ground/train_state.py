@@ -81,8 +81,8 @@ class TrainState:
     scale: PyTree = ()
     """Loss scale, if the precision needs one; see `Precision`."""
     islands: PyTree = ()
-    """With `rx.Islands`, what islands have for themselves; the fields above are then what all agree
-    on, `opt_state` that of the outer optimizer. See `rx.Islands`."""
+    """With `rx.Rounds`, what islands have for themselves; the fields above are then what all agree
+    on, `opt_state` that of the outer optimizer. See `rx.Rounds`."""
     definition: Uncompared = Uncompared()
     """The model without its arrays, by which another `DataParallel` knows the model. It is no leaf,
     neither saved nor pickled, and states of all models have the same structure around it."""

@@ -48,7 +48,7 @@ class Coded:
             raise ConfigError(
                 f"Coded({self.codec.name!r}); an optimizer such as Adam diverges on gradients that "
                 "lack most values: use Coded('int4'); or send differences of parameters, with "
-                f"rx.Islands(every=30, send={self.codec.name!r})"
+                f"rx.Rounds(every=30, send={self.codec.name!r})"
             )
 
     @property

@@ -82,9 +82,9 @@ def call_sizes(
         if asked > 1:
             about = f"a step has {flops / 1e6:.3g} MFLOPs"
             lines.append(f"calls  {asked} steps each, as {about}; steps_per_call=1 for one by one")
-    rounds = run.dp.configuration.islands
+    rounds = run.dp.configuration.rounds
     if rounds is not None and not rounds.sends_gradients:
-        looks, intervals = {**looks, "rx.Islands": 1}, (*intervals, 1)
+        looks, intervals = {**looks, "rx.Rounds": 1}, (*intervals, 1)
     if asked > 1 and (single := [name for name, steps in looks.items() if steps == 1]):
         lines.append(f"calls  one step each, as {', '.join(single)} looks at every step")
         asked = 1

@@ -61,7 +61,7 @@ def judge_islands(
 class IslandAudit:
     """Audits the state of this island, with the others of `job`.
 
-    What islands have for themselves, with `rx.Islands`, is compared only among the devices of each.
+    What islands have for themselves, with `rx.Rounds`, is compared only among the devices of each.
     `shards` is whether islands of some number of devices split leaves among these.
     """
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from replicax.core.between.rounds import ROUND_LOSS
+from replicax.core.between.every_round import ROUND_LOSS
 from replicax.core.data.merged import Merged, Merging, named_values
 from replicax.core.ground.job import Job
 from replicax.core.step.loss import LOSS

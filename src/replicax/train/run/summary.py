@@ -29,7 +29,7 @@ from replicax.train.files.records import Record
 from replicax.train.folder.goodput import Goodput
 from replicax.train.hooks.loss_curve import LossCurve
 from replicax.train.hooks.record_lines import metrics_text, rows_per_second
-from replicax.train.run.rounds_told import doubtful_rounds, rounds_lines
+from replicax.train.run.round_lines import doubtful_rounds, rounds_lines
 
 LENGTH = ("epochs", "steps")
 """Entries of `start` in `config.json`, one of which is null: the length of the run."""

@@ -1,4 +1,4 @@
-"""`rx.Islands`: defaults, what is due when, and what is refused."""
+"""`rx.Rounds`: defaults, what is due when, and what is refused."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from support.rounds import MODEL, assert_close, on, over, squared, train
 
 import replicax as rx
-from replicax.core.between.islands import OuterSGD
+from replicax.core.between.rounds import OuterSGD
 from replicax.errors import ConfigError
 
 
@@ -23,21 +23,21 @@ from replicax.errors import ConfigError
     ],
 )
 def test_defaults(islands: int, send: str, rate: float, momentum: float, decay: float) -> None:
-    found = rx.Islands(send=send).resolved(islands)
+    found = rx.Rounds(send=send).resolved(islands)
     assert isinstance(found.outer, OuterSGD)
     assert (found.outer.rate, found.outer.momentum, found.decay) == (rate, momentum, decay)
-    assert rx.Islands(send=send, decay=0.5).resolved(islands).decay == 0.5
+    assert rx.Rounds(send=send, decay=0.5).resolved(islands).decay == 0.5
 
 
 def test_what_is_due_and_when_a_run_may_stop() -> None:
-    islands = rx.Islands(6, fragments=3, delay=1)
-    assert [islands.due(step) for step in range(1, 9)] == [None, 1, None, 2, None, 0, None, 1]
-    assert [step for step in range(10) if islands.is_calm(step)] == [1, 3, 5, 7, 9]
+    rounds = rx.Rounds(6, fragments=3, delay=1)
+    assert [rounds.due(step) for step in range(1, 9)] == [None, 1, None, 2, None, 0, None, 1]
+    assert [step for step in range(10) if rounds.is_calm(step)] == [1, 3, 5, 7, 9]
 
 
 def test_names_tell_outer_optimizers_apart() -> None:
     one, same, other = (
-        rx.Islands(outer=optax.sgd(rate)).resolved(1).names() for rate in (0.5, 0.5, 0.6)
+        rx.Rounds(outer=optax.sgd(rate)).resolved(1).names() for rate in (0.5, 0.5, 0.6)
     )
     assert one == same
     assert one["outer"] != other["outer"]
@@ -59,7 +59,7 @@ def test_names_tell_outer_optimizers_apart() -> None:
 )
 def test_refused(settings: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        rx.Islands(**settings)
+        rx.Rounds(**settings)
     assert "\n" not in str(error.value)
     assert [name for name in names if name not in str(error.value)] == []
 

@@ -7,13 +7,13 @@ import pytest
 from support.rounds import BATCH, MODEL, SOURCE, on, over
 
 import replicax as rx
-from replicax.core.between.islands import OuterSGD
+from replicax.core.between.rounds import OuterSGD
 from replicax.core.ground.codecs import CODECS
-from replicax.train.run.rounds_told import doubtful_rounds, rounds_lines
+from replicax.train.run.round_lines import doubtful_rounds, rounds_lines
 
 
-def lines_of(islands: rx.Islands, devices: int = 2) -> str:
-    dp = on(devices, islands)
+def lines_of(rounds: rx.Rounds, devices: int = 2) -> str:
+    dp = on(devices, rounds)
     found = rounds_lines(dp, dp.init(MODEL))
     assert max(map(len, found)) <= 80
     return " ".join(" ".join(found).split())
@@ -34,7 +34,7 @@ def test_an_optimizer_of_ones_own_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("islands", "steps", "numbers"),
+    ("rounds", "steps", "numbers"),
     [
         (over(30, outer=None), 3000, []),
         (over(30, outer=None), 2970, [["99", "0.9"]]),
@@ -49,9 +49,9 @@ def test_an_optimizer_of_ones_own_has_no_figures() -> None:
     ],
 )
 def test_settings_that_cost_loss(
-    islands: rx.Islands, steps: int | None, numbers: list[list[str]]
+    rounds: rx.Rounds, steps: int | None, numbers: list[list[str]]
 ) -> None:
-    lines = doubtful_rounds(on(2, islands), steps)
+    lines = doubtful_rounds(on(2, rounds), steps)
     found = [re.findall(r"(?<![\w.])\d[\d.]*", line) for line in lines]
     assert [each[: len(wanted)] for each, wanted in zip(found, numbers, strict=True)] == numbers
     assert not any("\n" in line for line in lines)
