@@ -20,7 +20,7 @@ import optax
 from timing import environment, save, spread
 
 import replicax as rx
-from replicax.core.first_step_checks import STEP
+from replicax.core.call_checks import STEP
 from replicax.recipes.cnn import CNN
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet

@@ -66,10 +66,10 @@ class LinkIsland:
         """
         dp, batch = self._ready(method)
         state = dp.init(self._model, seed=0)
-        rehearsal = contextlib.nullcontext() if sends else self._job.rehearsal()
+        dry_run = contextlib.nullcontext() if sends else self._job.dry_run()
         state, _ = jax.block_until_ready(dp.step(state, batch))
         self._together()
-        with rehearsal:
+        with dry_run:
             for _ in range(method.steps_before - 1 if method.name != ALONE else 0):
                 state, _ = dp.step(state, batch)
             jax.block_until_ready(state)

@@ -74,8 +74,8 @@ def child(arguments: list[str], began: float) -> None:
 
     from replicax import cli
     from replicax.cli import train
+    from replicax.core.call_checks import CallChecks
     from replicax.core.data_parallel import DataParallel
-    from replicax.core.first_step_checks import FirstStepChecks
     from replicax.train.run.fit import Run
 
     events = {"cache_hits": "read", "cache_misses": "compiled"}  # after /jax/compilation_cache/
@@ -83,8 +83,8 @@ def child(arguments: list[str], began: float) -> None:
     timed(train, "print_data", "data")
     timed(train, "in_micro_batches", "memory")
     timed(DataParallel, "init", "model")
-    timed(FirstStepChecks, "check", "examine")
-    timed(FirstStepChecks, "check_memory", "compile")
+    timed(CallChecks, "check", "examine")
+    timed(CallChecks, "check_memory", "compile")
     parse: Callable[..., Any] = train.parse_with_recipe
 
     def parsed(*given: Any) -> Any:

@@ -60,7 +60,7 @@ SMALLEST = 60
 SMALL = {
     "core.models.equinox",
     "doctor.known_numbers",
-    "islands.own_arrays",
+    "islands.local_arrays",
     "islands.pace",
     "recipes.gpt2_weights",
 }

@@ -9,7 +9,7 @@ from support.arriving import drawn, harmed
 from support.figures import assert_mentions
 from support.quiet_hub import Connection, QuietHub, starts
 
-from replicax.cluster.door import HELLO_SECONDS
+from replicax.cluster.job_listener import HELLO_SECONDS
 from replicax.cluster.watchdog import Heartbeat, StuckVerdict, Timeouts
 from replicax.cluster.wire import (
     LONGEST_HELLO_BYTES,

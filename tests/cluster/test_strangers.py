@@ -14,7 +14,7 @@ from support.tiers import only
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
-from replicax.cluster.door import Door
+from replicax.cluster.job_listener import JobListener
 from replicax.cluster.wire import Busy, Gather
 from replicax.net.message import encode
 from replicax.net.secret import Secret
@@ -98,7 +98,7 @@ def test_a_process_does_not_fill_the_memory_with_topics(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("turns", range(8))
 def test_the_door_closes_while_it_lets_somebody_in(turns: int) -> None:
     async def closes() -> None:
-        door = Door(2, lambda peer, message: None, lambda peer: None)
+        door = JobListener(2, lambda peer, message: None, lambda peer: None)
         listening = socket.create_server(("127.0.0.1", 0))
         with listening, socket.create_connection(listening.getsockname()):
             serving = asyncio.ensure_future(door.serve(listening))

@@ -12,7 +12,7 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.waiting import until, within
 
 from replicax.errors import ClusterError
-from replicax.islands import entrance
+from replicax.islands import island_listener
 from replicax.islands.messages import Beat, Frame, Have, Out
 
 FRAME = Frame(1, 2, [(0, 1)], "null")
@@ -164,7 +164,7 @@ def test_an_error_of_a_callback_is_shown_and_ends_only_that_peer(
 
 def test_a_port_in_use_is_named_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     (place,) = places(1)
-    monkeypatch.setattr(entrance, "_BIND_SECONDS", 0.3)
+    monkeypatch.setattr(island_listener, "_BIND_SECONDS", 0.3)
     with islands([place]), pytest.raises(ClusterError, match=place.addresses[0]):
         Island(place)
 

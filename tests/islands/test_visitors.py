@@ -11,8 +11,8 @@ from support.island_networks import Island, RawIsland, islands, places
 from support.island_strangers import IslandStrangers
 from support.waiting import until
 
-from replicax.islands.entrance import connect
 from replicax.islands.frames import frame_parts, message_bytes
+from replicax.islands.island_listener import connect
 from replicax.islands.messages import Beat, Frame
 from replicax.net.message import prefixed
 from replicax.net.secret import Secret

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from replicax.core.ground.job import Parts
 from replicax.islands.agreement import Agreement, founded
+from replicax.islands.local_parts import LocalParts
 from replicax.islands.messages import Frame, InView, State, View
-from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import assigned
 
 EXCHANGES, PARTS = 4, 4
@@ -42,7 +42,7 @@ class Island:
         """Between whom the rows of an exchange are divided."""
         self._frames: dict[int, dict[int, list[Any]]] = {}
         self._sent: set[tuple[int, int]] = set()
-        self._own: OwnParts[Any] | None = None
+        self._own: LocalParts[Any] | None = None
         if view is not None:
             self.agreement.begin(view)
             self.history, self._announced = [], True
@@ -76,7 +76,7 @@ class Island:
         if self._own is None:
             compute = lambda part: (part, *self.start)  # noqa: E731
             parts = Parts(PARTS, compute, None, lambda value: [value], lambda given: given[0])
-            self._own = OwnParts(parts, of.parts.append)
+            self._own = LocalParts(parts, of.parts.append)
             self.expected[exchange] = [*of.expected]
             self._give(view, exchange)
         chosen = assigned(view, exchange, PARTS)[self.index]

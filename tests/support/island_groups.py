@@ -11,7 +11,7 @@ from support.waiting import until
 from replicax.cluster.watchdog import Timeouts
 from replicax.islands.group import Group
 from replicax.islands.island_place import IslandPlace
-from replicax.islands.own_arrays import NOTHING
+from replicax.islands.local_arrays import NOTHING
 
 STATE = {"step": 3}, [np.arange(5.0), np.zeros((0, 2), np.int8)]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from support.waiting import until
 
-from replicax.islands.entrance import connect
 from replicax.islands.handshake import PURPOSES, Handshakes
+from replicax.islands.island_listener import connect
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import Beat, Control, Frame, State

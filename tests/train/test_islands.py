@@ -30,7 +30,7 @@ import replicax as rx
 from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
 from replicax.cluster.watchdog import Timeouts
-from replicax.core import first_step_checks
+from replicax.core import call_checks
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
@@ -193,7 +193,7 @@ class Flips(rx.Hook):
 
 
 def test_parameters_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_step_checks, "_COMPARED_EVERY", 4)
+    monkeypatch.setattr(call_checks, "_COMPARED_EVERY", 4)
     errors = [island.join().error for island in started(2, {1: [Flips()]})]
     assert all(isinstance(error, rx.AgreementError) for error in errors)
     assert all("parameters is" in str(error) for error in errors)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.numbers import around, is_noise, percent_around, spread
-from replicax.text.blocks import GAP, Grid, Paragraph, ReportPart, report_of
+from replicax.text.blocks import GAP, Grid, Paragraph, ReportBlock, report_of
 from replicax.text.wording import UNKNOWN, counted, duration, number_text, percent, size_text
 
 Column = tuple[str, Callable[[CaseResult], str]]
@@ -15,8 +15,8 @@ Section = tuple[str, list[list[str]]]
 
 
 @report_of.register
-def _(bench: Bench) -> list[ReportPart]:
-    blocks: list[ReportPart] = [Paragraph(text) for text in header(bench)]
+def _(bench: Bench) -> list[ReportBlock]:
+    blocks: list[ReportBlock] = [Paragraph(text) for text in header(bench)]
     for title, rows in sections(bench):
         blocks += [GAP, Paragraph(title), Grid(rows)]
     return [*blocks, *map(Paragraph, footnotes(bench))]

@@ -12,7 +12,7 @@ from typing import Any
 
 from replicax.cluster import wire
 from replicax.cluster.differences import field_differences, first_of, processes_text
-from replicax.cluster.door import Door, Peer
+from replicax.cluster.job_listener import JobListener, Peer
 from replicax.cluster.place import Place
 from replicax.cluster.rendezvous import bound_socket
 from replicax.cluster.variables import COORDINATOR
@@ -44,7 +44,7 @@ class Hub:
     ) -> None:
         self._listening = bound_socket(place, listens=True)
         self._job, self._processes, self._secret = place.job, place.processes, place.secret
-        self._door = Door(place.processes, self._hear, self._lost)
+        self._door = JobListener(place.processes, self._hear, self._lost)
         self._silent_seconds = timeouts.silent_seconds
         self._clock = StallClock(LOOK_SECONDS + self._silent_seconds / 4)
         self._timeout_seconds, self._prepare = timeout_seconds, prepare

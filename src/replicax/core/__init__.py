@@ -4,7 +4,7 @@
 
     data_parallel.py       the call: place the batch, check, run the program, note it as in flight;
                            `several_steps.py` the call of several
-    first_step_checks.py   before every step, and with `first_step/` for new shapes: is this loss
+    call_checks.py   before every step, and with `first_step/` for new shapes: is this loss
                            on parts of a batch what it is on the whole, do processes agree, and the
                            first time, does it fit
     batch_placement.py     rows of a user's -> a padded batch on the devices
@@ -23,7 +23,7 @@
 To read this room, begin with `step/`, in the order that it gives: its `update.py` is the step.
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
-pipeline, first_step, modes, between, config, batch_placement, program, first_step_checks,
+pipeline, first_step, modes, between, config, batch_placement, program, call_checks,
 evaluation, several_steps, data_parallel. From the rest of Replicax they import `errors`, `text` and
 `known_wrong`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
 `tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;

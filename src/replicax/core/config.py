@@ -25,6 +25,7 @@ from replicax.core.models.leaf_checks import check_leaves
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes.mode_table import Mode, as_mode
+from replicax.core.placement.dispatch_context import Context, dispatch_context, in_own_mesh
 from replicax.core.placement.layout import Layout, as_layout, check_axes
 from replicax.core.placement.mesh import (
     STAGE,
@@ -36,7 +37,6 @@ from replicax.core.placement.mesh import (
     platform_of,
     replica_count,
 )
-from replicax.core.placement.undisturbed import Context, in_own_mesh, undisturbed
 from replicax.core.step.base import Accumulator, Apply
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.optimizer import Trainable, check_decay
@@ -77,10 +77,10 @@ class Configuration:
         return in_own_mesh(self.mesh, named=self.mode.partitions)
 
     @cached_property
-    def undisturbed(self) -> Callable[[], Context]:
+    def dispatch_context(self) -> Callable[[], Context]:
         """Returns a context in which to trace and dispatch the programs."""
         named, compiled = self.mode.partitions, self.mode.bitwise
-        return partial(undisturbed, self.mesh, self.job.in_flight, named, compiled)
+        return partial(dispatch_context, self.mesh, self.job.in_flight, named, compiled)
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`.
@@ -139,7 +139,7 @@ class Configuration:
         return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
 
     @property
-    def placing(self) -> Layout:
+    def state_layout(self) -> Layout:
         """The layout used to place the arrays of a state."""
         shards = self.micro_shards if self.mode.bitwise else None
         return dataclasses.replace(self.layout, shards=shards)

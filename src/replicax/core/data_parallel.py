@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.between.rounds import Rounds
+from replicax.core.call_checks import STEP, CallChecks, agree_on_model
 from replicax.core.config import Configuration, resolved
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
@@ -26,16 +27,15 @@ from replicax.core.first_step.argument_checks import (
     check_shapes,
 )
 from replicax.core.first_step.memory_check import check_state_fits
-from replicax.core.first_step_checks import STEP, FirstStepChecks, agree_on_model
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS
 from replicax.core.modes.mode_table import Mode
+from replicax.core.placement.dispatch_context import serialized
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
-from replicax.core.placement.undisturbed import of_one_thread
 from replicax.core.program import Program, parts_of, program_of
 from replicax.core.several_steps import SeveralSteps
 from replicax.core.step.base import Apply
@@ -119,7 +119,7 @@ class DataParallel:
         del given["self"]
         self._configure(resolved(**given))
 
-    @of_one_thread
+    @serialized
     @typed
     def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
         """Return the initial train state, each array placed by the layout.
@@ -140,7 +140,7 @@ class DataParallel:
         agree_on_model(self.job, (params, extras), seed)
         return program.init(params, extras, seed)
 
-    @of_one_thread
+    @serialized
     def abstract_state(self, model: Any = None) -> TrainState:
         """Return the shapes and shardings of `init(model)`; without it, those of the model known.
 
@@ -188,7 +188,7 @@ class DataParallel:
         feed = Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
         return feed if stack is None else feed.at(epoch, first, stack)
 
-    @of_one_thread
+    @serialized
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one training step; return without waiting unless devices are several steps behind.
 
@@ -223,7 +223,7 @@ class DataParallel:
         self._checks.check_result(state, means)
         return state, means | {name: as_result(rows[name], batch.mask) for name in rows}
 
-    @of_one_thread
+    @serialized
     def steps(self, state: TrainState, batches: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run a training step on each of several batches, as one dispatched program.
 
@@ -254,7 +254,7 @@ class DataParallel:
         mask = placed.stack.mask
         return state, means | {name: as_result(rows[name], mask) for name in rows}
 
-    @of_one_thread
+    @serialized
     def place(self, state: TrainState) -> TrainState:
         """Return a state that another `DataParallel` may have made, placed by this one's layout.
 
@@ -264,13 +264,13 @@ class DataParallel:
         self._of(state)
         return self._checks.taken(state)
 
-    @of_one_thread
+    @serialized
     def end_round(self, state: TrainState) -> TrainState:
         """Return the state after a last, shorter round of `rounds`; without them, `state`."""
         check_is_state(state)
         return self.configuration.between.end_round(self._of(state).step, state)
 
-    @of_one_thread
+    @serialized
     def prepare(self, state: TrainState, batch: FeedItem) -> Any:
         """Prepare the first `step`, or `steps`: check the loss, agree with others, and compile.
 
@@ -346,12 +346,12 @@ class DataParallel:
         batches = batches_given(source, batch_size, self.feed)
         return self._evaluation.rows(state, batches, function, ema=ema)
 
-    @of_one_thread
+    @serialized
     def check(self, feed: Feed) -> None:
         """Raise `LossError` if the loss, once examined by `step`, cannot be evaluated on `feed`."""
         self._checks.check_feed(feed)
 
-    @of_one_thread
+    @serialized
     def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
         """Return the user's model with the arrays of `state`.
 
@@ -383,7 +383,7 @@ class DataParallel:
         other._configure(resolved(**{**self.configuration.arguments, **chosen}))
         return other
 
-    @of_one_thread
+    @serialized
     def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
         """Return a cached copy whose optimizer part of the step is `wrap(apply)`.
 
@@ -401,7 +401,7 @@ class DataParallel:
         """The split of a batch over replicas and micro-batches."""
         return self.configuration.split(self.mesh)
 
-    @of_one_thread
+    @serialized
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
         """Return the step and the evaluation of a model, without compiling anything.
 
@@ -415,7 +415,7 @@ class DataParallel:
         described = model if is_state else self.configuration.split_model(model, where)
         return program_of(self.configuration, described, where, self._program)
 
-    @of_one_thread
+    @serialized
     def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """Lower the step for `mesh`, attached or described, without running or placing anything.
 
@@ -427,7 +427,7 @@ class DataParallel:
         lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
         return lowered
 
-    @of_one_thread
+    @serialized
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
         """Trace the step as `lower` does, without lowering it."""
         program = self.program(model, mesh=mesh)
@@ -476,8 +476,8 @@ class DataParallel:
         return self._program
 
     @cached_property
-    def _checks(self) -> FirstStepChecks:
-        return FirstStepChecks(self._known)
+    def _checks(self) -> CallChecks:
+        return CallChecks(self._known)
 
     @cached_property
     def _evaluation(self) -> ProgramEvaluation:

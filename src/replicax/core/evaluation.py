@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.call_checks import EVALUATION, CallChecks
 from replicax.core.data.batch import Batch
 from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state
-from replicax.core.first_step_checks import EVALUATION, FirstStepChecks
 from replicax.core.ground.leaves import PyTree, by_path, kind_changes
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
@@ -30,9 +30,9 @@ _IN_FLIGHT = 2
 class ProgramEvaluation:
     """Evaluate one program, checking and compiling each function once."""
 
-    def __init__(self, program: Program, checks: FirstStepChecks) -> None:
+    def __init__(self, program: Program, checks: CallChecks) -> None:
         self._program, self._checks = program, checks
-        self._scoring: dict[Any, tuple[Program, FirstStepChecks]] = {}
+        self._scoring: dict[Any, tuple[Program, CallChecks]] = {}
         self._predicting: dict[Any, Any] = {}
 
     def means(
@@ -53,7 +53,7 @@ class ProgramEvaluation:
             loss = program.objective.loss if loss is None else loss
             if _key(loss) not in self._scoring:
                 other = program.scoring(loss)
-                self._scoring[_key(loss)] = other, FirstStepChecks(other)
+                self._scoring[_key(loss)] = other, CallChecks(other)
             program, checks = self._scoring[_key(loss)]
 
         def score(state: TrainState, batch: Batch) -> Any:
@@ -84,7 +84,7 @@ class ProgramEvaluation:
             compute = lift(
                 found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
-            checks = FirstStepChecks(program.scoring(_as_loss(function)))
+            checks = CallChecks(program.scoring(_as_loss(function)))
             self._predicting[_key(function)] = compute, checks
         compute, checks = self._predicting[_key(function)]
 
@@ -120,7 +120,7 @@ class ProgramEvaluation:
     ) -> Iterator[Any]:
         pending = deque[Any]()
         for batch in batches:
-            with self._program.configuration.undisturbed():
+            with self._program.configuration.dispatch_context():
                 placed = batch if type(batch) is Batch else self._checks.placed(batch)
                 pending.append(compute(state, placed))
             self._program.configuration.job.move()
@@ -135,7 +135,7 @@ class ProgramEvaluation:
     def _on_host(self, leaf: jax.Array) -> np.ndarray:
         """Return all rows on the host, including those of other processes."""
         if not leaf.is_fully_addressable:
-            with self._program.configuration.undisturbed():
+            with self._program.configuration.dispatch_context():
                 leaf = self._whole(leaf)
         return np.asarray(leaf)
 

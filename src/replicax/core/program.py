@@ -21,7 +21,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
-from replicax.core.modes.step_builder import Jitted, StepParts
+from replicax.core.modes.step_builder import Jitted, StepSpec
 from replicax.core.pipeline.staged_objective import Staged
 from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.placement.layout import on_devices_of
@@ -68,12 +68,12 @@ class Program:
     @cached_property
     def shardings(self) -> TrainState:
         """The shardings of a state."""
-        placing, rows = self.configuration.placing, by_rows(self.mesh)
+        state_layout, rows = self.configuration.state_layout, by_rows(self.mesh)
         where: TrainState = map_rows_of_state(
             lambda node: jax.tree.map(lambda _: rows, node),
-            placing.shardings(self.shapes, self.mesh),
+            state_layout.shardings(self.shapes, self.mesh),
         )
-        return self.configuration.between.shardings(where, self.shapes, placing, self.mesh)
+        return self.configuration.between.shardings(where, self.shapes, state_layout, self.mesh)
 
     @cached_property
     def rows_of_state(self) -> int | None:
@@ -117,7 +117,7 @@ class Program:
         """The step on each of several batches in one program; None if a step takes several."""
         return self.step.repeated() if isinstance(self.step, Jitted) else None
 
-    def step_parts(self) -> StepParts:
+    def step_spec(self) -> StepSpec:
         """Return what the mode builds the step of."""
         config = self.configuration
         if config.step is None:
@@ -162,7 +162,7 @@ class Program:
             apply=config.wrapped(keep),
         )
 
-    def _built_in_step(self) -> StepParts:
+    def _built_in_step(self) -> StepSpec:
         config, mesh, shards = self.configuration, self.mesh, None
         if config.precision.scales and jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
@@ -174,7 +174,7 @@ class Program:
         everywhere: Any = replicated(mesh)
         rows: Any = by_rows(mesh)
         if config.mode.per_replica and config.layout.splits_optimizer:
-            whole = config.placing.gradient_shardings(self.shapes.params, mesh)
+            whole = config.state_layout.gradient_shardings(self.shapes.params, mesh)
             gradient = only_read(whole, self.updater.read)
             shards = shards_of(gradient, mesh, summed=config.layout.splits_params)
         total = StepSums(everywhere if gradient is None else gradient, everywhere, rows, everywhere)
@@ -201,14 +201,14 @@ class Program:
         out: PyTree,
         reduction: Reduction,
         shards: GradientShards | None = None,
-    ) -> StepParts:
+    ) -> StepSpec:
         config, mode = self.configuration, self.configuration.mode
-        return StepParts(
+        return StepSpec(
             name=name,
             sums=sums,
             objective=self.objective,
             mesh=self.mesh,
-            layout=config.placing,
+            layout=config.state_layout,
             shapes=self.shapes,
             state=self.shardings,
             total=total,
@@ -273,7 +273,7 @@ class Program:
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with its parameters replaced by their average."""
         check_kind(state)
-        with self.configuration.undisturbed():
+        with self.configuration.dispatch_context():
             average = jax.jit(
                 average_of,
                 out_shardings=self.shardings.params,

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.call_checks import STEP, CallChecks
 from replicax.core.data.batch import Batch
 from replicax.core.data.share import Batches
 from replicax.core.first_step.memory_check import check_fits
-from replicax.core.first_step_checks import STEP, FirstStepChecks
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.placement.mesh import batch_shardings
 from replicax.core.program import Program
@@ -25,7 +25,7 @@ _Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 class SeveralSteps:
     """Calls of several steps of one program."""
 
-    def __init__(self, program: Program, checks: FirstStepChecks) -> None:
+    def __init__(self, program: Program, checks: CallChecks) -> None:
         self._program, self._checks = program, checks
         self._whole: dict[Any, StepProgram | None] = {}
 

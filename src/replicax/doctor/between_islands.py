@@ -12,9 +12,9 @@ from replicax.cluster.variables import JOB_ID
 from replicax.doctor.between import MOST_SECONDS, seconds_text
 from replicax.doctor.combined import finding_and_fix
 from replicax.errors import ClusterError
-from replicax.islands.entrance import Entrance, connect
 from replicax.islands.handshake import INQUIRES, Handshakes
 from replicax.islands.inquiry import Distance, answer_inquiry, bytes_per_second, inquire
+from replicax.islands.island_listener import IslandListener, connect
 from replicax.islands.island_place import IslandPlace, find_island
 from replicax.islands.island_variables import ISLANDS
 from replicax.islands.messages import Greeting
@@ -77,7 +77,7 @@ class _Inquiries:
     def listening(self) -> Iterator[None]:
         """Answer other islands meanwhile, if this one can listen."""
         try:
-            entrance = Entrance(self._place, self._handshakes, self._answer)
+            entrance = IslandListener(self._place, self._handshakes, self._answer)
         except ClusterError as error:
             self.own.append(Check(ISLANDS_CHECK, "", FAIL, *finding_and_fix(str(error))))
             yield

@@ -23,8 +23,8 @@ from replicax.islands.group_changes import (
 )
 from replicax.islands.island_network import Network
 from replicax.islands.island_place import IslandPlace
+from replicax.islands.local_parts import LocalParts, check_same
 from replicax.islands.messages import Control, Frame, InView, Out, Ready, State, View
-from replicax.islands.own_parts import OwnParts, check_same
 from replicax.islands.pace import Pace
 from replicax.islands.parts import assigned
 from replicax.islands.peer import IslandPeer
@@ -311,7 +311,7 @@ class Group:
         topic: str = "parts",
         admits: bool = False,
         slow: bool = False,
-        own_parts: Callable[..., OwnParts[Value]] = OwnParts,
+        own_parts: Callable[..., LocalParts[Value]] = LocalParts,
     ) -> tuple[list[Value], list[Any]]:
         """Return the values of all parts, or their sum; and the `note`, in JSON, of each member.
 

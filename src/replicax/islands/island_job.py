@@ -22,8 +22,8 @@ from replicax.errors import AgreementError, DivergedError, IslandLeftError
 from replicax.islands.group import Group
 from replicax.islands.group_changes import GroupChange, ReceivedState
 from replicax.islands.island_place import IslandPlace
+from replicax.islands.local_arrays import NOTHING, LocalArrays
 from replicax.islands.messages import View
-from replicax.islands.own_arrays import NOTHING, OwnArrays
 from replicax.islands.shared_parts import (
     LeadingParts,
     fail_followers,
@@ -57,11 +57,11 @@ class IslandJob:
         """Seconds by which exchanges took longer than usual because of these changes."""
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
-        self.everyone = Everyone(self)
+        self.everyone = AllIslands(self)
         self.facts: dict[str, Any] = {}
         """By topic, what all islands must agree on before they exchange anything."""
         self._compared: dict[str, str] = {}
-        self._rehearses = False
+        self._is_dry = False
         self._background = ThreadPoolExecutor(1, "replicax-island-round")
         self._under_way: Future[Any] | None = None
         self.gather, self.broadcast = inner.gather, inner.broadcast
@@ -83,7 +83,7 @@ class IslandJob:
         self.facts[f"the program of {topic}"] = _digest(text)
 
     def compare(self, about: str, arrays: PyTree) -> None:
-        if self.group is not None and not self._rehearses:
+        if self.group is not None and not self._is_dry:
             self._compared[about] = checksum_here(arrays)
 
     def take_compared(self) -> dict[str, str]:
@@ -102,17 +102,17 @@ class IslandJob:
             self.group.rest()
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Enter a context in which this island computes one part, and takes it for all others."""
-        self._rehearses = True
+        self._is_dry = True
         try:
             yield
         finally:
-            self._rehearses = False
+            self._is_dry = False
 
     def exchange(self, parts: Parts[Value], /) -> list[Value]:
         self._settle()
-        if self._rehearses:
+        if self._is_dry:
             arrays = parts.to_host(parts.compute(0))
             values = [parts.from_host(arrays) for _ in range(parts.count)]
             return values if parts.add is None else [functools.reduce(parts.add, values)]
@@ -124,9 +124,9 @@ class IslandJob:
             self._enter_own_loop({"parts": parts.count})
             if self.processes == 1:
                 values, _ = self.group.exchange(parts, same=self.take_compared())
-                self.stand()
+                self.status()
             else:
-                leading = functools.partial(LeadingParts, job=self.inner, told=self.stand)
+                leading = functools.partial(LeadingParts, job=self.inner, told=self.status)
                 same = self.take_compared()
                 values, _ = self.group.exchange(parts, same=same, own_parts=leading)
         except (AgreementError, IslandLeftError) as error:  # others are raised in all processes
@@ -146,21 +146,21 @@ class IslandJob:
 
     @property
     def span(self) -> tuple[int, int]:
-        if self._rehearses:
+        if self._is_dry:
             return 0, self.count
         if self.rank < 0:
 
             def find() -> dict[str, Any]:
                 self._enter_own_loop({})
-                return self.stand()
+                return self.status()
 
-            self.ask_first("the group of islands", find)
+            self.on_leader("the group of islands", find)
         return self._span
 
     def share(
         self, arrays: list[np.ndarray], *, later: bool = False
     ) -> Callable[[], list[list[np.ndarray]]]:
-        if self._rehearses:
+        if self._is_dry:
             return lambda: [arrays]
         found: list[list[np.ndarray]] | None = None
         same = self.take_compared()
@@ -173,10 +173,10 @@ class IslandJob:
             view = self.group.agreement.complete
             assert view is not None
             _check_finite(found, view)
-            return self.stand()
+            return self.status()
 
         def shared() -> list[list[np.ndarray]]:
-            self.ask_first("a round", find)
+            self.on_leader("a round", find)
             return found or [] if self.processes == 1 else shared_lists(found, self.inner)
 
         if not later:
@@ -209,15 +209,15 @@ class IslandJob:
             self.group.most_bytes = most_bytes
             received = self.group.enter({**self._alike(), **fields})
             self._compared = {}  # who joins has computed nothing since
-            return self.stand()
+            return self.status()
 
-        self.ask_first("the group of islands", find)
+        self.on_leader("the group of islands", find)
         return received if self.processes == 1 else shared_state(received, self.inner)
 
-    def ask_first(self, topic: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def on_leader(self, topic: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return in all processes what `find`, which may wait for other islands, does in the first.
 
-        It has to contain what `stand` returns.
+        It has to contain what `status` returns.
         """
         self._settle()
         self.inner.rest()
@@ -227,7 +227,7 @@ class IslandJob:
             self._take(told)
         return told
 
-    def stand(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Note in the first process where this island stands, and return it for the others."""
         group = self.group
         assert group is not None
@@ -270,11 +270,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _own_arrays(arrays: list[np.ndarray], *_: Any) -> OwnArrays:
-    return OwnArrays(arrays)
+def _own_arrays(arrays: list[np.ndarray], *_: Any) -> LocalArrays:
+    return LocalArrays(arrays)
 
 
-class Everyone:
+class AllIslands:
     """The processes of all islands as a job: `process` is the rank among those that live."""
 
     peers: Peers | None = None
@@ -307,9 +307,9 @@ class Everyone:
             options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
             options["same"] = job.take_compared()
             _, found = job.group.exchange(NOTHING, notes, **options)
-            return {"values": [each for of in found for each in of], **job.stand()}
+            return {"values": [each for of in found for each in of], **job.status()}
 
-        values: list[Any] = job.ask_first(f"{topic} of all islands", find)["values"]
+        values: list[Any] = job.on_leader(f"{topic} of all islands", find)["values"]
         return values
 
     def by_island(self, values: list[Any]) -> list[list[Any]]:

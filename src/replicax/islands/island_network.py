@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from replicax.islands.entrance import Entrance, connect
 from replicax.islands.handshake import HANDSHAKE_SECONDS, INQUIRES, PURPOSES, Handshakes
 from replicax.islands.inquiry import answer_inquiry
+from replicax.islands.island_listener import IslandListener, connect
 from replicax.islands.island_place import IslandPlace
 from replicax.islands.messages import CONTROL_DECODER, Beat, Control, Frame, Greeting, State
 from replicax.islands.peer import CLOSED_HERE, IslandPeer
@@ -81,7 +81,7 @@ class Network:
         self._replaced: set[tuple[int, str]] = set()
         self._opening: set[Channel] = set()  # that no peer owns yet
         self._threads: list[threading.Thread] = []
-        self._entrance = Entrance(place, self._handshakes, self._enter)
+        self._entrance = IslandListener(place, self._handshakes, self._enter)
         self._begin("watches", self._watch)
         for other in place.others:
             self._begin(f"dials-{other}", self._dial, other)

@@ -1,6 +1,6 @@
 """The parts of an exchange in an island of several processes: the first decides, all compute.
 
-Only the first process is connected to other islands. What it asks of its `OwnParts` it tells the
+Only the first process is connected to other islands. What it asks of its `LocalParts` it tells the
 others, which ask the same of theirs: all dispatch the same programs in the same order.
 """
 
@@ -14,14 +14,14 @@ from jax.experimental import multihost_utils
 from replicax.core.ground.job import Job, Parts, Value
 from replicax.islands.frames import EXCHANGED_DTYPES
 from replicax.islands.group_changes import ReceivedState, packed_run, unpacked_run
-from replicax.islands.own_parts import BlockArrays, OwnParts
+from replicax.islands.local_parts import BlockArrays, LocalParts
 from replicax.islands.parts import Block
 
 _TOPIC = "the parts of a batch"
 _PIECE_BYTES = 1 << 26
 
 
-class LeadingParts(OwnParts[Value]):
+class LeadingParts(LocalParts[Value]):
     """The parts in the first process of an island; the others follow it (`follow_first`).
 
     `told` returns what they are told when the exchange is complete, in JSON. While this one waits
@@ -64,7 +64,7 @@ def follow_first(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
 
     Raises what that raises, if it leaves the others.
     """
-    own = OwnParts(_shared(parts, job), lambda _: None)
+    own = LocalParts(_shared(parts, job), lambda _: None)
     while True:
         job.rest()
         command = job.broadcast(_TOPIC, lambda: None)

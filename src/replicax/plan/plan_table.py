@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from replicax.plan.network_entries import island_entries, slow_links_entries, traffic_entries
 from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
-from replicax.text.blocks import GAP, Entry, ReportPart, report_of
+from replicax.text.blocks import GAP, Entry, ReportBlock, report_of
 from replicax.text.table import MARGIN, Line, width
 from replicax.text.wording import (
     UNKNOWN,
@@ -31,11 +31,11 @@ def plan_lines(plan: Plan, part: str) -> list[str]:
 
 
 @report_of.register
-def _(plan: Plan) -> list[ReportPart]:
+def _(plan: Plan) -> list[ReportBlock]:
     return [block for part in ("", *LATER_PARTS) for block in _blocks(plan, part)][:-1]
 
 
-def _blocks(plan: Plan, part: str) -> list[ReportPart]:
+def _blocks(plan: Plan, part: str) -> list[ReportBlock]:
     """Return the sections of one part, each followed by an empty line.
 
     The speed and what follows from it are those of the requested batch if it fits, and otherwise

@@ -20,7 +20,7 @@ _MARKED = "color:#d9483b;font-weight:bold"
 """Readable on white and on black."""
 
 
-class ReportPart(Protocol):
+class ReportBlock(Protocol):
     """A part of a report."""
 
     def lines(self) -> list[str]:
@@ -133,7 +133,7 @@ class Grid:
         )
 
 
-def html_of(blocks: Iterable[ReportPart], title: str = "") -> str:
+def html_of(blocks: Iterable[ReportBlock], title: str = "") -> str:
     """Return a report as HTML; entries that follow one another share a table."""
     shown = [f"<div><b>{_text(title)}</b></div>"] if title else []
     for together, group in itertools.groupby(blocks, lambda block: isinstance(block, Entry)):
@@ -143,7 +143,7 @@ def html_of(blocks: Iterable[ReportPart], title: str = "") -> str:
 
 
 @functools.singledispatch
-def report_of(value: Any) -> list[ReportPart]:
+def report_of(value: Any) -> list[ReportBlock]:
     """Return the report of a result; the module that writes it registers how."""
     return [Paragraph(repr(value))]
 

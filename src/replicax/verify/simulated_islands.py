@@ -9,8 +9,8 @@ import numpy as np
 
 from replicax.core.ground.job import Alone, Parts, PartsExchange, Value
 from replicax.core.ground.leaves import PyTree
+from replicax.islands.local_parts import LocalParts
 from replicax.islands.messages import View
-from replicax.islands.own_parts import OwnParts
 from replicax.islands.parts import added, assigned
 
 _Result = TypeVar("_Result")
@@ -34,7 +34,7 @@ class SimulatedIslands(Alone):
         view = View(0, [(n, "") for n in range(self.count)], range(self.count), self.exchanges)
         known: dict[Any, Value] = {}
         for own in assigned(view, self.exchanges, parts.count).values():
-            blocks, arrays = OwnParts(parts, lambda _: None).missing(own)
+            blocks, arrays = LocalParts(parts, lambda _: None).missing(own)
             each = len(arrays) // max(len(blocks), 1)
             for n, block in enumerate(blocks):
                 copies = [array.copy() for array in arrays[n * each : (n + 1) * each]]

@@ -3,7 +3,7 @@ r"""Weights of other libraries: `rx.load_weights`, `rx.save_weights`, and what a
 Both take a table, `rename`: patterns of a file's names, and for each the dotted path of a leaf of
 the model, or one of the functions here. Read in this order:
 
-    leaf_parts.py    the part of a leaf that a tensor fills: a view, which is read or written
+    tensor_slices.py    the part of a leaf that a tensor fills: a view, which is read or written
     renaming.py      the functions here, which make them
     rename_table.py  the rule for a name, and the names of a model, from the same table
     model_leaves.py  leaves of a model by name, and a model with others

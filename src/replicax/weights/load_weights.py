@@ -12,10 +12,10 @@ from replicax.errors import DataError
 from replicax.text.arguments import typed
 from replicax.text.table import labelled
 from replicax.text.wording import counted, named
-from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import ModelLeaves, leaves_of, like_leaf
 from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
 from replicax.weights.tensor_files import Tensors, open_tensors
+from replicax.weights.tensor_slices import Tied, UnfitError
 
 _SHOWN = 3
 """Names in a message, of each kind."""

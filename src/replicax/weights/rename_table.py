@@ -7,7 +7,14 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from replicax.errors import ConfigError, DataError
-from replicax.weights.leaf_parts import Groups, Leaf, PathOrPlace, TensorPlace, UnfitError, place_of
+from replicax.weights.tensor_slices import (
+    Groups,
+    Leaf,
+    PathOrPlace,
+    TensorPlace,
+    UnfitError,
+    place_of,
+)
 
 Rename = Mapping[str, PathOrPlace | None]
 """Patterns of names in a file, which must match whole names, and their places; None for none."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from replicax.errors import ConfigError
 from replicax.text.arguments import Natural, typed, typed_but
-from replicax.weights.leaf_parts import (
+from replicax.weights.tensor_slices import (
     Joined,
     Part,
     PathOrPlace,

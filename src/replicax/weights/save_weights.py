@@ -12,10 +12,10 @@ from replicax.core.ground.leaves import whole_on_host
 from replicax.errors import ConfigError, DataError, require
 from replicax.text.arguments import typed
 from replicax.text.wording import named
-from replicax.weights.leaf_parts import Tied, UnfitError
 from replicax.weights.model_leaves import leaves_of
 from replicax.weights.rename_table import NoLeafError, PlacedTensor, Rename, RenameTable
 from replicax.weights.tensor_files import FILE_DTYPES, open_tensors
+from replicax.weights.tensor_slices import Tied, UnfitError
 
 SUFFIX = ".safetensors"
 

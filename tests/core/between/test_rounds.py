@@ -32,7 +32,7 @@ def test_defaults(islands: int, send: str, rate: float, momentum: float, decay: 
 def test_what_is_due_and_when_a_run_may_stop() -> None:
     rounds = rx.Rounds(6, fragments=3, delay=1)
     assert [rounds.due(step) for step in range(1, 9)] == [None, 1, None, 2, None, 0, None, 1]
-    assert [step for step in range(10) if rounds.is_calm(step)] == [1, 3, 5, 7, 9]
+    assert [step for step in range(10) if rounds.is_boundary(step)] == [1, 3, 5, 7, 9]
 
 
 def test_names_tell_outer_optimizers_apart() -> None:

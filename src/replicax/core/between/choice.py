@@ -68,5 +68,5 @@ def as_between(
         each_step=each_step,
         exchange=exchange,
         parts=each_step.parts,
-        calm_steps=1 if count == 1 and rounds.delay == 0 else rounds.interval,
+        boundary_interval=1 if count == 1 and rounds.delay == 0 else rounds.interval,
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.between.arithmetic import Arithmetic, IslandState, Weighing, arithmetic_of
-from replicax.core.between.every_step import EveryStep, OwnSpan
+from replicax.core.between.every_step import EveryStep, LocalSpan
 from replicax.core.between.rounds import Rounds
 from replicax.core.between.seam import Between, Build
 from replicax.core.between.transports import BetweenJobs, OverMesh, Sent, Transport
@@ -19,7 +19,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.ground.job import PartsExchange, Peers
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes.step_builder import StepParts
+from replicax.core.modes.step_builder import StepSpec
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, options_on, replicated
 from replicax.core.step.base import CompiledFunction, StepProgram, StepResult
@@ -177,12 +177,12 @@ class EveryRound(Between):
     """The same without rounds: how a batch is cut, and an evaluation added up."""
     exchange: PartsExchange | None
     parts: int
-    calm_steps: int
+    boundary_interval: int
 
     apart, reshared = EveryStep.apart, EveryStep.reshared
 
-    def is_calm(self, step: int) -> bool:
-        return self.calm_steps == 1 or self.settings.is_calm(step)
+    def is_boundary(self, step: int) -> bool:
+        return self.boundary_interval == 1 or self.settings.is_boundary(step)
 
     def first_state(self, state: TrainState, updater: Updater, replicas: int) -> TrainState:
         islands = None if self.settings.axis is None else replicas
@@ -195,18 +195,18 @@ class EveryRound(Between):
         return inner
 
     def shardings(
-        self, where: TrainState, shapes: TrainState, placing: Layout, mesh: AnyMesh
+        self, where: TrainState, shapes: TrainState, state_layout: Layout, mesh: AnyMesh
     ) -> TrainState:
         if self.settings.axis is not None:
             own = jax.tree.map(lambda _: by_rows(mesh), shapes.islands)
         else:
             own = jax.tree.map(lambda _: replicated(mesh), shapes.islands)
-            inner = placing.shardings(shapes.islands.inner, mesh)
+            inner = state_layout.shardings(shapes.islands.inner, mesh)
             own = dataclasses.replace(own, inner=inner)
         return dataclasses.replace(where, islands=own)
 
     def step(self, program: Any) -> StepProgram:
-        span, each_step = OwnSpan(self.peers), self.each_step
+        span, each_step = LocalSpan(self.peers), self.each_step
         if isinstance(each_step, EveryStep):
             each_step = dataclasses.replace(each_step, exchange=span)
         own = program.inner(each_step, Weighing(program.configuration.wrap_apply))
@@ -215,10 +215,10 @@ class EveryRound(Between):
         if self.settings.axis is None:
             transport = BetweenJobs(own.step, arithmetic, program.mesh, self.peers)
         else:
-            transport = OverMesh(own.step_parts(), arithmetic)
+            transport = OverMesh(own.step_spec(), arithmetic)
         return RoundStep(arithmetic, transport, program.shardings, span.begin)
 
-    def built(self, parts: StepParts, build: Build) -> CompiledFunction[Any]:
+    def built(self, parts: StepSpec, build: Build) -> CompiledFunction[Any]:
         return self.each_step.built(parts, build)
 
     def end_round(self, step: StepProgram, state: TrainState) -> TrainState:

@@ -17,7 +17,7 @@ from replicax.core.ground.job import Parts, PartsExchange, Peers, Value
 from replicax.core.ground.leaves import from_host, whole_on_host
 from replicax.core.ground.train_state import TrainState
 from replicax.core.ground.vectors import as_blocks, size_in_blocks
-from replicax.core.modes.step_builder import StepParts
+from replicax.core.modes.step_builder import StepSpec
 from replicax.core.placement.mesh import AnyMesh, options_on, replicated
 from replicax.core.step.base import CompiledFunction, StepProgram
 from replicax.core.step.objective import only_read
@@ -57,12 +57,12 @@ class EveryStep(Between):
             )
         if self.settings is None:
             return super().step(program)
-        parts = program.step_parts()
+        parts = program.step_spec()
         coded = CodedSums(self.settings.codec, program.mesh, self.peers)
-        own = OwnSpan(self.peers, anew=True)
+        own = LocalSpan(self.peers, anew=True)
         return ExchangedStep(parts, own, config.mode.build(parts), coded)
 
-    def built(self, parts: StepParts, build: Build) -> CompiledFunction[Any]:
+    def built(self, parts: StepSpec, build: Build) -> CompiledFunction[Any]:
         whole = build(parts)
         return whole if self.by_mode else ExchangedStep(parts, self.exchange, whole)
 
@@ -71,7 +71,7 @@ class EveryStep(Between):
         return dataclasses.replace(state, islands=nothing)
 
 
-class OwnSpan:
+class LocalSpan:
     """The parts of a batch that one of several islands computes, without the others'.
 
     They are chosen `anew` in every step, or by `begin`.

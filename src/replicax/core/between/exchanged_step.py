@@ -22,7 +22,7 @@ from replicax.core.ground.leaves import PyTree, from_host, is_here, whole_on_hos
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.stateful import Stateful
 from replicax.core.modes.exact.fixed_tree import FixedTree, float_sums, with_means
-from replicax.core.modes.step_builder import StepParts, jitted, mapped
+from replicax.core.modes.step_builder import StepSpec, jitted, mapped
 from replicax.core.placement.mesh import Axis, batch_shardings, replicated
 from replicax.core.step.accumulate import folded
 from replicax.core.step.base import Accumulator, CompiledFunction, StepSums, SumsFunction
@@ -77,7 +77,7 @@ class ExchangedStep:
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: StepSpec,
         exchange: PartsExchange,
         whole: CompiledFunction[Any],
         coded: Callable[[Any, PyTree], tuple[Any, PyTree]] | None = None,
@@ -166,7 +166,7 @@ def _rows_of_part(batch: Batch, number: jax.Array, *, count: int) -> Batch:
     return batch.map_rows(lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows))
 
 
-def _sums_of_part(parts: StepParts, state: TrainState, rows: Batch, number: jax.Array) -> Any:
+def _sums_of_part(parts: StepSpec, state: TrainState, rows: Batch, number: jax.Array) -> Any:
     """Return the sums over the rows of a part, the statistics of the model after them, and 1."""
     accumulator = OfPart(parts.accumulator, number)
     found = mapped(dataclasses.replace(parts, accumulator=accumulator))(state, rows)

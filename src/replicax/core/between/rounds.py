@@ -151,7 +151,7 @@ class Rounds:
         """Return the fragment that is sent after `step` steps, if any."""
         return step // self.interval % self.fragments if step % self.interval == 0 else None
 
-    def is_calm(self, step: int) -> bool:
+    def is_boundary(self, step: int) -> bool:
         """Whether a fragment has just taken effect after `step` steps, and none is under way.
 
         A run may then stop, save, and take islands in.

@@ -9,13 +9,13 @@ from typing import Any
 from replicax.core.between.rounds import Rounds
 from replicax.core.ground.job import PartsExchange
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes.step_builder import StepParts
+from replicax.core.modes.step_builder import StepSpec
 from replicax.core.placement.layout import Layout
 from replicax.core.placement.mesh import AnyMesh
 from replicax.core.step.base import CompiledFunction, StepProgram
 from replicax.core.step.optimizer import Updater
 
-Build = Callable[[StepParts], CompiledFunction[Any]]
+Build = Callable[[StepSpec], CompiledFunction[Any]]
 """Builds a step or a score from its parts, as a mode does."""
 
 
@@ -32,10 +32,10 @@ class Between:
     """Says where a step has only some rows of a batch; empty if it has all."""
     reshared = ""
     """Says where rows may go to another job in the next step; empty if they never do."""
-    calm_steps: int = 1
-    """Number of steps from one after which it `is_calm` to the next."""
+    boundary_interval: int = 1
+    """Number of steps from one after which it `is_boundary` to the next."""
 
-    def is_calm(self, step: int) -> bool:
+    def is_boundary(self, step: int) -> bool:
         """Whether a run may vote, save and take others in after `step` steps; see `Rounds`."""
         return True
 
@@ -48,16 +48,16 @@ class Between:
         return shapes
 
     def shardings(
-        self, where: TrainState, shapes: TrainState, placing: Layout, mesh: AnyMesh
+        self, where: TrainState, shapes: TrainState, state_layout: Layout, mesh: AnyMesh
     ) -> TrainState:
         """Return the shardings of a state, from `where` they are without others."""
         return where
 
     def step(self, program: Any) -> StepProgram:
         """Return the step of a `Program`, with what is exchanged."""
-        return self.built(program.step_parts(), program.configuration.mode.build)
+        return self.built(program.step_spec(), program.configuration.mode.build)
 
-    def built(self, parts: StepParts, build: Build) -> CompiledFunction[Any]:
+    def built(self, parts: StepSpec, build: Build) -> CompiledFunction[Any]:
         """Return what a mode builds of `parts`, with the sums of other jobs."""
         return build(parts)
 

@@ -17,7 +17,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.ground.job import Peers
 from replicax.core.ground.leaves import PyTree, from_host, whole_on_host
 from replicax.core.ground.train_state import Metrics, TrainState
-from replicax.core.modes.step_builder import Jitted, StepParts
+from replicax.core.modes.step_builder import Jitted, StepSpec
 from replicax.core.placement.mesh import (
     AnyMesh,
     Axis,
@@ -98,7 +98,7 @@ class BetweenJobs:
 class OverMesh:
     """The transport over the mesh of one job: each replica is an island."""
 
-    def __init__(self, parts: StepParts, arithmetic: Arithmetic) -> None:
+    def __init__(self, parts: StepSpec, arithmetic: Arithmetic) -> None:
         self._mesh, rows = parts.mesh, by_rows(parts.mesh)
         self._rows, self._everywhere = rows.spec, replicated(parts.mesh)
 
@@ -155,7 +155,7 @@ class OverMesh:
         return [self._whole.lower(placed).compile()]
 
 
-def _step_of_one(parts: StepParts, number: jax.Array) -> Callable[..., Any]:
+def _step_of_one(parts: StepSpec, number: jax.Array) -> Callable[..., Any]:
     """Return the step of one island on its rows, part `number` of the batch."""
     accumulator = OfPart(parts.accumulator, number)
     sums = partial(parts.sums, axis=None, accumulator=accumulator, reduce=no_reduction)

@@ -12,7 +12,7 @@ Read in this order:
     row_trials.py        if it is not, or the trace does not tell: compare numbers
     row_errors.py        one line that names the value and what to write
 
-`jaxprs` has the rules; this room knows what a loss is. `first_step_checks.py`, above, calls it, and
+`jaxprs` has the rules; this room knows what a loss is. `call_checks.py`, above, calls it, and
 `per_replica_sums.py` uses its answer. It imports `errors` and the rooms up to `custom`. Tests:
 `tests/core/first_step/`. Public: nothing but the errors, such as `rx.LossError` (`docs/rows.md`).
 """

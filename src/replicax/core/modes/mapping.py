@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from replicax.core.data.batch import Batch
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
-from replicax.core.modes.step_builder import Jitted, Mapped, ReplicaView, StepParts, Wrap, build
+from replicax.core.modes.step_builder import Jitted, Mapped, ReplicaView, StepSpec, Wrap, build
 from replicax.core.placement.layout import Layout
 from replicax.core.placement.mesh import (
     DATA,
@@ -163,7 +163,7 @@ class Mode:
     reduce: Callable[[Reduction, GradientShards | None], Reduce] = of_each_replica
     """`reduce(reduction, shards)` -> the function that the step calls. `shards` says which part of
     the total each replica gets; None for all of it. Raises `ConfigError`."""
-    build: Callable[[StepParts], CompiledFunction[Any]] = build
+    build: Callable[[StepSpec], CompiledFunction[Any]] = build
     """Builds the step, or the scoring of an evaluation."""
     bitwise: bool = False
     """Whether `build` makes results bitwise identical on any number of devices, of a batch that is

@@ -20,14 +20,14 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes.mapping import of_each_replica, shard_map
-from replicax.core.modes.step_builder import StepParts, jitted, mapped
+from replicax.core.modes.step_builder import StepSpec, jitted, mapped
 from replicax.core.placement.mesh import is_data_only
 from replicax.core.step.base import CompiledFunction, MappedSums, StepSums
 from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
 
 
-def build_where_rows_are_apart(parts: StepParts) -> CompiledFunction[Any]:
+def build_where_rows_are_apart(parts: StepSpec) -> CompiledFunction[Any]:
     """Return the program of `parts` in the global view, with sums by replica where it can."""
     whole = mapped(parts)
     by_replica = parts.mesh.size > 1 and is_data_only(parts.mesh) and parts.layout.is_whole

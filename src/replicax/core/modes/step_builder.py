@@ -64,7 +64,7 @@ class Wrap(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepParts:
+class StepSpec:
     """Everything that a program is built of; a mode may build it in its own way."""
 
     name: str
@@ -105,19 +105,19 @@ class StepParts:
     """Whether the memory of the state is reused."""
 
 
-def build(parts: StepParts) -> CompiledFunction[Any]:
+def build(parts: StepSpec) -> CompiledFunction[Any]:
     """Return the program of `parts`: one `jax.jit` function."""
     return jitted(parts, mapped(parts))
 
 
-def mapped(parts: StepParts) -> MappedFunction[Any]:
+def mapped(parts: StepSpec) -> MappedFunction[Any]:
     """Return `parts.sums` as a function of global arrays."""
     sums = partial(parts.sums, accumulator=parts.accumulator, reduce=parts.reduce)
     return parts.wrap(sums, parts.mesh, (parts.state, batch_shardings(parts.mesh)), parts.total)
 
 
 def jitted(
-    parts: StepParts, sums: MappedFunction[Any], given: PyTree | None = None
+    parts: StepSpec, sums: MappedFunction[Any], given: PyTree | None = None
 ) -> "Jitted[Any]":
     """Return the program that updates the state from `sums`, or `sums` if there is no update.
 
@@ -207,7 +207,7 @@ def check_whole(layout: Layout) -> None:
         )
 
 
-def _of_each_replica(parts: StepParts, apply: Apply) -> Apply:
+def _of_each_replica(parts: StepSpec, apply: Apply) -> Apply:
     """Return `apply` with the replica axis in scope; all arrays are whole."""
     check_whole(parts.layout)
     everywhere, by_replica = replicated(parts.mesh).spec, by_rows(parts.mesh).spec

@@ -7,7 +7,7 @@ Read in this order:
     pipeline_schedules.py   in which tick the backward passes begin
     layout.py               `Layout` and the table of layouts: the sharding of each leaf of a state
     fsdp_gather.py          whole parameters where the loss uses them, of those that `fsdp` shards
-    undisturbed.py          a step runs in its own mesh, whatever the caller's, one thread at a time
+    dispatch_context.py     a step runs in its own mesh, whatever the caller's, one thread at a time
 
 A layout is asked, and its name is compared nowhere else: a new one is an entry in the table.
 The room imports `errors`, `arguments`, `ground`, `data` and `jaxprs`. Tests:

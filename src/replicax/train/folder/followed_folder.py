@@ -11,7 +11,7 @@ from replicax.text.wording import first_line
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.files.lease import Lease, last_renewal, take_lease
 from replicax.train.files.records import Record
-from replicax.train.folder.storage import FolderOptions, OwnStates, Storage, what_is_saved
+from replicax.train.folder.storage import FolderOptions, IslandCheckpoints, Storage, what_is_saved
 from replicax.train.folder.written_folder import WrittenFolder
 
 
@@ -26,7 +26,7 @@ class FollowedFolder(Storage):
         self._options, self._alarm = options, options.alarm
         self.knows_program = "program" in options.config
         self._store = options.store()
-        self.own = OwnStates(options, self._store) if options.has_own else None
+        self.own = IslandCheckpoints(options, self._store) if options.has_own else None
         self._renewed = last_renewal(options.path)
         self._lease: Lease | None = None
         self._saved: Any = None

@@ -61,7 +61,7 @@ class FolderOptions:
         return Store(self.path / CHECKPOINTS, self.saving.keep, self.saving.keep_every)
 
 
-class OwnStates:
+class IslandCheckpoints:
     """Checkpoints of one island, in `islands/<index>` of a run's folder, on this host's disk.
 
     Those that the island wrote for the run, in `main`, are its own as well.
@@ -121,7 +121,7 @@ class Storage:
     folder: RunFolder | None = None
     """The files of the run, in the process that writes them."""
     found: ResumePoint | None = None
-    own: OwnStates | None = None
+    own: IslandCheckpoints | None = None
     """States of this island alone, if its run has any."""
     follows = False
     """Whether another island writes the folder."""

@@ -35,7 +35,7 @@ from replicax.train.folder.goodput import FILE, Ledger
 from replicax.train.folder.storage import (
     WRITER,
     FolderOptions,
-    OwnStates,
+    IslandCheckpoints,
     ResumePoint,
     Storage,
     what_is_saved,
@@ -61,7 +61,7 @@ class WrittenFolder(Storage):
         if followed is not None:
             self.own, self.ledger = followed.own, followed.ledger
         elif options.has_own:
-            self.own = OwnStates(options, self._store)
+            self.own = IslandCheckpoints(options, self._store)
         own = options.job, options.seed, self._config, options.never_finite, options.pinned
         self._saver = Saver(self._store, 0, self._check, *own)
         self._saved: Any = None

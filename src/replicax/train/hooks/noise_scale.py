@@ -19,10 +19,10 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.core.call_checks import agree_on_program
 from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.first_step.memory_check import check_fits
-from replicax.core.first_step_checks import agree_on_program
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes.mapping import lift

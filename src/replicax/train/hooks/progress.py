@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from replicax.text.blocks import Bar, Paragraph, ReportPart, Verbatim, html_of
+from replicax.text.blocks import Bar, Paragraph, ReportBlock, Verbatim, html_of
 from replicax.text.streams import Unfailing
 from replicax.text.table import for_stream
 from replicax.text.wording import counted, duration
@@ -178,7 +178,7 @@ class NotebookProgress(PlainProgress):
             lines.insert(self._kept or 0, f"... {counted(self._left_out, 'line')} before these")
         if not (head or lines):
             return
-        shown: list[ReportPart] = [*([Paragraph(head)] if head else [])]
+        shown: list[ReportBlock] = [*([Paragraph(head)] if head else [])]
         if self._total and place:
             shown.append(Bar(self._step, self._total))
         if self._run is not None:

@@ -181,9 +181,9 @@ class Loop:
         """Whether to save now; if `asked`, only because of the clock or a hook."""
         run, step = self._parts.settings, self._now.place.step
         between = self._dp.configuration.between
-        if not run.resumable or not between.is_calm(step):
+        if not run.resumable or not between.is_boundary(step):
             return False
-        every, before = run.saving.every, max(step - between.calm_steps, 0)
+        every, before = run.saving.every, max(step - between.boundary_interval, 0)
         by_step = every and before // every < step // every and not asked
         return bool(by_step or self._stopping.save_due)
 

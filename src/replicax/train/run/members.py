@@ -94,11 +94,19 @@ class Members:
         return self._islands.island == 0 and self._islands.process == 0
 
     def stopping(
-        self, interrupt: Interrupt, save_every_seconds: float | None, calm: Callable[[], bool]
+        self,
+        interrupt: Interrupt,
+        save_every_seconds: float | None,
+        at_boundary: Callable[[], bool],
     ) -> Stopping:
-        """Return what turns the requests of all processes into decisions; `calm` as there."""
+        """Return what turns the requests of all processes into decisions.
+
+        `at_boundary` says whether a run with rounds is between two of them.
+        """
         islands = None if self._islands is None else self._islands.everyone
-        return Stopping(interrupt, self.everyone, save_every_seconds, islands=islands, calm=calm)
+        return Stopping(
+            interrupt, self.everyone, save_every_seconds, islands=islands, at_boundary=at_boundary
+        )
 
     def enter(
         self, fields: dict[str, Any], dp: DataParallel, state: TrainState, feed: Feed
@@ -117,7 +125,7 @@ class Members:
         batch = next(iter(feed))
         if not was_donated(state):
             fields = {**fields, "weights": sha256(state.params)[:16]}
-            with self._islands.rehearsal():
+            with self._islands.dry_run():
                 dp.step(copied(state), batch)  # compiles all that a step runs
         programs = dp.program(state).step.compiled(state, batch)
         if dp.mode.bitwise:

@@ -72,7 +72,7 @@ class OpenRun:
         self.stopping: Stopping = members.stopping(
             parts.interrupt,
             saving.clock_seconds if parts.settings.resumable else None,
-            lambda: dp.configuration.between.is_calm(now.place.step),
+            lambda: dp.configuration.between.is_boundary(now.place.step),
         )
         self._resume(donated)
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from replicax.core.ground.job import Job
-from replicax.islands.island_job import Everyone
+from replicax.islands.island_job import AllIslands
 from replicax.text.arguments import typed
 
 _BETWEEN_VOTES_SECONDS = 0.5
@@ -186,7 +186,7 @@ class Stopping:
     on in the previous vote, so that no process starts a step that another one skips.
 
     With `islands`, a signal stops all only if all have received one. There are no votes unless all
-    are `calm`, between two rounds.
+    are `at_boundary`, between two rounds.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class Stopping:
         job: Job,
         save_every_seconds: float | None = None,
         *,
-        islands: Everyone | None = None,
-        calm: Callable[[], bool] = lambda: True,
+        islands: AllIslands | None = None,
+        at_boundary: Callable[[], bool] = lambda: True,
     ) -> None:
         self.save_due = False
         """Whether all processes must save now; reset when they have."""
@@ -206,7 +206,7 @@ class Stopping:
         """The reason given by a hook that requested the end of the run, if any."""
         self.leaves: str | None = None
         """The signal on which this process leaves the others, which go on."""
-        self._islands, self._signalled_votes, self._calm = islands, 0, calm
+        self._islands, self._signalled_votes, self._at_boundary = islands, 0, at_boundary
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at, self._has_saved = time.monotonic(), False
@@ -266,7 +266,7 @@ class Stopping:
                 same position.
             admits: whether new islands may join here.
         """
-        if not self._calm():
+        if not self._at_boundary():
             return self.over
         self._calls += 1
         if self._job.processes == 1:

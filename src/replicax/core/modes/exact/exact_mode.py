@@ -14,7 +14,7 @@ from replicax.core.modes.exact.micro_shard_function import on_micro_shard
 from replicax.core.modes.exact.micro_shard_step import MicroShardStep
 from replicax.core.modes.exact.ordered_reduction import reduce_in_order
 from replicax.core.modes.mapping import Mode, shard_map
-from replicax.core.modes.step_builder import StepParts, jitted, mapped
+from replicax.core.modes.step_builder import StepSpec, jitted, mapped
 from replicax.core.placement.mesh import AnyMesh, replica_count
 from replicax.core.step.base import Accumulator, CompiledFunction
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
@@ -44,7 +44,7 @@ def fixed_tree(
     return tree
 
 
-def _build(parts: StepParts) -> CompiledFunction[Any]:
+def _build(parts: StepSpec) -> CompiledFunction[Any]:
     """Return the program of `parts`, as the micro-shards of attached devices compute it."""
     whole, function = jitted(parts, mapped(parts)), on_micro_shard(parts)
     if not isinstance(parts.mesh, Mesh):

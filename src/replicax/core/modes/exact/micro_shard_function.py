@@ -13,7 +13,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes.exact.fixed_tree import MicroShardAccumulator
 from replicax.core.modes.exact.sharded_update import LooksAtWhole, MicroShard, by_pieces
-from replicax.core.modes.step_builder import StepParts, check_whole
+from replicax.core.modes.step_builder import StepSpec, check_whole
 from replicax.core.placement.mesh import AnyMesh, ShardDim, row_axis, split_dim
 from replicax.core.step.base import Apply, StepSums, no_reduction
 from replicax.core.step.loss import LOSS, WeightedSum
@@ -26,7 +26,7 @@ OnMicroShard = Callable[[TrainState, Batch, MicroShard], Any]
 """A function of the state, the rows of one micro-shard, and which micro-shard it is."""
 
 
-def on_micro_shard(parts: StepParts) -> OnMicroShard:
+def on_micro_shard(parts: StepSpec) -> OnMicroShard:
     """Return the program as a function of one micro-shard, not yet traced.
 
     `ConfigError` if an optimizer reads whole arrays of a state that is split.
@@ -56,7 +56,7 @@ def on_micro_shard(parts: StepParts) -> OnMicroShard:
 
 
 def _check_sharded_update(
-    parts: StepParts, apply: Apply, shard_dims: Sequence[ShardDim], dims: Sequence[ShardDim]
+    parts: StepSpec, apply: Apply, shard_dims: Sequence[ShardDim], dims: Sequence[ShardDim]
 ) -> None:
     """Raise `ConfigError` if updating a piece needs more than reductions over other pieces."""
     count, shapes = parts.micro_shards, parts.shapes

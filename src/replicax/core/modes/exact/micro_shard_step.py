@@ -21,7 +21,7 @@ from replicax.core.modes.exact.micro_shard_function import OnMicroShard
 from replicax.core.modes.exact.own_draws import with_own_draws
 from replicax.core.modes.exact.replica_program import ReplicaProgram
 from replicax.core.modes.exact.sharded_update import MicroShard
-from replicax.core.modes.step_builder import StepParts
+from replicax.core.modes.step_builder import StepSpec
 from replicax.core.placement.mesh import ShardDim, batch_shardings, sharding_of, split_dim
 from replicax.core.step.base import CompiledFunction
 from replicax.errors import LossError
@@ -37,7 +37,7 @@ class MicroShardStep:
     inline = None
 
     def __init__(
-        self, parts: StepParts, mesh: Mesh, function: OnMicroShard, whole: CompiledFunction[Any]
+        self, parts: StepSpec, mesh: Mesh, function: OnMicroShard, whole: CompiledFunction[Any]
     ) -> None:
         self.trace, self.lower = whole.trace, whole.lower
         self._name, self._function, self._count = parts.name, function, parts.micro_shards

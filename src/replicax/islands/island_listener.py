@@ -24,7 +24,7 @@ Enter = Callable[[Greeting, Channel, Callable[[], None]], None]
 """Called with an island that knows the secret, its connection, and what accepts it."""
 
 
-class Entrance:
+class IslandListener:
     """Accepts connections on the port of `place` until `close`.
 
     `enter` is called in a thread of each visitor that proves that it knows the secret. It owns the

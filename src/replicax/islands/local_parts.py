@@ -19,7 +19,7 @@ BlockArrays = Mapping[Block, list[np.ndarray] | None]
 """The arrays of blocks that others computed; None for those of this island."""
 
 
-class OwnParts(Generic[Value]):
+class LocalParts(Generic[Value]):
     """The values that this island has computed for an exchange."""
 
     def __init__(self, parts: Parts[Value], note: Callable[[int], None]) -> None:

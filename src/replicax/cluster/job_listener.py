@@ -61,7 +61,7 @@ class Peer(asyncio.Protocol):
         self._transport.close()
 
 
-class Door:
+class JobListener:
     """Accepts connections; `close` ends all of them."""
 
     def __init__(

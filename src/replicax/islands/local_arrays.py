@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from replicax.core.ground.job import Parts
+from replicax.islands.local_parts import Frames, LocalParts
 from replicax.islands.messages import View
-from replicax.islands.own_parts import Frames, OwnParts
 from replicax.islands.parts import Block
 
 NOTHING: Parts[Any] = Parts(0, lambda _: None, None, lambda _: [], lambda _: None)
 """No parts: an exchange of notes or of arrays."""
 
 
-class OwnArrays(OwnParts[list[np.ndarray]]):
+class LocalArrays(LocalParts[list[np.ndarray]]):
     """The arrays of this island, in place of parts that any island could compute.
 
     What a lost island has not sent to all others is lost.

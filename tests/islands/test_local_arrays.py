@@ -239,9 +239,9 @@ def test_numbers_that_are_not_finite_reach_nobody(threads: Threads) -> None:
             each.result(20.0)
 
 
-def test_a_rehearsal_sends_nothing(threads: Threads) -> None:
+def test_a_dry_run_sends_nothing(threads: Threads) -> None:
     job = Islands(threads, 2).jobs[1]
-    with job.rehearsal():
+    with job.dry_run():
         assert job.span == (0, 2)
         assert_from([1], job.share(arrays(1))())
         assert_from([1], job.share(arrays(1), later=True)())

@@ -35,7 +35,7 @@ def in_own_mesh(mesh: AnyMesh, *, named: bool) -> Context:
     return _without_mesh()
 
 
-def undisturbed(mesh: AnyMesh, in_flight: InFlight, named: bool, compiled: bool) -> Context:
+def dispatch_context(mesh: AnyMesh, in_flight: InFlight, named: bool, compiled: bool) -> Context:
     """Return a context to trace and dispatch programs on `mesh`: `in_own_mesh`, by one thread.
 
     Programs that communicate must reach all devices in one order. `compiled`: whether it takes
@@ -75,7 +75,7 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-def of_one_thread(
+def serialized(
     method: Callable[Concatenate[Self, _Given], _Result],
 ) -> Callable[Concatenate[Self, _Given], _Result]:
     """Return a method of an object with a configuration that runs undisturbed."""
@@ -84,7 +84,7 @@ def of_one_thread(
     @functools.wraps(method)
     def run(self: Self, *given: _Given.args, **options: _Given.kwargs) -> _Result:
         try:
-            with self.configuration.undisturbed():
+            with self.configuration.dispatch_context():
                 return method(self, *given, **options)
         except TypeError:  # looked at only then, as a step is called often
             bind(method.__qualname__, signature, (self, *given), options)

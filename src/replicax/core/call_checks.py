@@ -48,7 +48,7 @@ _traced = jax.disable_jit(False)  # an examination knows functions by the names 
 _log = logging.getLogger("replicax")
 
 
-class FirstStepChecks:
+class CallChecks:
     """Runs the checks of one program, each only once."""
 
     def __init__(self, program: Program) -> None:
