@@ -98,14 +98,14 @@ def test_a_process_does_not_fill_the_memory_with_topics(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("turns", range(8))
 def test_the_door_closes_while_it_lets_somebody_in(turns: int) -> None:
     async def closes() -> None:
-        door = JobListener(2, lambda peer, message: None, lambda peer: None)
+        listener = JobListener(2, lambda peer, message: None, lambda peer: None)
         listening = socket.create_server(("127.0.0.1", 0))
         with listening, socket.create_connection(listening.getsockname()):
-            serving = asyncio.ensure_future(door.serve(listening))
+            serving = asyncio.ensure_future(listener.serve(listening))
             for _ in range(turns):
                 await asyncio.sleep(0)
             serving.cancel()
-            door.close()
+            listener.close()
             with pytest.raises(asyncio.CancelledError):
                 await serving
 

@@ -1,5 +1,6 @@
 """The hub of a job without threads, sockets and time: a test says what happens next."""
 
+import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import msgspec
 from support.clock import Clock
 from support.cluster_jobs import NO_SECRET, place
 
-from replicax.cluster import door, hub, wire
+from replicax.cluster import hub, job_listener, wire
 from replicax.cluster.hub import LOOK_SECONDS, Hub
 from replicax.cluster.watchdog import StuckVerdict, Timeouts
 from replicax.cluster.wire import Go, Hello, Message, decode
@@ -26,8 +27,8 @@ class Connection:
     def __init__(self, quiet: "QuietHub") -> None:
         self._quiet, self.closed = quiet, False
         self.said, self._told = bytearray(), bytearray()
-        self.peer = door.Peer(quiet.hub._hear, quiet.hub._lost)
-        self.peer.connection_made(mock.MagicMock(spec=door.asyncio.Transport, **self._transport()))
+        self.peer = job_listener.Peer(quiet.hub._hear, quiet.hub._lost)
+        self.peer.connection_made(mock.MagicMock(spec=asyncio.Transport, **self._transport()))
 
     def _transport(self) -> dict[str, Any]:
         return {"write": self._told.extend, "is_closing": lambda: self.closed, "close": self.close}
@@ -75,7 +76,7 @@ class QuietHub:
             mock.patch.object(hub.threading, "Thread"),
             mock.patch.object(hub.asyncio, "new_event_loop", return_value=self),
             mock.patch.object(hub.asyncio, "sleep", _Turn),
-            mock.patch.object(door.asyncio, "get_running_loop", return_value=self),
+            mock.patch.object(job_listener.asyncio, "get_running_loop", return_value=self),
         ]
         self._given = place(0, processes, 1, secret=secret), timeouts, join_seconds
 

@@ -77,7 +77,7 @@ class _Inquiries:
     def listening(self) -> Iterator[None]:
         """Answer other islands meanwhile, if this one can listen."""
         try:
-            entrance = IslandListener(self._place, self._handshakes, self._answer)
+            listener = IslandListener(self._place, self._handshakes, self._answer)
         except ClusterError as error:
             self.own.append(Check(ISLANDS_CHECK, "", FAIL, *finding_and_fix(str(error))))
             yield
@@ -85,7 +85,7 @@ class _Inquiries:
         try:
             yield
         finally:
-            threads = entrance.close()
+            threads = listener.close()
             with self._changed:
                 for channel in self._answering:
                     channel.end()

@@ -7,14 +7,14 @@ After `docs/islands.md`, read in this order:
     messages.py           everything that travels between two islands
     parts.py              which island computes which parts, and the tree that adds them
     agreement.py          who lives, and which exchanges are complete; without threads or sockets
-    own_parts.py          the parts of one exchange: computed, sent, combined
-    own_arrays.py         arrays that each island has for itself, in place of parts
+    local_parts.py        the parts of one exchange: computed, sent, combined
+    local_arrays.py       arrays that each island has for itself, in place of parts
     group_changes.py      who joined and left, and what a new one receives
     founding.py           which islands begin, and whether they fit together
     group.py              this island among the others: enters, exchanges, gives the state
     frames.py             arrays on a channel, with lengths checked
     handshake.py          both sides say who they are, and prove that they know the secret
-    entrance.py           the listening port
+    island_listener.py    the listening port
     peer.py               the two connections to one other island
     island_network.py     connections to all of them, again and again
     shared_parts.py       the same parts in the other processes of an island

@@ -39,7 +39,7 @@ class IslandListener:
         self._closing = False
         self._threads: list[threading.Thread] = []
         self._listening = listen(place)
-        self._begin("replicax-island-entrance", self._accept)
+        self._begin("replicax-island-listener", self._accept)
 
     def close(self) -> list[threading.Thread]:
         """Accept no more, and end all connections that are not proven; return what then ends."""
