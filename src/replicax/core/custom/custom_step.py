@@ -148,7 +148,7 @@ def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:
 
 
 def _not_finite_rows(before: PyTree, after: PyTree) -> list[jax.Array]:
-    """Return the same of the rows of a state: their means over all replicas, NaN for a bad one."""
+    """Return means over all replicas of the rows of the next state; NaN where one is not finite."""
     trees = map(rows_of_state, (before, after))
     pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     bad = [jnp.isfinite(b) & ~jnp.isfinite(a) for b, a in pairs if is_trainable(a)]

@@ -150,7 +150,7 @@ ReplicaSums = ReplicaFunction[_TotalAndStates]
 """`step_sums`, whose result is the total of the step's sums, and the model's other arrays and the
 reduction's state after the step."""
 MappedSums = MappedFunction[_TotalAndStates]
-"""The same as a function of global arrays."""
+"""`step_sums` as a function of global arrays."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["latest"])

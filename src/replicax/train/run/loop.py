@@ -85,7 +85,7 @@ class Loop:
         return self._steps.settle(closing=closing, due=due)
 
     def step(self, batch: FeedItem) -> dict[str, Any]:
-        """Do the step, or the steps, on the newest batch; see `rx.Run.step`."""
+        """Implement `rx.Run.step`: the step, or the steps, on the newest batch."""
         now = self._now
         if batch is not self._given:
             raise StateError(

@@ -150,7 +150,7 @@ class OpenRun:
         storage: Storage = kind(options)
         storage.begin()
         stack.callback(lambda: self.storage.close())
-        parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, all_gone=gone))
+        parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, terminated=gone))
         parts.file.folder, storage.ledger.hooks = storage.folder, parts.hooks.seconds
         return storage
 
