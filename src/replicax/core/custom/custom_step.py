@@ -24,7 +24,7 @@ from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.metric_objects import as_metric
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums
+from replicax.core.step.base import Accumulator, Apply, ReduceReplicas, StepResult, StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.loss_context import inside
 from replicax.core.step.update import Summing, step_key
@@ -42,7 +42,7 @@ def custom_update(
     step: StepFunction,
     definition: CustomState,
     accumulator: Accumulator,
-    reduce: Reduce,
+    reduce: ReduceReplicas,
     precision: Precision,
     apply: Apply,
     examiner: Examiner | None = None,
