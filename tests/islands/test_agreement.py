@@ -129,7 +129,7 @@ def test_who_leaves_tells_nobody_to_leave():
     of.begin(view)
     of.lose(1)
     of.lose(2)
-    assert of.left is not None
+    assert of.exit_reason is not None
     assert not [message for _, message in sent if isinstance(message, Out)]
 
 
@@ -152,7 +152,7 @@ def test_a_tie_ends_when_the_first_one_goes_on():
     of.hear((2, "a"), GoOn(1))
     assert of.tie
     of.hear((0, "a"), GoOn(1))
-    assert (of.settled, of.left) == (True, None)
+    assert (of.settled, of.exit_reason) == (True, None)
     assert [(to, type(message)) for to, message in sent] == [(2, Out), (3, Out)]
 
 
@@ -169,7 +169,7 @@ def test_a_tie_ends_also_if_the_first_one_went_on_before():
 def test_who_loses_the_first_one_in_a_tie_leaves():
     of, _ = tied()
     of.lose(0)
-    assert of.left is not None
+    assert of.exit_reason is not None
 
 
 def test_a_decision_of_another_island_is_counted_too():
@@ -178,7 +178,7 @@ def test_a_decision_of_another_island_is_counted_too():
     of = Agreement((2, "a"), lambda to, message: None, lambda n: False)
     of.begin(view)
     of.hear((1, "a"), Decided(0, after, -1))
-    assert of.left is not None
+    assert of.exit_reason is not None
 
 
 def test_nobody_asks_whether_a_survivor_is_dead():
@@ -213,4 +213,4 @@ def test_only_the_start_that_was_done_is_gone() -> None:
     of.hear((2, "c"), Done())
     of.lose(1)
     of.lose(2)
-    assert of.left is not None
+    assert of.exit_reason is not None

@@ -54,7 +54,7 @@ def test_nobody_is_the_first_before_it_is_agreed(threads: Threads) -> None:
     one.network.close()
     until(lambda: other.agreement.members == [1])
     assert other.rank == 1  # the first may live, and go on
-    other.arbiter = lambda all_gone: not all_gone
+    other.arbiter = lambda most_terminated: not most_terminated
     threads.exchange(other).result(20.0)
     assert other.rank == 0
 
@@ -96,7 +96,7 @@ def test_an_island_asks_again_if_the_one_that_gives_it_the_state_dies(
     joins, first_start = threads.enter(third), third.network.start
     until(lambda: all(2 in each._candidates for each in members))
     threads.all_exchange(members, admits=True)
-    members[1].arbiter = lambda all_gone: True
+    members[1].arbiter = lambda most_terminated: True
     waiting = threads.exchange(members[1])
     members[0].network.close()
     assert waiting.result(20.0) == ([], [1])  # without its patience of 60 s
@@ -112,7 +112,7 @@ def test_a_slow_exchange_has_time(threads: Threads, slow: bool) -> None:
     one, other = threads.found(places(2), stall_seconds=0.3, stall_multiple=1.0)
     for _ in range(3):
         threads.all_exchange([one, other])
-    one.arbiter = lambda all_gone: True
+    one.arbiter = lambda most_terminated: True
     early = threads.exchange(one, slow=slow)
     time.sleep(1.5)
     assert early.done() is not slow
@@ -161,7 +161,7 @@ def test_time_in_which_an_island_was_frozen_does_not_count(
 def test_an_island_that_takes_steps_is_waited_for(threads: Threads) -> None:
     """As at the end of a round, where a slow one has many left."""
     one, other = threads.found(places(2), stall_seconds=1.0, stall_multiple=1.0, silent_seconds=2.0)
-    one.arbiter = lambda all_gone: True
+    one.arbiter = lambda most_terminated: True
     for _ in range(3):
         threads.all_exchange([one, other])
     early = threads.exchange(one)

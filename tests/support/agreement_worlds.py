@@ -130,7 +130,7 @@ class Island:
     def look(self) -> None:
         """Suspect members that are not connected, and complete what is agreed."""
         of, before = self.agreement, None
-        while of.view is not None and of.left is None and of.view is not before:
+        while of.view is not None and of.exit_reason is None and of.view is not before:
             before = of.view
             for index, start in before.members:
                 peer = self.peers.get(index)
@@ -141,14 +141,14 @@ class Island:
             for index in self.peers:
                 self._send(index, InView(of.view))
         if of.view is not None and self.history is None and of.giver not in self.peers:
-            of.left = of.left or "the giver is gone"
+            of.exit("the giver is gone")
         for index, start in [*(of.view.members if of.view else ())]:
             if self.asks.get(index) == start:
                 del self.asks[index]
         if self.history is not None and of.committed >= len(self.history):
             self._complete()
-        if of.left is not None and not self.dead:
-            self.world.note(self, "leaves:", of.left)
+        if of.exit_reason is not None and not self.dead:
+            self.world.note(self, "leaves:", of.exit_reason)
             self.world.leave(self)
 
     def _complete(self) -> None:
@@ -308,7 +308,7 @@ class World:
         """Let it say that it leaves, and end its connections."""
         for index in island.peers:
             self.send(island, island.peers[index], island.agreement.done())
-        island.agreement.left = island.agreement.left or "it has finished"
+        island.agreement.exit("it has finished")
         self._end(island, all_arrives=True)
 
     def _end(self, island: Island, *, all_arrives: bool) -> None:

@@ -124,7 +124,7 @@ def test_an_island_that_comes_back_after_the_end_ends_too(
 def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    monkeypatch.setattr(Group, "_is_dead", lambda self, index: goes_on)
+    monkeypatch.setattr(Group, "_has_terminated", lambda self, index: goes_on)
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "saving": rx.Saving(minutes=None)}
     left, _ = [island.join() for island in with_one_that_dies(2, 1, 9, **settings)]
     assert isinstance(left.error, rx.IslandLeftError) is not goes_on
@@ -136,7 +136,7 @@ def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_de
 def test_with_a_folder_for_each_only_the_island_that_writes_goes_on_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int
 ) -> None:
-    monkeypatch.setattr(Group, "_is_dead", lambda self, index: False)
+    monkeypatch.setattr(Group, "_has_terminated", lambda self, index: False)
     islands: list[Island] = []
     for place in places(2):
         hooks = [At(9, lambda: islands[dying].die())] if place.index == dying else []

@@ -119,11 +119,11 @@ def test_process_0_says_when_to_save_and_anybody_when_to_stop(clock: Clock, job:
     clock.now += 30.0
     stopping.vote()
     assert stopping.save_due
-    assert not stopping.wanted
+    assert not stopping.interrupted
     job.others = (QUIET, {**QUIET, "signal": int(signal.SIGTERM)})
     clock.now += 30.0
     assert stopping.vote()
-    assert (stopping.wanted, stopping.signal) == (True, signal.SIGTERM)
+    assert (stopping.interrupted, stopping.signal) == (True, signal.SIGTERM)
     votes = job.votes
     assert stopping.vote()
     assert job.votes == votes  # decided
@@ -136,9 +136,13 @@ def test_anybody_may_ask_to_save_to_evaluate_and_to_stop(clock: Clock, job: Voti
     assert stopping.save_due
     assert stopping.evaluation_due
     stopping.stop("good enough")
-    assert stopping.why is None  # not before all know
+    assert stopping.hook_reason is None  # not before all know
     assert stopping.vote(now=True)
-    assert (stopping.why, stopping.wanted, stopping.over) == ("good enough", False, True)
+    assert (stopping.hook_reason, stopping.interrupted, stopping.is_ending) == (
+        "good enough",
+        False,
+        True,
+    )
 
 
 def test_processes_stop_and_save_at_the_same_call() -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.training import assert_near, normals, parallel
 
 import replicax as rx
-from replicax.core.first_step_checks import FirstStepChecks
+from replicax.core.call_checks import CallChecks
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
@@ -104,7 +104,7 @@ def test_a_negative_weight_that_is_taken_for_none(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("loss", "kind"), [(by_the_largest, NEGATED), (straight_through, PADDED)])
 def test_padding_that_was_believed(loss: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstStepChecks, "_depends_on_padding", lambda *_: None)
+    monkeypatch.setattr(CallChecks, "_depends_on_padding", lambda *_: None)
     of = subject(loss, {**BATCH, "y": np.abs(BATCH["y"]) + 1})
     cases = ProgramCases(of, FACTS)
     assert [cases.parity(of.own, each).verdict for each in (FULL, kind)] == ["pass", "fail"]

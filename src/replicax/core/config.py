@@ -50,7 +50,7 @@ class Configuration:
     """The arguments of a `DataParallel` as values, documented there."""
 
     arguments: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
-    """As they were given."""
+    """The arguments as they were given, by name."""
     loss: LossFunction
     optimizer: optax.GradientTransformation
     step: StepFunction | None

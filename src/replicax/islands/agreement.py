@@ -1,5 +1,11 @@
 """Agreement of the islands on who lives, and on which exchanges are complete.
 
+This is view-synchronous group membership (virtual synchrony: Birman and Joseph, SOSP 1987; its
+guarantees are defined by Chockler, Keidar and Vitenberg, ACM Computing Surveys 33(4), 2001) of one
+primary component: of two sides that lose sight of one another, at most one goes on. An exchange is
+a message of every member, complete once it is stable. Whoever is suspected is excluded, even if it
+lives; it may join again.
+
 There are no threads and no connections here: events come in as calls, messages go out through
 `send`. docs/islands.md has the protocol and why it holds; in short:
 
@@ -41,16 +47,17 @@ class Agreement:
     Args:
         me: this island.
         send: sends a message to the member with an index, if it is connected.
-        is_dead: whether the process of a lost member is known to be gone, and not only unreachable.
+        has_terminated: whether the process of a lost member is known to have ended, and is not only
+            unreachable.
     """
 
     def __init__(
         self,
         me: IslandStart,
         send: Callable[[int, Control], None],
-        is_dead: Callable[[int], bool],
+        has_terminated: Callable[[int], bool],
     ) -> None:
-        self.me, self._send, self._is_dead = me, send, is_dead
+        self.me, self._send, self._has_terminated = me, send, has_terminated
         self.view: View | None = None
         self.committed = -1
         """The last complete exchange."""
@@ -62,18 +69,18 @@ class Agreement:
         """Parts of the next exchange that this island has computed."""
         self.giver = -1
         """Index of the member that gives this island the state, when it joins."""
-        self.left: str | None = None
+        self.exit_reason: str | None = None
         """Why this island is no longer a member."""
         self.is_final = False
         """Whether it cannot become one again."""
         self.tie = False
         """Whether at least as many members were lost as are left; `go_on` of the first decides."""
-        self.all_gone = False
+        self.most_terminated = False
         """Whether fewer of those lost than are left may still live."""
-        self._lost: list[int] = []  # they are told once this island goes on without them
+        self._excluded: list[int] = []  # they are told once this island goes on without them
         self._going: dict[int, int] = {}
         """The newest view with which an island goes on, as its first member."""
-        self._dead: set[int] = set()
+        self._suspected: set[int] = set()
         self._done: set[IslandStart] = set()
         self._suspects: dict[int, Suspect] = {}
         self._later: dict[int, tuple[IslandStart, Suspect]] = {}
@@ -111,7 +118,7 @@ class Agreement:
     @property
     def settled(self) -> bool:
         """Whether no member of the view is suspected."""
-        return self.view is not None and not self._dead and not self.tie
+        return self.view is not None and not self._suspected and not self.tie
 
     def is_member(self, island: IslandStart) -> bool:
         """Whether an island is a member of the view."""
@@ -145,7 +152,7 @@ class Agreement:
     def hear(self, island: IslandStart, message: Control) -> None:
         """Handle a message of the protocol."""
         index = island[0]
-        if index in self._dead and self.is_member(island):
+        if index in self._suspected and self.is_member(island):
             return  # the survivors may already have gone on without it
         match message:
             case Suspect():
@@ -165,9 +172,14 @@ class Agreement:
                 self._going[index] = view
                 self._advance()
             case Out(reason, is_final) if self.view is None or self.is_member(island):
-                self.left, self.is_final = self.left or reason, is_final
+                self.exit(reason)
+                self.is_final = is_final
             case InView(view) if self.view is None and self.is_in(view):
                 self.begin(view)
+
+    def exit(self, reason: str) -> None:
+        """Be no longer a member; the first reason counts."""
+        self.exit_reason = self.exit_reason or reason
 
     def done(self) -> Done:
         """Return what this island says when it leaves, as the run is complete or failed."""
@@ -178,7 +190,7 @@ class Agreement:
         if allowed:
             self._go_on()
         else:
-            self.left = self.left or _too_few(1, 1)
+            self.exit(_too_few(1, 1))
         self._advance()
 
     def _go_on(self) -> None:
@@ -189,28 +201,28 @@ class Agreement:
             for index in self.members:
                 if index != self.me[0]:
                     self._send(index, GoOn(self.view.number))
-        for index in self._lost:
+        for index in self._excluded:
             self._send(index, Out("the others no longer heard this island"))
 
     # Deaths.
 
     def _suspect(self, indices: set[int]) -> None:
         assert self.view is not None
-        new = (indices & set(self.members)) - self._dead - {self.me[0]}
+        new = (indices & set(self.members)) - self._suspected - {self.me[0]}
         if not new:
             return
-        self._dead |= new
-        told = Suspect(self.view, sorted(self._dead), self.committed, list(self.parts))
-        self._suspects[self.me[0]] = told
-        if self.tie and self.first in self._dead:  # before it could say who goes on
-            self.left = self.left or _too_few(1, 1)
+        self._suspected |= new
+        message = Suspect(self.view, sorted(self._suspected), self.committed, list(self.parts))
+        self._suspects[self.me[0]] = message
+        if self.tie and self.first in self._suspected:  # before it could say who goes on
+            self.exit(_too_few(1, 1))
         for index in self._survivors():
             if index != self.me[0]:
-                self._send(index, told)
+                self._send(index, message)
         self._advance()
 
     def _survivors(self) -> list[int]:
-        return [index for index in self.members if index not in self._dead]
+        return [index for index in self.members if index not in self._suspected]
 
     def _heard_suspect(self, island: IslandStart, message: Suspect) -> None:
         view, index = message.view, island[0]
@@ -227,30 +239,30 @@ class Agreement:
             # It joined by members that are gone, and of which this island lost sight before.
             self._send(index, Out("the others did not agree on this island"))
         else:
-            if self.me[0] in message.dead:
-                self.left = self.left or f"island {index} no longer heard this one"
+            if self.me[0] in message.suspected:
+                self.exit(f"island {index} no longer heard this one")
                 return
             self._suspects[index] = message
-            self._suspect(set(message.dead))
+            self._suspect(set(message.suspected))
             self._advance()
 
     def _decide(self) -> bool:
         """Decide the next view if all survivors name the same dead."""
         assert self.view is not None
         survivors = self._survivors()
-        found = [self._suspects.get(index) for index in survivors]
-        dead = sorted(self._dead)
-        told = [each for each in found if each is not None and list(each.dead) == dead]
-        if len(told) < len(survivors):
+        messages = [self._suspects.get(index) for index in survivors]
+        suspected = sorted(self._suspected)
+        equal = [each for each in messages if each and list(each.suspected) == suspected]
+        if len(equal) < len(survivors):
             return False
-        view, committed = self.view, max(each.committed for each in told)
-        sure = self.members if committed >= view.exchange else list(view.confirmed)
+        view, committed = self.view, max(each.committed for each in equal)
+        confirmed = self.members if committed >= view.exchange else list(view.confirmed)
         after = View(
             view.number + 1,
             [each for each in view.members if each[0] in survivors],
-            [index for index in sure if index in survivors],
+            [index for index in confirmed if index in survivors],
             committed + 1,
-            [list(each.parts) if each.committed == committed else [] for each in told],
+            [list(each.parts) if each.committed == committed else [] for each in equal],
         )
         self._adopt(Decided(view.number, after, committed))
         return True
@@ -263,38 +275,37 @@ class Agreement:
         if decided.committed > self.committed:
             self._commit(decided.committed)
         if not self.is_in(after):
-            self.left = self.left or "the others went on without this island"
+            self.exit("the others went on without this island")
             return
-        sure = self.members if decided.committed >= before.exchange else before.confirmed
-        self._count_votes(sure, after.confirmed)
+        confirmed = self.members if decided.committed >= before.exchange else before.confirmed
+        self._count_votes(confirmed, after.confirmed)
         staying = set(map(tuple, after.members))
-        self._lost = [index for index, start in before.members if (index, start) not in staying]
+        self._excluded = [index for index, start in before.members if (index, start) not in staying]
         self.view = after
         if staying >= set(map(tuple, before.members)):  # others joined, and nobody left
             self.expected = self.members
-        if self.left is None and not self.tie:
+        if self.exit_reason is None and not self.tie:
             self._go_on()
         self._changed_view()
 
-    def _count_votes(self, before: Sequence[int], left: Sequence[int]) -> None:
+    def _count_votes(self, before: Sequence[int], staying: Sequence[int]) -> None:
         """Leave if most of those that hold the state may go on without this island."""
         assert self.view is not None
         starts = dict(self.view.members)
-        away = [n for n in before if n not in left and (n, starts[n]) not in self._done]
-        lost = [n for n in away if not self._is_dead(n)]  # which takes a moment if it lives
-        if len(lost) > len(left) or not left:
-            self.left = self.left or _too_few(len(left), len(lost))
-        elif len(away) >= len(
-            left
-        ):  # those that are gone may have gone on before, without this one
-            self.tie, self.all_gone = True, len(lost) < len(left)
+        missing = [n for n in before if n not in staying and (n, starts[n]) not in self._done]
+        unreachable = [n for n in missing if not self._has_terminated(n)]  # slow if it lives
+        if len(unreachable) > len(staying) or not staying:
+            self.exit(_too_few(len(staying), len(unreachable)))
+        elif len(missing) >= len(staying):
+            # Those that terminated may have gone on before they did, without this island.
+            self.tie, self.most_terminated = True, len(unreachable) < len(staying)
 
     def _remember(self, decided: Decided) -> None:
         self._decided[decided.before] = decided
         self._decided.pop(decided.before - _MOST_DECISIONS, None)
 
     def _changed_view(self) -> None:
-        self._dead, self._suspects = set(), {}
+        self._suspected, self._suspects = set(), {}
         later, self._later = self._later, {}
         for island, message in later.values():
             self._heard_suspect(island, message)
@@ -304,12 +315,12 @@ class Agreement:
 
     def _advance(self) -> None:
         """Decide or complete whatever can be."""
-        while self.view is not None and self.left is None:
+        while self.view is not None and self.exit_reason is None:
             if self.tie and self._going.get(self.first) != self.view.number:
                 return
             if self.tie:
                 self._go_on()
-            elif self._dead:
+            elif self._suspected:
                 if not self._decide():
                     return
             elif not self._completed():
@@ -360,10 +371,10 @@ class Agreement:
         return self.me in map(tuple, view.members)
 
 
-def _too_few(left: int, lost: int) -> str:
+def _too_few(staying: int, lost: int) -> str:
     return (
-        f"{left} of {left + lost} islands are left, and the others may go on without them; start "
-        "this one again"
+        f"{staying} of {staying + lost} islands are left, and the others may go on without them; "
+        "start this one again"
     )
 
 

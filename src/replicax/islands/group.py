@@ -38,8 +38,8 @@ class Group:
 
     def __init__(self, place: IslandPlace, timeouts: Timeouts) -> None:
         self.place, self._timeouts = place, timeouts
-        self.arbiter: Callable[[bool], bool] = lambda all_gone: all_gone
-        """Decides whether to go on if half or more were lost; told if most of those are gone."""
+        self.arbiter: Callable[[bool], bool] = lambda most_terminated: most_terminated
+        """Decides whether to go on if half or more were lost; told whether most have terminated."""
         self.stops: Callable[[], bool] = lambda: False
         """Tells whether to give up joining the others."""
         self.is_over: Callable[[], bool] = lambda: False
@@ -77,7 +77,7 @@ class Group:
         )
         self.network.most_bytes = self.most_bytes
         me = self.place.index, self.network.start
-        self.agreement = Agreement(me, self._send, self._is_dead)
+        self.agreement = Agreement(me, self._send, self._has_terminated)
 
     # What the network brings.
 
@@ -132,7 +132,7 @@ class Group:
         """Suspect the members that are not connected, and wake the thread that waits."""
         of = self.agreement
         before = None
-        while of.view is not None and of.left is None and of.view is not before:
+        while of.view is not None and of.exit_reason is None and of.view is not before:
             before = of.view
             for index, start in before.members:
                 peer = self.network.peers.get(index)
@@ -153,8 +153,8 @@ class Group:
         if peer is not None:
             peer.send(message)
 
-    def _is_dead(self, index: int) -> bool:
-        """Whether a lost member is gone: its process ended, or a new start took its place."""
+    def _has_terminated(self, index: int) -> bool:
+        """Whether the process of a lost member ended, or a new start took its place."""
         view, peer = self.agreement.view, self.network.peers.get(index)
         starts = {} if view is None else dict(view.members)
         if peer is not None and peer.start != starts.get(index):
@@ -188,10 +188,10 @@ class Group:
                 self._asks = Ready(text)
                 self._ask()
                 self._wait_to_enter(has_state)
-                if self.agreement.left is None:
+                if self.agreement.exit_reason is None:
                     return self._state
                 if self.agreement.is_final:
-                    self._refuse(self.agreement.left)
+                    self._refuse(self.agreement.exit_reason)
             # Who was to give the state is gone; nothing is lost by asking again, as a new start.
             self.network.close()
             time.sleep(_AGAIN_SECONDS)
@@ -201,7 +201,7 @@ class Group:
     def _wait_to_enter(self, has_state: bool) -> None:
         of, began = self.agreement, time.monotonic()
         waiting = AwaitedIslands(self.place, self.network)
-        while of.left is None and self._state is None:
+        while of.exit_reason is None and self._state is None:
             waiting.tell(self._candidates, of.giver)
             if self.stops():
                 raise IslandLeftError(f"island {self.place.index} was stopped before it joined")
@@ -211,7 +211,7 @@ class Group:
                 if has_state or self.place.index in of.view.confirmed:
                     return
                 if of.giver not in of.members or of.giver not in self.network.peers:
-                    of.left = f"island {of.giver}, which was to give the state, is gone"
+                    of.exit(f"island {of.giver}, which was to give the state, is gone")
             self._changed.wait(_LOOK_SECONDS)
 
     def _found(self, waited_seconds: float, has_state: bool) -> None:
@@ -269,7 +269,7 @@ class Group:
         if self._state is not None or not self.agreement.is_in(header.view):
             return
         if (received := unpacked_state(header, arrays)) is None:
-            self.agreement.left = f"the state that island {peer.index} sent is damaged"
+            self.agreement.exit(f"the state that island {peer.index} sent is damaged")
             return
         if self.agreement.view is None:
             self.agreement.begin(header.view)
@@ -286,7 +286,7 @@ class Group:
         with self._changed:  # a thread may still wait for an exchange
             for peer in self.network.peers.values():
                 peer.send(self.agreement.done())
-            self.agreement.left = self.agreement.left or "it has finished"
+            self.agreement.exit("it has finished")
             self._changed.notify_all()
         self.network.close()
 
@@ -368,8 +368,9 @@ class Group:
         while True:
             with self._changed:
                 of = self.agreement
-                if of.left is not None:
-                    raise IslandLeftError(f"island {self.place.index} left the others: {of.left}")
+                if of.exit_reason is not None:
+                    why = f"island {self.place.index} left the others: {of.exit_reason}"
+                    raise IslandLeftError(why)
                 if of.committed >= exchange:
                     return None
                 if of.settled:
@@ -378,7 +379,7 @@ class Group:
                 if not asks:
                     self._changed.wait(_LOOK_SECONDS)
             if asks:
-                allowed = self.arbiter(of.all_gone)
+                allowed = self.arbiter(of.most_terminated)
                 with self._changed:
                     of.go_on(allowed)
                     self._look()
@@ -391,7 +392,7 @@ class Group:
         clock = StallClock(2 * _LOOK_SECONDS)
         by = clock.now() + allowed
         seen: dict[int, Any] = {}
-        while of.committed < exchange and of.view is view and of.settled and of.left is None:
+        while of.committed < exchange and of.view is view and of.settled and of.exit_reason is None:
             self._changed.wait(_LOOK_SECONDS)
             missing, peers = of.missing(exchange), self.network.peers
             before, seen = seen, {i: peers[i].progress for i in missing if i in peers}

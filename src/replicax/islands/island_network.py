@@ -4,6 +4,17 @@ Each island dials all others, so that a start at another address reaches those t
 old one. Of each pair, the island with the lower index decides which connections count: it accepts
 those that the other has dialled, or says on its own that they count (with a `Beat`). So both ends
 always use the same ones, whatever crosses.
+
+A connection has one owner at a time, who frees it: the listener, until the other end has proven
+that it knows the secret; then `_opening`, while its second one or an answer is awaited by a thread,
+or `_waiting`, if no thread awaits it; then an `IslandPeer`, whose last thread frees both. `_held`
+has the peer of each index from its connections to the report of its loss; a new start takes the
+place of an old one, whose loss is reported first.
+
+Threads: one watches; one dials each other island, and serves the peer that it reached; the
+listener's accepts, and each visitor has one, which serves the peer that it became; a peer has three
+more. All block on a socket, a queue or `_closing`, and end once it ends: `close` ends everything
+that is owned, and waits for them.
 """
 
 import contextlib
@@ -125,7 +136,7 @@ class Network:
         )
 
     def _hold(self, peer: IslandPeer) -> IslandPeer | None:
-        """Let `peer` be the one with its index from now on; return the one before, which ends."""
+        """Hold `peer` in place of the one with its index; end that one, and return it."""
         before = self._held.get(peer.index)
         if before is not None:
             before.fail(REPLACED)

@@ -97,10 +97,10 @@ class Have(Typed):
 
 
 class Suspect(Typed):
-    """The sender no longer hears the members `dead` of a view."""
+    """The sender no longer hears the members `suspected` of a view."""
 
     view: View
-    dead: Sequence[int]
+    suspected: Sequence[int]
     """Indices, sorted."""
     committed: int
     """The last exchange that the sender has completed."""

@@ -27,6 +27,8 @@ class IslandPeer:
     """Another island. Any thread may send to it; after its loss, what is sent is dropped.
 
     Four threads serve it: two receive, and two send what is queued, so that nobody waits for it.
+    One of those that receive is the caller of `run`. If the connection of one ends, `fail` ends
+    both, and so the other threads; the last thread frees the sockets, with `leave`.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class IslandPeer:
         self._reason: str | None = None
         self._close_by = math.inf
         self._senders = 2
-        self._users = 1  # threads that may use the sockets; the last one frees them
+        self._users = 1  # threads that may use the sockets, the caller of `run` first
         self.threads: list[threading.Thread] = []
 
     @property

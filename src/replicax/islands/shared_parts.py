@@ -60,9 +60,9 @@ class LeadingParts(LocalParts[Value]):
 
 
 def follow_first(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
-    """Do as the first process does; return the same result, and what it told in the end.
+    """Compute the parts that the first process names; return its result, and what it told last.
 
-    Raises what that raises, if it leaves the others.
+    Raises what the first process raised, if it left the others.
     """
     own = LocalParts(_shared(parts, job), lambda _: None)
     while True:

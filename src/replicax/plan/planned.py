@@ -52,7 +52,7 @@ class MicroBatches:
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """The same rows with one thing changed."""
+    """A step on the same rows with one setting changed."""
 
     change: str
     """Description of the change, such as `layout=fsdp`."""

@@ -173,7 +173,7 @@ OVERLAPPED_100: _Costs = {
     35_000_000: {2: 1.4, 4: 3.7},
     1_000_000_000: {2: 0.4, 4: 1.6},
 }
-"""The same every 100 steps, and the nearest to DiLoCo every 100 steps that is published."""
+"""Streaming DiLoCo every 100 steps, same tables: the nearest that is published to DiLoCo then."""
 _SEVERAL_STEPS = 65
 """Steps above which a cost is that of 100 steps."""
 

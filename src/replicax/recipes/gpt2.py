@@ -146,11 +146,11 @@ class GPT2:
         return self._text.train
 
     def eval_source(self) -> dict[str, np.ndarray]:
-        """Return the same arrays for the held-out text."""
+        """Return the arrays of `train_source` for the held-out text."""
         return self._text.heldout
 
     def eval_data(self, path: Path) -> dict[str, np.ndarray]:
-        """Return the same arrays for all text at `path`."""
+        """Return the arrays of `train_source` for all text at `path`."""
         return packed(self._text.tokenizer, read_corpus(path, self.column).documents, self.context)
 
     def data_description(self) -> str:

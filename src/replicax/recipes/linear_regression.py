@@ -49,7 +49,7 @@ class LinearRegression:
         return self._points(self.points, seed=0)
 
     def eval_source(self) -> dict[str, Any]:
-        """Return the same arrays from other random draws."""
+        """Return `x` and `y` of a fifth as many points, from other random draws."""
         return self._points(max(self.points // 5, 1), seed=1)
 
     def data_description(self) -> str:

@@ -118,7 +118,7 @@ class MLP:
         return self._draw(self.rows, seed=1)
 
     def eval_source(self) -> dict[str, Any]:
-        """Return the same function of other random draws."""
+        """Return `x` and `y` of a tenth as many rows: other draws of the same function."""
         return self._draw(max(self.rows // 10, 1), seed=2)
 
     def data_description(self) -> str:

@@ -29,7 +29,7 @@ class Form:
     state_like: PyTree = None
     """The user's state: states are placed like its arrays that span several devices."""
     batch_like: PyTree = None
-    """The same for batches."""
+    """The user's batch: batches are placed like its arrays that span several devices."""
 
     def arguments(self, state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
         """Return the step's arguments as fresh arrays, since the step may donate them.

@@ -204,7 +204,7 @@ _STEP = 2e-3
 _SHARE = 0.02
 """Bound on the error of the difference, as a share of the derivative."""
 _UNITS = 16
-"""The same in units of eps of the loss."""
+"""Bound on the rounding of the difference, in units of eps of the loss."""
 
 
 def difference_in_direction(

@@ -24,7 +24,7 @@ from replicax.core.models.definition import CallContext, is_trainable
 from replicax.core.models.metric_objects import as_metric
 from replicax.core.models.pytree import CustomState
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.base import Accumulator, Apply, Reduce, StepResult, StepSums
+from replicax.core.step.base import Accumulator, Apply, ReduceReplicas, StepResult, StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.core.step.loss_context import inside
 from replicax.core.step.update import Summing, step_key
@@ -42,7 +42,7 @@ def custom_update(
     step: StepFunction,
     definition: CustomState,
     accumulator: Accumulator,
-    reduce: Reduce,
+    reduce: ReduceReplicas,
     precision: Precision,
     apply: Apply,
     examiner: Examiner | None = None,
@@ -148,7 +148,7 @@ def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:
 
 
 def _not_finite_rows(before: PyTree, after: PyTree) -> list[jax.Array]:
-    """Return the same of the rows of a state: their means over all replicas, NaN for a bad one."""
+    """Return means over all replicas of the rows of the next state; NaN where one is not finite."""
     trees = map(rows_of_state, (before, after))
     pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     bad = [jnp.isfinite(b) & ~jnp.isfinite(a) for b, a in pairs if is_trainable(a)]

@@ -1,4 +1,13 @@
-"""A batch of fixed size: the user's rows, their mask, and values without rows."""
+"""A batch of fixed size: the user's rows, their mask, and values without rows.
+
+Shapes, here and in this room:
+
+    [real, ...]         arrays of the user, before padding
+    [rows, ...]         arrays of a batch, with padding; global, split over the replicas
+    [rows]              `mask` float32, `index` int32, `count` float32
+    [held, ...]         the rows of a batch that this process's devices hold
+    [steps, rows, ...]  the batches of a call of several steps
+"""
 
 import dataclasses
 import itertools

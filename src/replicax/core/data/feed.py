@@ -1,4 +1,4 @@
-"""Feed one epoch of batches to the devices: padded to one size, sharded, and prefetched."""
+"""Feed one epoch of batches `[rows, ...]`: padded to one size, sharded, and prefetched."""
 
 import contextlib
 import dataclasses

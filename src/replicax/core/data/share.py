@@ -1,4 +1,4 @@
-"""The rows of batches that this process's devices hold, and their transfer to them."""
+"""The rows of batches `[held, ...]` on this process's devices, and their transfer to them."""
 
 import dataclasses
 from collections.abc import Sequence

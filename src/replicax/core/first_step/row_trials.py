@@ -27,7 +27,7 @@ _EPS = float(np.finfo(np.float32).eps)
 _SHARP, _LOOSE = 8, 512
 """Maximum differences of one row's values in units of eps: in the same program, and in another."""
 _OF_SUMS = 128
-"""The same of one number for a batch."""
+"""Maximum differences of a number for a whole batch, in units of eps."""
 _COARSEST = 0.1
 """Upper bound on these, for any dtype, as a share of the largest value."""
 _STEPS = (0, 1_000_003, 7, 500, 20)

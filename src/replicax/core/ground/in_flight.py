@@ -25,7 +25,7 @@ class InFlight:
         self.begun = 0
         """Number of steps dispatched."""
         self.entered = 0
-        """The same, with the one that is being dispatched, which may wait for other processes."""
+        """Number of steps dispatched or being dispatched; the last may wait for other processes."""
         self.lock = threading.RLock()
         """Held while a program is dispatched."""
         self._waited_for = self._noted = 0

@@ -93,7 +93,10 @@ class Job(Protocol):
         """
 
     def agree_on_text(self, topic: str, text: str) -> None:
-        """Do the same for a program text; the error shows the first line that differs."""
+        """Return once all processes have called this with one program text.
+
+        Otherwise raise `AgreementError` in all, with the first line that differs.
+        """
 
     def gather(
         self,

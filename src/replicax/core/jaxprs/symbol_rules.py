@@ -22,7 +22,7 @@ class Given:
     """The symbols of a variable whose rows are apart: they are made where they are needed."""
 
     number: int
-    """The same for corresponding variables."""
+    """Number of the variable: equal for corresponding variables of two traces."""
     shape: tuple[int, ...]
     rows: jax.Array | None = None
     """int `[rows]`: places in the whole batch; None if the variable does not depend on rows."""

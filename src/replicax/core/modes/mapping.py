@@ -29,7 +29,7 @@ from replicax.core.step.base import (
     Accumulator,
     CompiledFunction,
     MappedFunction,
-    Reduce,
+    ReduceReplicas,
     StepSums,
     no_reduction,
 )
@@ -103,7 +103,7 @@ def sequential(accumulate: int, _: int, mesh: AnyMesh, *_rest: Any) -> Accumulat
     return Sequential(within=accumulate) if staged else Sequential(accumulate)
 
 
-def by_compiler(reduction: Reduction, _shards: GradientShards | None = None) -> Reduce:
+def by_compiler(reduction: Reduction, _shards: GradientShards | None = None) -> ReduceReplicas:
     """Return no reduction: the compiler inserts it, in the dtype of the sums."""
     if reduction != REDUCTIONS["float32"]:
         raise ConfigError(
@@ -113,7 +113,7 @@ def by_compiler(reduction: Reduction, _shards: GradientShards | None = None) -> 
     return no_reduction
 
 
-def of_each_replica(reduction: Reduction, shards: GradientShards | None = None) -> Reduce:
+def of_each_replica(reduction: Reduction, shards: GradientShards | None = None) -> ReduceReplicas:
     """Return `reduction` on one replica's part, `[1, ...]`, of its `[replicas, ...]` state."""
 
     def reduce(
@@ -160,7 +160,7 @@ class Mode:
     """The mode to use for configurations that this one does not support."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
-    reduce: Callable[[Reduction, GradientShards | None], Reduce] = of_each_replica
+    reduce: Callable[[Reduction, GradientShards | None], ReduceReplicas] = of_each_replica
     """`reduce(reduction, shards)` -> the function that the step calls. `shards` says which part of
     the total each replica gets; None for all of it. Raises `ConfigError`."""
     build: Callable[[StepSpec], CompiledFunction[Any]] = build

@@ -20,7 +20,7 @@ from replicax.core.step.base import (
     Apply,
     CompiledFunction,
     MappedFunction,
-    Reduce,
+    ReduceReplicas,
     ReplicaFunction,
     Result,
 )
@@ -86,7 +86,7 @@ class StepSpec:
     wrap: Wrap
     accumulator: Accumulator
     reduction: Reduction
-    reduce: Reduce
+    reduce: ReduceReplicas
     """`reduction`, as `Mode.reduce` makes it a part of the step."""
     names_replicas: bool
     """Whether `apply` names the replica axis, as `lax.pmean` in an optimizer does, and the mode has

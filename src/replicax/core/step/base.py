@@ -3,7 +3,7 @@
 Each is a protocol with named parameters, so that the step can be followed from signature to
 signature: the `StepProgram` of a loss and an optimizer runs `update`, which calls `MappedSums` (a
 mode maps `ReplicaSums` onto the mesh) and then `Apply`. `ReplicaSums` calls an `Accumulator` with a
-`SumsFunction`, and then `Reduce`.
+`SumsFunction`, and then `ReduceReplicas`.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ class StepSums:
     weighted: dict[str, WeightedSum]
     """The loss and the metrics, before the division."""
     rows: dict[str, PyTree] = dataclasses.field(default_factory=dict)
-    """Name -> arrays `[rows, ...]`, which are neither summed nor reduced."""
+    """Name -> arrays `[rows, ...]`, which are neither summed nor reduced; also, until those of all
+    replicas are `merged`, metrics that are no means."""
     merged: dict[str, Merged] = dataclasses.field(default_factory=dict)
     """Metrics that are no means, of all rows."""
 
@@ -101,7 +102,7 @@ class Accumulator(Protocol):
         """Return a replica's key, derived from the step's key."""
 
 
-class Reduce(Protocol):
+class ReduceReplicas(Protocol):
     """Adds the sums of all replicas: the only communication of a step."""
 
     def __call__(
@@ -130,7 +131,7 @@ class ReplicaFunction(Protocol[Result]):
         axis: Axis | None,
         *,
         accumulator: Accumulator,
-        reduce: Reduce,
+        reduce: ReduceReplicas,
     ) -> Result:
         """Return what is equal on all replicas, or shards of it.
 
@@ -150,7 +151,7 @@ ReplicaSums = ReplicaFunction[_TotalAndStates]
 """`step_sums`, whose result is the total of the step's sums, and the model's other arrays and the
 reduction's state after the step."""
 MappedSums = MappedFunction[_TotalAndStates]
-"""The same as a function of global arrays."""
+"""`step_sums` as a function of global arrays."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["latest"])

@@ -18,7 +18,7 @@ from replicax.core.step.base import (
     Accumulator,
     Apply,
     MappedSums,
-    Reduce,
+    ReduceReplicas,
     StepResult,
     StepSums,
     SumsFunction,
@@ -29,7 +29,7 @@ from replicax.core.step.optimizer import Updater
 
 
 def update(state: TrainState, batch: Batch, *, sums: MappedSums, apply: Apply) -> StepResult:
-    """Run one step: sums over the global batch, one division, one optimizer update.
+    """Run one step: sums over the global batch, the mean gradient, one optimizer update.
 
     `sums` is `step_sums`, mapped onto the mesh. `apply` computes the next state and its own metrics
     from the total: `apply_gradient`, or a wrapper. In every mode it sees global arrays, split
@@ -48,7 +48,7 @@ def step_sums(
     *,
     objective: Objective,
     accumulator: Accumulator,
-    reduce: Reduce,
+    reduce: ReduceReplicas,
 ) -> tuple[StepSums, PyTree, PyTree]:
     """Return the sums of a step: local sums, then one reduction.
 
@@ -65,7 +65,7 @@ class Summing:
 
     accumulator: Accumulator
     """Rows -> sums, micro-batch by micro-batch."""
-    reduce: Reduce
+    reduce: ReduceReplicas
     """Sums of each replica -> sums over all."""
     axis: Axis | None
     """The replica axis, or None if the batch is the global one."""
@@ -149,7 +149,7 @@ def score(
     *,
     objective: Objective,
     accumulator: Accumulator,
-    reduce: Reduce,
+    reduce: ReduceReplicas,
 ) -> dict[str, Any]:
     """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 

@@ -63,7 +63,7 @@ class Position:
     rows: int
     """Rows of the epoch that are done: the index of the next example in the epoch's order."""
     evaluated_step: int
-    """Step of the last evaluation."""
+    """Step at which an epoch or the run was last closed, after its evaluation."""
     rows_trained: int
     """Rows trained on in the whole run."""
     rows_unrecorded: int

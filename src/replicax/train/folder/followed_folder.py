@@ -55,17 +55,17 @@ class FollowedFolder(Storage):
             self._saved = None
             self._alarm(line)
 
-    def goes_on(self, step: int, *, all_gone: bool) -> bool:
-        """Whether this start may go on without the others, of which `all_gone` are known to be.
+    def goes_on(self, step: int, *, terminated: bool) -> bool:
+        """Whether this start may go on without the others, most of which have `terminated`.
 
         It does if it holds the lease of the run, which it takes if nobody holds it. False if there
         is a checkpoint after `step`, of others that went on; or if this is not the folder of the
         island that writes, as no lease was renewed in it.
         """
         if not self._options.saving.wanted:  # there is no lease
-            return all_gone
+            return terminated
         with contextlib.suppress(ReplicaxError, OSError):
-            if not all_gone and last_renewal(self.path) == self._renewed:
+            if not terminated and last_renewal(self.path) == self._renewed:
                 return False
             self._lease = self._lease or take_lease(self.path)
             self._lease.check()

@@ -137,7 +137,7 @@ class RereadCheck:
         self._changed(f"{what} {changed}", text, begun=begun)
 
     def check_end(self, feed: Feed, *, begun: bool) -> None:
-        """Do so for a pass that has ended without a batch; all processes must call it."""
+        """Compare the number of batches of an epoch that has ended; all processes must call it."""
         ends = self._job.gather("the end of the data", feed.ended)
         if None in ends:
             return

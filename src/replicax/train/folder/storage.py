@@ -155,9 +155,9 @@ class Storage:
     def tell(self) -> None:
         """Report the outcome of saves; raises the errors of `Saver.poll`."""
 
-    def goes_on(self, step: int, *, all_gone: bool) -> bool:
-        """Whether this start may go on without the others, of which `all_gone` are known to be."""
-        return all_gone
+    def goes_on(self, step: int, *, terminated: bool) -> bool:
+        """Whether this start may go on without the others, most of which have `terminated`."""
+        return terminated
 
     def taken_over(self, records: Sequence[Record], *, must: bool) -> "Storage":
         """Return what writes the folder from now on, as the island that did is gone.

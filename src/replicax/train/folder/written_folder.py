@@ -303,9 +303,9 @@ class WrittenFolder(Storage):
         else:
             self.folder.sync()
 
-    def goes_on(self, step: int, *, all_gone: bool) -> bool:
+    def goes_on(self, step: int, *, terminated: bool) -> bool:
         if not self._saving.wanted:  # there is no lease
-            return all_gone
+            return terminated
         with contextlib.suppress(ReplicaxError, OSError):
             self._check()
             return True

@@ -38,7 +38,7 @@ class Loop:
 
     def _epochs(self) -> Generator[FeedItem]:
         while True:
-            if not self._now.is_done and self._stopping.why is None:
+            if not self._now.is_done and self._stopping.hook_reason is None:
                 went_back = yield from self._epoch()
                 if went_back:
                     continue
@@ -69,13 +69,13 @@ class Loop:
                 self.run.meet_members()
                 self.run.storage.tell()
                 # Evaluated, then saved: a run that resumes here does not evaluate again.
-                if not self._stopping.wanted and self._evaluate_if_due():
+                if not self._stopping.interrupted and self._evaluate_if_due():
                     return True
-                if not self._stopping.wanted and self._save_is_due():
+                if not self._stopping.interrupted and self._save_is_due():
                     if self._steps.settle(closing=self._now.is_done or batches.ended):
                         return True
                     self._save()
-                if self._stopping.over or self._now.is_done:
+                if self._stopping.is_ending or self._now.is_done:
                     break
             batches.end()
             if batches.gave_up:  # all processes did
@@ -85,7 +85,7 @@ class Loop:
         return self._steps.settle(closing=closing, due=due)
 
     def step(self, batch: FeedItem) -> dict[str, Any]:
-        """Do the step, or the steps, on the newest batch; see `rx.Run.step`."""
+        """Implement `rx.Run.step`: the step, or the steps, on the newest batch."""
         now = self._now
         if batch is not self._given:
             raise StateError(
@@ -116,7 +116,7 @@ class Loop:
     def _close_epoch(self) -> None:
         """Evaluate if due, and call the hooks at the end of an epoch or of the run."""
         now, is_last = self._now, self._is_last()
-        if self._stopping.wanted or now.place.step == now.closed_at:
+        if self._stopping.interrupted or now.place.step == now.closed_step:
             return
         now.state = self._dp.end_round(now.state) if is_last else now.state
         record, evaluator = None, self._evaluator
@@ -125,15 +125,15 @@ class Loop:
             record = self._evaluate()
             if record is None:
                 return  # it is repeated in full when the run resumes
-        now.closed_at = now.place.step
+        now.closed_step = now.place.step
         self._hooks("epoch", record)
         self._stopping.vote(now=True)
-        if self._save_is_due(asked=True):
+        if self._save_is_due(by_step=False):
             self._save()
 
     def _is_last(self) -> bool:
         now = self._now
-        return self._stopping.over or now.is_done or now.place.epoch + 1 == now.epochs
+        return self._stopping.is_ending or now.is_done or now.place.epoch + 1 == now.epochs
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two steps if due; return whether the run went back."""
@@ -157,7 +157,7 @@ class Loop:
                 record = self._evaluator(now.state, now.place, self._stops)
         except GaveUpError:
             self._stopping.vote(now=True)
-        if record is None or self._stopping.wanted:
+        if record is None or self._stopping.interrupted:
             return None
         self._stopping.evaluation_due = False
         now.evaluated_at = now.place.step
@@ -175,17 +175,17 @@ class Loop:
     def _stops(self) -> bool:
         self.run.ledger.beat()
         self._stopping.vote(unit="batch")
-        return self._stopping.wanted
+        return self._stopping.interrupted
 
-    def _save_is_due(self, *, asked: bool = False) -> bool:
-        """Whether to save now; if `asked`, only because of the clock or a hook."""
+    def _save_is_due(self, *, by_step: bool = True) -> bool:
+        """Whether to save now: because of the number of steps, the clock, or a hook's request."""
         run, step = self._parts.settings, self._now.place.step
         between = self._dp.configuration.between
         if not run.resumable or not between.is_boundary(step):
             return False
         every, before = run.saving.every, max(step - between.boundary_interval, 0)
-        by_step = every and before // every < step // every and not asked
-        return bool(by_step or self._stopping.save_due)
+        passed = every and before // every < step // every
+        return bool((by_step and passed) or self._stopping.save_due)
 
     def _save(self) -> None:
         started = time.perf_counter()

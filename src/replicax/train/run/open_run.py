@@ -150,7 +150,7 @@ class OpenRun:
         storage: Storage = kind(options)
         storage.begin()
         stack.callback(lambda: self.storage.close())
-        parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, all_gone=gone))
+        parts.members.arbitrate(lambda gone: self.storage.goes_on(now.place.step, terminated=gone))
         parts.file.folder, storage.ledger.hooks = storage.folder, parts.hooks.seconds
         return storage
 
@@ -219,7 +219,7 @@ class OpenRun:
                 if parts.members.all_saved(not storage.follows):
                     break
                 self.meet_members(must=True)  # the island that writes is gone: another has to
-        if not (storage.knows_program or now.begun or self.stopping.wanted):
+        if not (storage.knows_program or now.begun or self.stopping.interrupted):
             repeats = now.job.gather("whether a source can be read again", now.source.can_repeat)
             rows = next(now.source.epoch(0))[0] if all(repeats) else None
             if rows is not None:  # not known from a batch, as no steps were left to train
@@ -263,10 +263,10 @@ class OpenRun:
             steps=now.place.step - step,
             rows=now.rows - rows,
             seconds=time.perf_counter() - started,
-            interrupted=self.stopping.wanted,
+            interrupted=self.stopping.interrupted,
             step=now.place.step,
             saved=parts.settings.resumable,
-            stopped=self.stopping.why,
+            stopped=self.stopping.hook_reason,
             failed_hooks=tuple(parts.hooks.failed),
             goodput=self.ledger.summary() if self.folder is not None else None,
         )

@@ -51,7 +51,7 @@ class RunState:
     """Step of the last evaluation."""
     source_state: LoaderState | None = None
     """State of this process's source before the next batch, if it has any."""
-    closed_at: int = -1
+    closed_step: int = -1
     """Step at which an epoch or the run was last closed, after its evaluation."""
 
     def stepped(self, batch: FeedItem) -> None:
@@ -79,7 +79,7 @@ class RunState:
             step=self.place.step,
             epoch=self.place.epoch,
             rows=rows if whole is None else min(rows, whole),
-            evaluated_step=max(self.closed_at, 0),
+            evaluated_step=max(self.closed_step, 0),
             rows_trained=self.rows,
             rows_unrecorded=self.meter.rows,
             records=len(self.records),
@@ -112,7 +112,7 @@ class RunState:
     def load_state(self, position: Position, extra: dict[str, Any]) -> None:
         """Move to `position`, and discard everything after it; `extra["batch"]` is the next one."""
         self.place = RunPosition(position.step, position.epoch, extra["batch"])
-        self.rows, self.closed_at = position.rows_trained, position.evaluated_step
+        self.rows, self.closed_step = position.rows_trained, position.evaluated_step
         self.evaluated_at = extra["evaluated"]
         self.reread.load_state(extra)
         states = extra.get("source_states", [None])

@@ -202,8 +202,8 @@ class Stopping:
         """Whether all processes must save now; reset when they have."""
         self.evaluation_due = False
         """Whether all processes must evaluate now, requested by a hook; reset when done."""
-        self.why: str | None = None
-        """The reason given by a hook that requested the end of the run, if any."""
+        self.hook_reason: str | None = None
+        """Why a hook ended the run, as all processes have decided; None if none did."""
         self.leaves: str | None = None
         """The signal on which this process leaves the others, which go on."""
         self._islands, self._signalled_votes, self._at_boundary = islands, 0, at_boundary
@@ -217,7 +217,8 @@ class Stopping:
         self._voted_at, self._voted_call = time.monotonic(), 0
 
     @property
-    def wanted(self) -> bool:
+    def interrupted(self) -> bool:
+        """Whether all processes have decided to stop on a signal."""
         return self.signal is not None
 
     @property
@@ -226,9 +227,9 @@ class Stopping:
         return self._interrupt.signal if self._job.processes == 1 else self._decided
 
     @property
-    def over(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether to do no further steps, because of a signal or a hook."""
-        return self.wanted or self.why is not None
+        return self.interrupted or self.hook_reason is not None
 
     def stop(self, why: str) -> None:
         self._asked["stop"] = self._asked["stop"] or why
@@ -246,14 +247,18 @@ class Stopping:
 
     def save_state(self) -> dict[str, Any]:
         """Return what was decided, and when the next vote is."""
-        asked = {"save": self.save_due, "evaluate": self.evaluation_due, "why": self.why}
+        asked = {
+            "save": self.save_due,
+            "evaluate": self.evaluation_due,
+            "hook_reason": self.hook_reason,
+        }
         next_vote = self._vote_at - self._calls
         return {**asked, "signal": self._decided, "next": next_vote, "span": self._span}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue as the process that saved this, from the same position."""
         self.save_due, self.evaluation_due = state["save"], state["evaluate"]
-        self.why, self._decided, self._unit = state["why"], state["signal"], "step"
+        self.hook_reason, self._decided, self._unit = state["hook_reason"], state["signal"], "step"
         self._vote_at, self._span = self._calls + state["next"], state["span"]
 
     def vote(self, *, unit: str = "step", now: bool = False, admits: bool = False) -> bool:
@@ -267,13 +272,13 @@ class Stopping:
             admits: whether new islands may join here.
         """
         if not self._at_boundary():
-            return self.over
+            return self.is_ending
         self._calls += 1
         if self._job.processes == 1:
             clock = not now and self._is_time()
             if clock or self._interrupt.wanted or any(self._asked.values()):
                 self._decide([self._mine(clock)])
-        elif not self.over and (now or self._calls >= self._vote_at or unit != self._unit):
+        elif not self.is_ending and (now or self._calls >= self._vote_at or unit != self._unit):
             mine = {**self._mine(not now and self._is_time()), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
@@ -284,7 +289,7 @@ class Stopping:
             self._decide(votes)
             self._vote_at = self._calls + votes[0]["next"]
         self._unit = unit
-        return self.over
+        return self.is_ending
 
     def _mine(self, clock: bool) -> dict[str, Any]:
         mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
@@ -299,7 +304,7 @@ class Stopping:
                 self._consider_leaving(each[self._islands.rank])
                 signals = []
         self._decided = signals[0] if signals else None
-        self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
+        self.hook_reason = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
 

@@ -11,11 +11,11 @@ from jax import lax
 
 from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import Axis
-from replicax.core.step.base import Reduce, StepSums
+from replicax.core.step.base import ReduceReplicas, StepSums
 from replicax.core.step.reduction import GradientShards, Reduction, Wire
 
 
-def reduce_in_order(reduction: Reduction, shards: GradientShards | None = None) -> Reduce:
+def reduce_in_order(reduction: Reduction, shards: GradientShards | None = None) -> ReduceReplicas:
     """Return the reduction of mode `exact`, as `Mode.reduce` does."""
     assert isinstance(reduction, Wire)
     add, scatter = partial(add_in_order, reduction), partial(scatter_in_order, reduction)

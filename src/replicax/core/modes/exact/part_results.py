@@ -33,7 +33,7 @@ class PartResults:
         return [[row[n] for row in rows] for n in range(len(self._kept))]
 
     def on_demand(self) -> "list[list[jax.Array]]":
-        """Return the same as lists that compute a part when it is read."""
+        """Return each kept result as a list of parts, each computed when it is read."""
         return [_Column(self, n, self._count) for n in range(len(self._kept))]
 
 
