@@ -369,8 +369,7 @@ class Group:
             with self._changed:
                 of = self.agreement
                 if of.exit_reason is not None:
-                    why = f"island {self.place.index} left the others: {of.exit_reason}"
-                    raise IslandLeftError(why)
+                    raise IslandLeftError(f"island {of.me[0]} left the others: {of.exit_reason}")
                 if of.committed >= exchange:
                     return None
                 if of.settled:

@@ -39,8 +39,7 @@ class StepSums:
     weighted: dict[str, WeightedSum]
     """The loss and the metrics, before the division."""
     rows: dict[str, PyTree] = dataclasses.field(default_factory=dict)
-    """Name -> arrays `[rows, ...]`, which are neither summed nor reduced; also, until those of all
-    replicas are `merged`, metrics that are no means."""
+    """Name -> arrays `[rows, ...]`, not summed, and metrics that are no means, until `merged`."""
     merged: dict[str, Merged] = dataclasses.field(default_factory=dict)
     """Metrics that are no means, of all rows."""
 
