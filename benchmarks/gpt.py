@@ -25,8 +25,7 @@ from torch_peer import Peer, torch_version
 import replicax as rx
 from replicax.analysis.hardware import chip_of_kind
 from replicax.recipes import transformer
-from replicax.recipes.gpt2_weights import published
-from replicax.recipes.transformer import cudnn_takes
+from replicax.recipes.transformer import cudnn_takes, published
 from replicax.train.run.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-3

@@ -17,7 +17,7 @@ from torch_peer import Peer, torch_version
 from replicax.analysis.hardware import CHIPS, chip_of_kind
 from replicax.bench.machine import core_count
 from replicax.recipes import transformer
-from replicax.recipes.gpt2_weights import published
+from replicax.recipes.transformer import published
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

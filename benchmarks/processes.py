@@ -26,7 +26,7 @@ from torch_peer import torch_version
 
 from replicax.bench.machine import Neighbours, own_cores
 from replicax.bench.numbers import around
-from replicax.recipes.gpt2_weights import published
+from replicax.recipes.transformer import published
 
 COUNTS = 1, 2
 HOW = {

@@ -62,7 +62,6 @@ SMALL = {
     "doctor.known_numbers",
     "islands.local_arrays",
     "islands.pace",
-    "recipes.gpt2_weights",
 }
 """Modules below `SMALLEST` lines with one importer, commands apart."""
 

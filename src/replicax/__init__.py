@@ -154,8 +154,8 @@ def __getattr__(name: str) -> typing.Any:
         return importlib.import_module(f"replicax.{name}")
     if (module := _LATER.get(name)) is None:
         raise AttributeError(f"module 'replicax' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"replicax.{module}"), name)
-    return found
+    globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
+    return value
 
 
 class _Package(types.ModuleType):

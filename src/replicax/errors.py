@@ -204,11 +204,11 @@ def interrupted(result: Any) -> KeyboardInterrupt:
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`, if any."""
     try:
-        found = importlib.import_module(module)
-        if found.__spec__ is not None and found.__spec__.origin is None:
+        imported = importlib.import_module(module)
+        if imported.__spec__ is not None and imported.__spec__.origin is None:
             # A folder of that name, as wandb creates, looks like a namespace package to Python.
             raise ModuleNotFoundError(name=module)
-        return found
+        return imported
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
@@ -284,4 +284,4 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     if VALUES.get(small) in known:
         return VALUES[small]
     either = (difflib.get_close_matches(each, known, n=1, cutoff=0.5) for each in (name, small))
-    return next((found[0] for found in either if found), None)
+    return next((close[0] for close in either if close), None)

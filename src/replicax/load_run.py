@@ -63,13 +63,13 @@ def load(
         state = dp.abstract_state()
     if dp is not None and state is not None:
         return load_checkpoint(checkpoint, dp, state)
-    found = _recipe(checkpoint, recipe)
+    restored = _recipe(checkpoint, recipe)
     if dp is None:
-        told = checkpoint.manifest.config.get("parallel", {})
-        settings = {name: told[name] for name in ("precision", "ema") if name in told}
-        dp = DataParallel(found.loss, found.optimizer(), **settings)
-    shapes = dp.abstract_state(abstract_model(found.model, jax.random.key(0)))
-    return load_checkpoint(checkpoint, dp, shapes, found)
+        parallel = checkpoint.manifest.config.get("parallel", {})
+        settings = {name: parallel[name] for name in ("precision", "ema") if name in parallel}
+        dp = DataParallel(restored.loss, restored.optimizer(), **settings)
+    shapes = dp.abstract_state(abstract_model(restored.model, jax.random.key(0)))
+    return load_checkpoint(checkpoint, dp, shapes, restored)
 
 
 def _recipe_of(checkpoint: Checkpoint) -> Any:

@@ -20,8 +20,7 @@ from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train import TrainOptions
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
-from replicax.recipes.gpt2_weights import published
-from replicax.recipes.transformer import Params, Shape
+from replicax.recipes.transformer import Params, Shape, published
 
 LINE = b"one two three four five six seven eight nine ten\n"
 HELD_OUT = LINE * 3 + b"one two three"  # 160 bytes, and an end of text that is no byte

@@ -15,8 +15,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import DataError
-from replicax.recipes.gpt2_weights import GPT2_NAMES, published
-from replicax.recipes.transformer import Params, Shape, init, logits
+from replicax.recipes.transformer import GPT2_NAMES, Params, Shape, init, logits, published
 
 SHAPE = Shape(layers=2, heads=1, width=4, context=8, vocab_size=11)
 Tensors = dict[str, np.ndarray]

@@ -52,10 +52,10 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _joined(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
     """Return all devices connected to the first sender."""
-    found = set(pairs[0]) if pairs else set()
-    while more := {each for pair in pairs if found & set(pair) for each in pair} - found:
-        found |= more
-    return tuple(sorted(found))
+    group = set(pairs[0]) if pairs else set()
+    while more := {device for pair in pairs if group & set(pair) for device in pair} - group:
+        group |= more
+    return tuple(sorted(group))
 
 
 def _in_order(dims: tuple[int, ...], order: str | None) -> np.ndarray:
@@ -96,9 +96,7 @@ class _Sent(Protocol):
         ...
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the results."""
-        ...
+    def bytes(self) -> int: ...
 
 
 def sums_bytes(
@@ -116,10 +114,10 @@ def sums_bytes(
         return int(reduction.payload_bytes(params, replicas)) + others
     sent = getattr(reduction, "dtype", None)
 
-    def element_bytes(own: np.dtype[Any]) -> int:
+    def element_bytes(dtype: np.dtype[Any]) -> int:
         if sent is None:
-            return max(_WIDE, own.itemsize)
-        return int(np.dtype(sent).itemsize) * (2 if own.kind == "c" else 1)
+            return max(_WIDE, dtype.itemsize)
+        return int(np.dtype(sent).itemsize) * (2 if dtype.kind == "c" else 1)
 
     gradient: int = sum(math.prod(leaf.shape) * element_bytes(leaf.dtype) for leaf in params)
     return gradient + others

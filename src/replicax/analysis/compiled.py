@@ -147,19 +147,19 @@ def convolution_flops(
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if not labels:
         return 2 * math.prod(result) * math.prod(kernel)
-    seen = kernel[labels[2].index("i")]
+    applied = kernel[labels[2].index("i")]
     window = _window(attributes)
     for number in filter(str.isdigit, labels[2]):
         at = (label.index(number) for label in labels.groups())
         sizes = [dims[place] for dims, place in zip((image, kernel, result), at, strict=True)]
-        seen *= _taps(sizes, {name: values[int(number)] for name, values in window.items()})
-    return 2 * math.prod(result) * seen
+        applied *= _taps(sizes, {name: values[int(number)] for name, values in window.items()})
+    return 2 * math.prod(result) * applied
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
     """Parse `window={size=3x3 stride=2x2}` to `{"size": ["3", "3"], "stride": ["2", "2"]}`."""
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    settings = (each.partition("=") for each in (found[1].split() if found else ()))
+    match = re.search(r"window=\{([^}]*)\}", attributes)
+    settings = (each.partition("=") for each in (match[1].split() if match else ()))
     return {name: values.split("x") for name, _, values in settings}
 
 

@@ -92,7 +92,7 @@ def chip_of_kind(device_kind: str) -> Chip | None:
 
 def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
     """Return a GPU by its data sheet, in hosts of 8."""
-    size, told, sheet = facts["memory_bytes"], facts["memory_source"], facts["sheet"]
+    size, memory_source, sheet = facts["memory_bytes"], facts["memory_source"], facts["sheet"]
     host, between = facts.get("host"), None
     if host is not None:
         gigabits = facts["network_gigabits"]
@@ -115,8 +115,8 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
         between=between,
         devices_per_host=8,
         sources={
-            "memory_bytes": told,
-            "usable_bytes": f"{told}; JAX documentation, GPU memory allocation: 75% of it",
+            "memory_bytes": memory_source,
+            "usable_bytes": f"{memory_source}; JAX documentation, GPU memory allocation: 75% of it",
             "flops_per_second": sheet,
             "memory_bytes_per_second": sheet,
             "devices_per_host": host or "assumed: cards have no standard host",
@@ -125,7 +125,6 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
 
 
 def _in_host(facts: Mapping[str, Any], sheet: str) -> Interconnect:
-    """Return the NVLink or PCIe link inside a host."""
     if "pcie" in facts:
         gigabytes = {3: 12.0, 4: 24.0, 5: 48.0}[facts["pcie"]]
         return Interconnect(
@@ -144,9 +143,8 @@ def _in_host(facts: Mapping[str, Any], sheet: str) -> Interconnect:
 
 
 def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
-    """Return a TPU by its documentation page."""
     page = f"Cloud TPU documentation, TPU {name}"
-    told = {"inside": page, "between": page, "memory_bytes": page, **facts.get("sources", {})}
+    pages = {"inside": page, "between": page, "memory_bytes": page, **facts.get("sources", {})}
     usable = facts["usable_gib"]
     return Chip(
         name,
@@ -160,18 +158,18 @@ def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
         inside=Interconnect(
             facts["torus_gigabytes"] * 1e9,
             1e-6,
-            f"{told['inside']}; jax-ml/scaling-book sharding.md: 1 µs per hop",
+            f"{pages['inside']}; jax-ml/scaling-book sharding.md: 1 µs per hop",
         ),
         between=Interconnect(
             facts["slice_gigabits"] * 1e9 / 8,
             50e-6,
-            f"{told['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs tail latency of short "
+            f"{pages['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs tail latency of short "
             "calls",
         ),
         devices_per_host=4,
         **{fact: facts[fact] for fact in ("torus_dims", "ring_multiple", "largest_slice")},
         sources={
-            "memory_bytes": told["memory_bytes"],
+            "memory_bytes": pages["memory_bytes"],
             "usable_bytes": f"libtpu 0.0.42.1, out-of-memory message: available HBM {usable}G",
             "flops_per_second": page,
             "memory_bytes_per_second": page,

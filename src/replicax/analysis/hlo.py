@@ -76,8 +76,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Name scope in which it was traced, such as `jit(step)/update/mul`; empty if from XLA."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def continues(self) -> bool:
@@ -187,17 +187,17 @@ class Module:
 
 def read_module(text: str) -> Module:
     """Parse a module's text."""
-    found: dict[str, list[re.Match[str]]] = {}
+    bodies: dict[str, list[re.Match[str]]] = {}
     name = entry = ""
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             name = header[2]
-            found[name] = []
+            bodies[name] = []
             entry = name if header[1] else entry
         elif name and (instruction := _INSTRUCTION.match(line)):
-            found[name].append(instruction)
+            bodies[name].append(instruction)
     devices = math.prod(map(int, _DEVICES.findall(text.partition("\n")[0])))
-    return Module(entry, {name: _instructions(lines) for name, lines in found.items()}, devices)
+    return Module(entry, {name: _instructions(lines) for name, lines in bodies.items()}, devices)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -212,8 +212,8 @@ def shape_bytes(shape: str) -> int:
 
 def memory_bytes(shape: str) -> int:
     """Return the bytes of arrays in the device's main memory: `S(1)` is a TPU's on-chip memory."""
-    kept = [found for found in _ARRAY.finditer(shape) if not _OTHER_MEMORY.search(found[3] or "")]
-    return sum(shape_bytes(found[0]) for found in kept)
+    kept = [array for array in _ARRAY.finditer(shape) if not _OTHER_MEMORY.search(array[3] or "")]
+    return sum(shape_bytes(array[0]) for array in kept)
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -231,19 +231,19 @@ def elements_in(shape: str) -> int:
 
 def elements(shape: str) -> list[str]:
     """Return the shapes of the arrays in a tuple shape, each with its layout."""
-    return [found[0] for found in _ARRAY.finditer(shape)]
+    return [array[0] for array in _ARRAY.finditer(shape)]
 
 
 def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
     shapes = {line["name"]: line["shape"] for line in lines}
-    found = []
+    read = []
     for line in lines:
         argument, _, attributes = line["rest"].partition(")")
         # Modules that are only traced are printed without the %.
         inputs = tuple(_OPERAND.findall(argument)) or tuple(
             name for name in argument.split(", ") if name in shapes
         )
-        found.append(
+        read.append(
             Instruction(
                 line["name"],
                 line["shape"],
@@ -255,7 +255,7 @@ def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
                 is_root=line["root"] is not None,
             )
         )
-    return tuple(found)
+    return tuple(read)
 
 
 def _bits(dtype: str) -> int:

@@ -34,14 +34,14 @@ def measured(chip: Chip, devices: int) -> Chip:
     device = jax.devices("cpu")[0]
     rates = {dtype: product_flops_per_second(device, dtype) / devices for dtype in _DTYPES}
     moved = _bytes_per_second(device) / devices
-    told = f"measured on this host, shared by {devices} devices"
+    source = f"measured on this host, shared by {devices} devices"
     return dataclasses.replace(
         chip,
         flops_per_second=rates,
         memory_bytes_per_second=moved,
         # A reduction between CPU devices reads and writes their shared memory.
-        inside=Interconnect(moved / 2, 0.0, f"{told}; without latency"),
-        sources={**chip.sources, "flops_per_second": told, "memory_bytes_per_second": told},
+        inside=Interconnect(moved / 2, 0.0, f"{source}; without latency"),
+        sources={**chip.sources, "flops_per_second": source, "memory_bytes_per_second": source},
     )
 
 

@@ -51,8 +51,8 @@ def product_dtype(module: Module, instruction: Instruction) -> str:
 
 def call_target(instruction: Instruction) -> str:
     """Return the target of a custom call; empty for any other instruction."""
-    found = _TARGET.search(instruction.attributes)
-    return found[1] if found and instruction.opcode == "custom-call" else ""
+    match = _TARGET.search(instruction.attributes)
+    return match[1] if match and instruction.opcode == "custom-call" else ""
 
 
 def is_counted(target: str) -> bool:
@@ -87,12 +87,11 @@ def _attention_flops(call: Instruction, products: int) -> int:
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    """Return the dims of the first array."""
     return hlo.arrays(shape)[0][1]
 
 
-def _integers(found: re.Match[str] | None) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", found[1])] if found else []
+def _integers(match: re.Match[str] | None) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", match[1])] if match else []
 
 
 _SLICES = ("dynamic-slice", "gather", "slice")
@@ -175,7 +174,6 @@ class _Inside:
         return [each for each in self._instructions if value.name in each.inputs]
 
     def share_read(self, number: int) -> float:
-        """Return the share of a parameter's elements that are read."""
         for each in self._instructions:
             if each.opcode == "parameter" and each.argument == str(number):
                 return self._share(each)
@@ -208,7 +206,6 @@ class _Inside:
         )
 
     def written(self) -> list[int]:
-        """Return the bytes written for each result."""
         root = self._module.root(self._computation)
         if root is None:
             return []

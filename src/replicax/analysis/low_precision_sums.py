@@ -27,8 +27,6 @@ _FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
 
 
 class _Frames:
-    """The stack frames in a compiled module's text."""
-
     def __init__(self, text: str) -> None:
         files = dict(_FILE.findall(text.partition("FunctionNames")[0]))
         places = {at: (files.get(file, ""), line) for at, file, line in _LOCATION.findall(text)}
@@ -116,19 +114,19 @@ def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
             `lowered.as_text(dialect="hlo", debug_info=True)`.
     """
     module, frames = hlo.read_module(text), _Frames(text)
-    found: list[Sum] = []
-    for each, callers in module.running():
-        for shape, terms in _terms(module, each):
-            kind = collective_kind(each) or each.opcode
-            group = first_group(each.attributes) if kind in BETWEEN_DEVICES else None
+    sums: list[Sum] = []
+    for op, callers in module.running():
+        for shape, terms in _terms(module, op):
+            kind = collective_kind(op) or op.opcode
+            group = first_group(op.attributes) if kind in BETWEEN_DEVICES else None
             # In a separately traced function, names start at that function.
-            named = (*(caller for caller in callers if caller.opcode == "call"), each)
+            named = (*(caller for caller in callers if caller.opcode == "call"), op)
             name = functools.reduce(_joined_names, (inner.op_name for inner in named), "")
-            traced = (_FRAME_OF.search(inner.attributes) for inner in (each, *reversed(callers)))
+            traced = (_FRAME_OF.search(inner.attributes) for inner in (op, *reversed(callers)))
             frame = next(filter(None, (int(number[1]) for number in traced if number)), 0)
-            found.append(Sum(kind, shape, terms, name, frames.source(frame), each.runs, group))
-    between = [added for added in found if added.kind in BETWEEN_DEVICES]
-    inside = _joined(added for added in found if added.kind not in BETWEEN_DEVICES)
+            sums.append(Sum(kind, shape, terms, name, frames.source(frame), op.runs, group))
+    between = [added for added in sums if added.kind in BETWEEN_DEVICES]
+    inside = _joined(added for added in sums if added.kind not in BETWEEN_DEVICES)
     counts: Counter[Sum] = Counter()
     for added in [*between, *(added for added in inside if added.terms >= MANY)]:
         counts[dataclasses.replace(added, count=1)] += added.count
@@ -136,28 +134,28 @@ def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
     return tuple(sorted(alike, key=lambda added: -added.terms))
 
 
-def _terms(module: Module, each: Instruction) -> Iterator[tuple[str, int]]:
+def _terms(module: Module, op: Instruction) -> Iterator[tuple[str, int]]:
     """Yield the arrays that an instruction sums in 16 bits, and the terms per element."""
-    kind = collective_kind(each) or each.opcode
-    if kind not in (SCATTER, REDUCE, *BETWEEN_DEVICES) or each.continues:
+    kind = collective_kind(op) or op.opcode
+    if kind not in (SCATTER, REDUCE, *BETWEEN_DEVICES) or op.continues:
         return
-    shapes = [shape.partition("{")[0] for shape in hlo.elements(each.shape)]
+    shapes = [shape.partition("{")[0] for shape in hlo.elements(op.shape)]
     shapes = [shape for shape in shapes if shape.partition("[")[0] in DTYPES]
-    if not shapes or not _adds(module, each):
+    if not shapes or not _adds(module, op):
         return
     if kind in BETWEEN_DEVICES:
-        group = first_group(each.attributes)
+        group = first_group(op.attributes)
         terms = module.devices if group is None else len(group)
         yield from ((shape, terms) for shape in shapes if terms > 1)
-    elif kind == SCATTER and len(each.operands) == 3:
-        yield shapes[0], _updates_of_a_place(each)
-    elif kind == REDUCE and len(each.operands) == 2:
-        yield shapes[0], hlo.elements_in(each.operands[0]) // max(1, hlo.elements_in(shapes[0]))
+    elif kind == SCATTER and len(op.operands) == 3:
+        yield shapes[0], _updates_of_a_place(op)
+    elif kind == REDUCE and len(op.operands) == 2:
+        yield shapes[0], hlo.elements_in(op.operands[0]) // max(1, hlo.elements_in(shapes[0]))
 
 
-def _adds(module: Module, each: Instruction) -> bool:
+def _adds(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction's combiner is an addition that rounds to 16 bits."""
-    applied = _APPLIED.search(each.attributes)
+    applied = _APPLIED.search(instruction.attributes)
     computation = module.computations.get(applied[1], ()) if applied else ()
     root = module.root(applied[1]) if applied else None
     added = [inner.opcode for inner in computation if inner.opcode not in _AROUND_A_SUM]
@@ -184,14 +182,14 @@ def _updates_of_a_place(scatter: Instruction) -> int:
     return updates
 
 
-def _numbers(each: Instruction, attribute: str) -> list[int]:
-    found = re.search(rf"\b{attribute}=\{{?([\d,]*)", each.attributes)
-    return [int(number) for number in found[1].split(",") if number] if found else []
+def _numbers(instruction: Instruction, attribute: str) -> list[int]:
+    match = re.search(rf"\b{attribute}=\{{?([\d,]*)", instruction.attributes)
+    return [int(number) for number in match[1].split(",") if number] if match else []
 
 
-def _joined(found: Iterable[Sum]) -> Iterator[Sum]:
+def _joined(sums: Iterable[Sum]) -> Iterator[Sum]:
     """Yield the sums, merging each reduction that XLA splits into partial and final reductions."""
-    rest = sorted(found, key=_read)
+    rest = sorted(sums, key=_read)
     while rest:
         added = last = rest.pop(0)
         while part := next((each for each in rest if _goes_on(each, last)), None):

@@ -68,34 +68,34 @@ class MemoryUse:
         """int64 `[places]`: bytes in use at each instruction's place, including arguments."""
         starting: dict[int, list[Buffer]] = defaultdict(list)
         ending: dict[int, list[Buffer]] = defaultdict(list)
-        for each in self.buffers:
-            starting[each.first].append(each)
-            ending[each.last + 1].append(each)
+        for buffer in self.buffers:
+            starting[buffer.first].append(buffer)
+            ending[buffer.last + 1].append(buffer)
         alive: dict[int, list[Buffer]] = defaultdict(list)
         used: dict[int, int] = {}
-        found = np.zeros(max(self.place.values(), default=-1) + 1, np.int64)
-        for place in range(len(found)):
-            for each in starting[place]:
-                alive[each.allocation].append(each)
-            for each in ending[place]:
-                alive[each.allocation].remove(each)
-            for allocation in {each.allocation for each in starting[place] + ending[place]}:
+        in_use = np.zeros(max(self.place.values(), default=-1) + 1, np.int64)
+        for place in range(len(in_use)):
+            for buffer in starting[place]:
+                alive[buffer.allocation].append(buffer)
+            for buffer in ending[place]:
+                alive[buffer.allocation].remove(buffer)
+            for allocation in {buffer.allocation for buffer in starting[place] + ending[place]}:
                 used[allocation] = _covered(alive[allocation])
-            found[place] = self.argument_bytes + sum(used.values())
-        return found
+            in_use[place] = self.argument_bytes + sum(used.values())
+        return in_use
 
     @cached_property
     def computations(self) -> dict[str, tuple[hlo.Instruction, ...]]:
         """Computations that run sequentially, by name, the entry first."""
-        found = {self.module.entry: self.module.computations[self.module.entry]}
+        running = {self.module.entry: self.module.computations[self.module.entry]}
         pending = [self.module.entry]
         while pending:
-            for instruction in found[pending.pop()]:
+            for instruction in running[pending.pop()]:
                 if instruction.opcode in CONTROL:
-                    new = [each for each in instruction.called if each not in found]
-                    found |= {each: self.module.computations[each] for each in new}
+                    new = [called for called in instruction.called if called not in running]
+                    running |= {called: self.module.computations[called] for called in new}
                     pending += new
-        return found
+        return running
 
     @cached_property
     def timed(self) -> dict[str, tuple[hlo.Instruction, ...]]:
@@ -145,20 +145,20 @@ def read_memory_use(name: str, text: str, live_range: str, assignment: str) -> M
     """Read XLA's dump: the module, the live ranges of its values, and their addresses."""
     sequence, _, ranges = live_range.partition("BufferLiveRange:")
     lives = {
-        found[1] + found[2]: (int(found[3]), int(found[4])) for found in _RANGE.finditer(ranges)
+        match[1] + match[2]: (int(match[3]), int(match[4])) for match in _RANGE.finditer(ranges)
     }
-    place = {found[2]: int(found[1]) for found in _PLACE.finditer(sequence)}
+    place = {match[2]: int(match[1]) for match in _PLACE.finditer(sequence)}
     buffers: list[Buffer] = []
     argument_bytes, allocation = 0, None
     for line in assignment.splitlines():
-        if found := _ALLOCATION.match(line):
-            is_argument = found[3].startswith("parameter")
-            argument_bytes += is_argument * int(found[2])
-            allocation = None if is_argument or _ELSEWHERE.match(found[3]) else int(found[1])
-        elif allocation is not None and (found := _VALUE.match(line)):
-            life = lives.get(found[1] + (found[2] or "{}"))
+        if match := _ALLOCATION.match(line):
+            is_argument = match[3].startswith("parameter")
+            argument_bytes += is_argument * int(match[2])
+            allocation = None if is_argument or _ELSEWHERE.match(match[3]) else int(match[1])
+        elif allocation is not None and (match := _VALUE.match(line)):
+            life = lives.get(match[1] + (match[2] or "{}"))
             if life is not None:
-                buffers.append(Buffer(found[1], allocation, int(found[4]), int(found[3]), *life))
+                buffers.append(Buffer(match[1], allocation, int(match[4]), int(match[3]), *life))
     return MemoryUse(name, hlo.read_module(text), place, tuple(buffers), argument_bytes)
 
 

@@ -90,8 +90,8 @@ def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roof
 
     Products in a dtype that the chip has no units for are timed as products in `dtype`.
     """
-    own = _DTYPES.get(kernel.dtype, dtype)
-    known = own if own in chip.flops_per_second else dtype
+    wanted = _DTYPES.get(kernel.dtype, dtype)
+    known = wanted if wanted in chip.flops_per_second else dtype
     return roofline(kernel.flops, kernel.bytes, chip, known)
 
 

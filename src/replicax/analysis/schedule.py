@@ -148,10 +148,10 @@ class _Reader:
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
         """Return a computation's steps, asynchronous collectives with the kernels they overlap."""
-        found: list[Step] = []
+        steps: list[Step] = []
         for instruction in self.module.computations.get(computation, ()):
-            found += self._steps_of(instruction, computation, runs)
-        return tuple(_with_what_runs_between(found))
+            steps += self._steps_of(instruction, computation, runs)
+        return tuple(_with_what_runs_between(steps))
 
     def _steps_of(self, instruction: Instruction, around: str, runs: int) -> Iterable[Step]:
         opcode = instruction.opcode
@@ -269,33 +269,33 @@ def _scattered(collective: Collective, fusion: Instruction) -> Collective:
 
 def _with_what_runs_between(steps: list[Step]) -> list[Step]:
     """Attach overlapping kernels to collectives; one without a wait ends with the computation."""
-    started = {each.name for each in steps if isinstance(each, Collective)}
+    started = {step.name for step in steps if isinstance(step, Collective)}
     ends: dict[str, int] = {}
-    for at, each in enumerate(steps):
-        if isinstance(each, Wait) and each.collective in started:
-            ends.setdefault(each.collective, at)
+    for at, step in enumerate(steps):
+        if isinstance(step, Wait) and step.collective in started:
+            ends.setdefault(step.collective, at)
     kept: list[Step] = []
-    for at, each in enumerate(steps):
-        if isinstance(each, Collective):
-            inside = _flat(steps[at : ends.get(each.name, len(steps))])
+    for at, step in enumerate(steps):
+        if isinstance(step, Collective):
+            inside = _flat(steps[at : ends.get(step.name, len(steps))])
             between = tuple(kernel for kernel in inside if isinstance(kernel, Kernel))
-            kept.append(replace(each, between=between))
-        elif not isinstance(each, Wait) or ends.get(each.collective) == at:
-            kept.append(each)
+            kept.append(replace(step, between=between))
+        elif not isinstance(step, Wait) or ends.get(step.collective) == at:
+            kept.append(step)
     return kept + [Wait(name) for name in sorted(started - ends.keys())]
 
 
 def _flat(steps: Iterable[Step]) -> Iterator[Kernel | Collective]:
-    for each in steps:
-        if isinstance(each, WhileLoop):
-            yield from _flat(each.steps)
-        elif not isinstance(each, Wait):
-            yield each
+    for step in steps:
+        if isinstance(step, WhileLoop):
+            yield from _flat(step.steps)
+        elif not isinstance(step, Wait):
+            yield step
 
 
 def _channel(instruction: Instruction) -> str:
-    found = _CHANNEL.search(instruction.attributes)
-    return f"channel {found[1]}" if found else instruction.name
+    match = _CHANNEL.search(instruction.attributes)
+    return f"channel {match[1]}" if match else instruction.name
 
 
 def _is_synchronous(instruction: Instruction) -> bool:

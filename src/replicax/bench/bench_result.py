@@ -179,8 +179,8 @@ def with_efficiency(cases: Sequence[CaseResult]) -> tuple[CaseResult, ...]:
     """
 
     def efficiency(case: CaseResult, scaling: str) -> tuple[float, ...]:
-        own = [each for each in cases if each.mode == case.mode and scaling in each.scalings]
-        base = min(own, key=lambda each: each.devices)
+        alike = [each for each in cases if each.mode == case.mode and scaling in each.scalings]
+        base = min(alike, key=lambda each: each.devices)
         ideal = base.devices / case.devices if scaling == STRONG else 1.0
         pairs = ratios(base.seconds_per_step, case.seconds_per_step)
         return tuple(ratio * ideal for ratio in pairs)

@@ -80,10 +80,10 @@ class Measurement:
         """Compile every case and run its first steps; return a note for each layout that fails."""
         notes = []
         for number, case in enumerate(cases):
-            left = self._display.left(number, len(cases))
-            if left is not None:
-                left += self._run_seconds() / number * len(cases) * rounds
-            self._display.show(f"compiling {number + 1}/{len(cases)}: {case}", left)
+            seconds_left = self._display.left(number, len(cases))
+            if seconds_left is not None:
+                seconds_left += self._run_seconds() / number * len(cases) * rounds
+            self._display.show(f"compiling {number + 1}/{len(cases)}: {case}", seconds_left)
             try:
                 self._prepare(case)
             except (ConfigError, LossError) as error:
@@ -151,7 +151,6 @@ class Measurement:
         self._display.close()
 
     def _run_seconds(self) -> float:
-        """Total time of one run of every case prepared so far."""
         return sum(runner.run_seconds for runner in self.runners)
 
     def _on_cores_of(self, devices: int) -> AbstractContextManager[None]:

@@ -115,24 +115,24 @@ def memory_timeline(
     measured = _seen(use, events) >= LEAST_SEEN
     if not measured:
         once = list(use.in_order())
-        events = [Event(each.name, at, at + 1) for at, each in enumerate(once * steps)]
+        events = [Event(run.name, at, at + 1) for at, run in enumerate(once * steps)]
     runs = _in_schedule_order(use, events)
     if not runs:
         raise ConfigError(f"{use.name} runs 0 instructions; memory over time needs at least 1")
-    phases, used = _phase_by_name(use), _bytes_by_name(use, {each.name for each in runs})
-    entry = {each.name for each in use.timed[use.module.entry]}
-    first = next((each.name for each in runs if each.name in entry), runs[0].name)
-    later = [each for each in runs if each.name == first][1:]
+    phases, used = _phase_by_name(use), _bytes_by_name(use, {event.name for event in runs})
+    entry = {instruction.name for instruction in use.timed[use.module.entry]}
+    first = next((event.name for event in runs if event.name in entry), runs[0].name)
+    later = [event for event in runs if event.name == first][1:]
     """The events with which the steps after the first begin."""
     segments: list[tuple[float, int, str]] = []
     end, now = 0.0, FORWARD
-    for each in runs:
-        if each in later:
-            segments.append((min(end, each.start), use.argument_bytes, IDLE))
+    for event in runs:
+        if event in later:
+            segments.append((min(end, event.start), use.argument_bytes, IDLE))
             end, now = 0.0, FORWARD
-        now = phases[each.name] or now
-        segments.append((each.start, used[each.name], now))
-        end = max(end, each.end)
+        now = phases[event.name] or now
+        segments.append((event.start, used[event.name], now))
+        end = max(end, event.end)
     starts, size, phase = map(np.asarray, zip(*segments, strict=True))
     edges = np.append(starts, end) - starts[0]
     takes_time = np.diff(edges) > 0  # two events may start at the same moment
@@ -142,7 +142,7 @@ def memory_timeline(
         np.append(edges[:-1][takes_time], edges[-1]),
         size[takes_time],
         tuple(phase[takes_time].tolist()),
-        (0.0, *(each.start - runs[0].start for each in later)),
+        (0.0, *(event.start - runs[0].start for event in later)),
         _state_bytes(compiled),
         memory.peak,
         measured,
@@ -159,7 +159,7 @@ def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
     executions: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         executions[event.name].append(event)
-    found: list[Event] = []
+    ordered: list[Event] = []
     for instructions in use.timed.values():
         names = [each.name for each in instructions if each.name in executions]
         if not names:
@@ -170,23 +170,23 @@ def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
             times = []
             for name in names:
                 kernels = len(executions[name]) // turns
-                own = executions[name][turn * kernels : (turn + 1) * kernels]
-                times.append((own[0].start, own[-1].end))
-            found += [Event(name, *each) for name, each in zip(names, sorted(times), strict=True)]
-    return sorted(found, key=lambda event: event.start)
+                mine = executions[name][turn * kernels : (turn + 1) * kernels]
+                times.append((mine[0].start, mine[-1].end))
+            ordered += [Event(name, *each) for name, each in zip(names, sorted(times), strict=True)]
+    return sorted(ordered, key=lambda event: event.start)
 
 
 def _bytes_by_name(use: MemoryUse, seen: Collection[str]) -> dict[str, int]:
     """Return the most bytes in use from each seen instruction to the next in its computation."""
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for instructions in use.timed.values():
         names = [each.name for each in instructions]
         places = [place for place, name in enumerate(names) if name in seen]
         if places:
             used = use.bytes[[use.place[name] for name in names]]
             most = np.maximum.reduceat(used, [0, *places[1:]])  # the first includes those before it
-            found |= zip((names[place] for place in places), most.tolist(), strict=True)
-    return found
+            by_name |= zip((names[place] for place in places), most.tolist(), strict=True)
+    return by_name
 
 
 def traced_events(folder: Path, module: str) -> list[Event]:
@@ -194,7 +194,7 @@ def traced_events(folder: Path, module: str) -> list[Event]:
 
     The newest trace in `folder` is used. The list is empty if the backend reports no events.
     """
-    found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
+    by_device: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb"))[-1:]:
         with warnings.catch_warnings():
             # jaxlib 0.11 creates a type that Python warns about, and aborts if warnings are errors.
@@ -207,8 +207,10 @@ def traced_events(folder: Path, module: str) -> list[Event]:
                     if stats.get("hlo_module") == module and stats.get("hlo_op"):
                         device = on_host, plane.name, int(stats.get("device_ordinal", 0))
                         start, end = event.start_ns, event.start_ns + event.duration_ns
-                        found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
-    return found[min(found)] if found else []
+                        by_device[device].append(
+                            Event(str(stats["hlo_op"]), start / 1e9, end / 1e9)
+                        )
+    return by_device[min(by_device)] if by_device else []
 
 
 def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
@@ -245,11 +247,11 @@ def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
     for instructions in use.computations.values():
         read_forward: set[str] = set()
         for instruction in reversed(instructions):
-            own = phase_of(instruction, fills=_fills(use, instruction))
-            if own in (BACKWARD, None) and instruction.name in read_forward:
-                own = FORWARD
-            phase[instruction.name] = own
-            if own == FORWARD:
+            its = phase_of(instruction, fills=_fills(use, instruction))
+            if its in (BACKWARD, None) and instruction.name in read_forward:
+                its = FORWARD
+            phase[instruction.name] = its
+            if its == FORWARD:
                 read_forward.update(instruction.inputs)
     before: dict[str, set[str | None]] = {}
     """Phases of all dependencies of an entry instruction."""
@@ -276,7 +278,6 @@ def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
 
 
 def _state_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of the first argument on one device."""
     shapes, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in leaves)

@@ -62,7 +62,6 @@ def draw_bench(bench: Bench, file: Path | IO[bytes]) -> None:
 
 
 def _title(bench: Bench) -> str:
-    """Title the figure with the model and the devices."""
     shared = ""
     if bench.platform == "cpu":
         cores = f" sharing {bench.environment['cores']} cores"
@@ -143,12 +142,12 @@ def _draw_modes(
     modes = list(dict.fromkeys(case.mode for case in cases))
     span = max(2.0, *(case.devices / cases[0].devices for case in cases)) if cases else 1.0
     for place, mode in enumerate(modes):
-        own = [case for case in cases if case.mode == mode]
+        of_mode = [case for case in cases if case.mode == mode]
         aside = span ** (BESIDE * (place - (len(modes) - 1) / 2 + (linestyle == "--") / 2))
-        middles, bars = _medians(map(values, own))
+        middles, bars = _medians(map(values, of_mode))
         colour, marker = STYLES[list(MODES).index(mode) % len(STYLES)]
         axis.errorbar(
-            [case.devices * aside for case in own],
+            [case.devices * aside for case in of_mode],
             middles,
             yerr=bars,
             color=colour,
@@ -175,7 +174,6 @@ def _draw_time(axis: Any, cases: Sequence[CaseResult], bench: Bench) -> None:
 
 
 def _draw_memory(axis: Any, cases: Sequence[CaseResult]) -> None:
-    """Draw peak memory, with the train state's share if known."""
     state = np.asarray([each.layout.state_bytes_per_device if each.layout else 0 for each in cases])
     peak = np.asarray([case.peak_bytes_per_device or 0 for case in cases])
     state, ends = state / 2**20, np.maximum(peak, state) / 2**20

@@ -142,8 +142,6 @@ def _mebibytes(size_bytes: int | None) -> str:
 
 
 def _resource_columns(bench: Bench) -> list[Column]:
-    """Return the columns for the resources that a step uses."""
-
     def gigaflops(case: CaseResult) -> str:
         return number_text(case.flops_per_second / 1e9) if case.flops_per_step else UNKNOWN
 
@@ -185,13 +183,13 @@ def _mode_footnotes(bench: Bench) -> list[str]:
         rates = {case.devices: case.product_flops_per_second for case in bench.cases}
         known = {count: rate for count, rate in rates.items() if rate is not None}
         same = len(set(known.values())) == 1
-        each = (
+        texts = (
             f"{number_text(rate / 1e9)}{'' if same else f' on {count}'}"
             for count, rate in known.items()
         )
         lines.append(
             "product: rate of a 1024 x 1024 matrix product on the same cores, "
-            f"{', '.join(dict.fromkeys(each))} GFLOP/s, not the hardware peak"
+            f"{', '.join(dict.fromkeys(texts))} GFLOP/s, not the hardware peak"
         )
     return lines
 

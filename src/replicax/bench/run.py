@@ -167,8 +167,8 @@ def _modes(
 ) -> Sequence[str]:
     """Return the modes to measure; raise `ConfigError` for an unknown one."""
     if modes is None:
-        own = [dp.mode.name] if dp.mode.name in MODES else []
-        modes = [*usual_modes(), *own] if layouts is None else MODES_BY_DEFAULT
+        current = [dp.mode.name] if dp.mode.name in MODES else []
+        modes = [*usual_modes(), *current] if layouts is None else MODES_BY_DEFAULT
     for mode in modes:
         as_mode(mode)
     return modes

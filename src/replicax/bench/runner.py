@@ -72,7 +72,7 @@ class Runner:
         state, _ = jax.block_until_ready(self.dp.step(state, batch))
         # A skipped step takes less time.
         state = settled(lambda state: self.dp.step(state, batch), state)
-        for _ in range(UNMEASURED_STEPS - 1):
+        for _ in range(UNMEASURED_STEPS - 1):  # the last one tells how long a step takes
             started = time.perf_counter()
             state, _ = jax.block_until_ready(self.dp.step(state, next(self.batches)))
         seconds = time.perf_counter() - started
@@ -84,7 +84,6 @@ class Runner:
         return state
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
-        """Lower and compile the step that `dp.step` runs."""
         started = time.perf_counter()
         traced = self.dp.trace(state, batch)
         lowered = traced.lower()

@@ -161,7 +161,6 @@ def over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
 
 
 def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> None:
-    """Measure weak scaling over processes; `arguments` are those of the command."""
     options, recipe = parsed.options, parsed.recipe
     for name in ("devices", "layouts", "profile"):
         if getattr(options, name):
@@ -196,17 +195,17 @@ def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
     """
 
     def measure(count: int, number: int) -> Bench:
-        own = folder / f"{count}-processes-round-{number + 1}"
-        part = own.absolute() / "part.json"
+        logs = folder / f"{count}-processes-round-{number + 1}"
+        part = logs.absolute() / "part.json"
         job = JobSpec((*command, str(part)), count, devices_per_process=1, pin=True)
         # One core per process; otherwise a single process would use all cores.
         with only_cores(own_cores()[:count]):
-            outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)
+            outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=logs, quiet=True)
         if outcome.stopped_by == "SIGINT":
             raise KeyboardInterrupt
         if outcome.exit_code or not part.exists():
             raise ClusterError(
-                f"{own.name}: {outcome.message or f'no {part.name} was written; see {own}'}"
+                f"{logs.name}: {outcome.message or f'no {part.name} was written; see {logs}'}"
             )
         return read_part(part)
 
@@ -259,8 +258,8 @@ def _one_process(arguments: list[str]) -> None:
 
     Process 0 writes the result to the path that follows the command's flags.
     """
-    *own, path = arguments
-    parsed = parse_with_recipe("bench", BenchOptions, own)
+    *flags, path = arguments
+    parsed = parse_with_recipe("bench", BenchOptions, flags)
     counts = _counts("--processes", parsed.options.processes)
     job = rx.initialize(verbose=False)
     keep_freed_memory()

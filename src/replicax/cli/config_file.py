@@ -68,9 +68,9 @@ def read_toml(
         _check_recipe(path, str(given.pop("recipe")), spec)
     preset = str(given.pop("preset")) if "preset" in given else None
     values = {} if preset is None else preset_values(preset, recipe_class)
-    own, general = field_names(recipe_class), field_names(options_class)
-    if unknown := [name for name in given if name not in (*own, *general)]:
-        known = [*own, *general, "recipe", "preset"]
+    of_recipe, general = field_names(recipe_class), field_names(options_class)
+    if unknown := [name for name in given if name not in (*of_recipe, *general)]:
+        known = [*of_recipe, *general, "recipe", "preset"]
         raise ConfigError(
             f"{path} has the key {unknown[0]!r}{did_you_mean(unknown[0], known)}; its keys are "
             f"those flags that replicax train {spec} --help lists: correct it"
@@ -109,11 +109,11 @@ def started_from(recipe_class: type[Any], values: Mapping[str, Any]) -> Any:
 
 def field_names(kind: type[Any]) -> list[str]:
     """Return the field names of a dataclass; a group is replaced by the names of its fields."""
-    found, hints = list[str](), get_type_hints(kind)
+    names, hints = list[str](), get_type_hints(kind)
     for field in dataclasses.fields(kind):
         group = dataclasses.is_dataclass(hints[field.name])
-        found += field_names(hints[field.name]) if group else [field.name]
-    return found
+        names += field_names(hints[field.name]) if group else [field.name]
+    return names
 
 
 def _check_recipe(path: Path, of: str | None, spec: str) -> None:

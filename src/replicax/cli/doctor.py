@@ -110,9 +110,9 @@ def _report(done: Examination, options: DoctorOptions) -> None:
 
 def _leave_word(done: Examination) -> None:
     """Write a failure report for the launcher, which reports the first failure."""
-    told = os.environ.get(PROCESS_ID, "0").strip()  # if the place was not detected
-    own = int(told) if told.isdecimal() else 0
-    number = done.place.process if done.place else own
+    variable = os.environ.get(PROCESS_ID, "0").strip()  # if the place was not detected
+    rank = int(variable) if variable.isdecimal() else 0
+    number = done.place.process if done.place else rank
     if number > 0 and not done.parted:
         if done.job is not None:
             write_failure(number, "process 0 reports for all", blames=[0])

@@ -38,8 +38,8 @@ def evaluate(arguments: list[str]) -> int:
         source = _source(loaded.recipe, options)
         metrics = loaded.dp.evaluate(loaded.state, loaded.dp.feed(source, loaded.recipe.batch_size))
     rows = int(metrics.pop("rows"))
-    own = (each for each in reversed(loaded.records) if each.kind == "eval")
-    recorded = next((each.metrics for each in own if each.step == loaded.step), None)
+    evaluations = (record for record in reversed(loaded.records) if record.kind == "eval")
+    recorded = next((record.metrics for record in evaluations if record.step == loaded.step), None)
     if options.data is not None:
         recorded = None
     content = {

@@ -125,15 +125,15 @@ def parse_with_recipe(
     spec, *flags = arguments
     recipe_class = find_recipe(spec)
     presets, names = presets_of(recipe_class), field_names(options_class)
-    own = [field.name for field in dataclasses.fields(recipe_class)]
-    if twice := [name for name in own if name in [*names, *(["preset"] if presets else [])]]:
+    of_recipe = [field.name for field in dataclasses.fields(recipe_class)]
+    if twice := [name for name in of_recipe if name in [*names, *(["preset"] if presets else [])]]:
         raise ConfigError(
             f"{recipe_class.__name__} has a field {min(twice)!r}, which is a flag of every recipe; "
             "rename the field"
         )
     preset, path = None, None
     recipe = options = tyro.MISSING_NONPROP  # by default
-    if "preset" not in own:
+    if "preset" not in of_recipe:
         preset, flags = flag_value("--preset", flags)
     if "config" in names:
         path, flags = flag_value("--config", flags)

@@ -47,16 +47,16 @@ def lint(arguments: list[str]) -> int:
     if not options.paths:
         raise ConfigError("no files to read; give .py files or folders: replicax lint train.py")
     with options.working():
-        found = [examine_file(path) for path in python_files(options.paths)]
-    options.write_json(lint_json(found))
+        examined = [examine_file(path) for path in python_files(options.paths)]
+    options.write_json(lint_json(examined))
     if not options.json:
         if options.github:
-            print(*(line for each in found for line in annotations(each)), sep="\n")
-            print(lint_summary(found), flush=True)
+            print(*(line for each in examined for line in annotations(each)), sep="\n")
+            print(lint_summary(examined), flush=True)
         else:
-            checks = [check for each in found for check in _checks(each)]
-            print_table(checks, lint_summary(found), style=_STYLE)
-    return int(any(each.fails for each in found))
+            checks = [check for each in examined for check in _checks(each)]
+            print_table(checks, lint_summary(examined), style=_STYLE)
+    return int(any(each.fails for each in examined))
 
 
 def _write_step_file(path: Path) -> int:
@@ -72,12 +72,12 @@ def _write_step_file(path: Path) -> int:
 
 
 def _checks(examination: FileFindings) -> Iterator[Check]:
-    for one in examination.findings:
+    for finding in examination.findings:
         yield Check(
             str(examination.path),
-            f"{one.line}:{one.column} {one.rule}",
-            NOTE if one.severity == "note" else FAIL,
-            one.reason,
-            one.fix,
-            {"code": one.code.strip()},
+            f"{finding.line}:{finding.column} {finding.rule}",
+            NOTE if finding.severity == "note" else FAIL,
+            finding.reason,
+            finding.fix,
+            {"code": finding.code.strip()},
         )

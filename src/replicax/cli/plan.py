@@ -65,21 +65,21 @@ def plan(arguments: list[str]) -> int:
     about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
     printed: list[str] = []
 
-    def named(found: Plan) -> Plan:
-        return dataclasses.replace(found, about={**about, **found.about})
+    def named(planned: Plan) -> Plan:
+        return dataclasses.replace(planned, about={**about, **planned.about})
 
-    def show_plan(found: Plan) -> None:
+    def show_plan(planned: Plan) -> None:
         for part in ("", *LATER_PARTS):
-            if part not in (*found.left, *printed):
+            if part not in (*planned.left, *printed):
                 printed.append(part)
-                options.say(*plan_lines(named(found), part))
+                options.say(*plan_lines(named(planned), part))
 
     with options.working() as show:
         mesh = options.mesh(options.least_devices)  # nothing is placed on it
         assert mesh is not None
         show("reading the data")
         options.say(*data_lines(recipe))
-        found = rx.plan(
+        planned = rx.plan(
             options.data_parallel(recipe, options.mode, mesh),
             abstract_model(recipe.model, jax.random.key(0)),
             recipe.train_source(),
@@ -97,11 +97,11 @@ def plan(arguments: list[str]) -> int:
             show=show,
             show_plan=show_plan,
         )
-    found = named(found)
-    options.write_json(found.to_json())
+    planned = named(planned)
+    options.write_json(planned.to_json())
     if not options.json:
         folder.mkdir(parents=True)
-        (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        (folder / "plan.json").write_text(json.dumps(planned.to_json(), indent=2) + "\n")
         options.say(f"see    {folder}/ (plan.json)")
     return 0
 
@@ -140,7 +140,6 @@ def _changes(
 
 
 def _transformer(recipe: Any) -> Transformer | None:
-    """Return the recipe's sizes if it is a transformer."""
     names = ("context", "heads", "width")
     if not all(isinstance(getattr(recipe, name, None), int) for name in names):
         return None

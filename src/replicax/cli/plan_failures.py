@@ -24,24 +24,24 @@ class FailureOptions(JsonOptions, Failures):
 def plan_failures(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse("plan --failures", FailureOptions, arguments)
-    found = goodput_forecast(options.job)
-    content: dict[str, Any] = dataclasses.asdict(found)
+    forecast = goodput_forecast(options.job)
+    content: dict[str, Any] = dataclasses.asdict(forecast)
     options.write_json(content)
-    options.say(*failure_lines(found))
+    options.say(*failure_lines(forecast))
     return 0
 
 
-def failure_lines(found: FailureForecast) -> list[str]:
+def failure_lines(forecast: FailureForecast) -> list[str]:
     """Return the forecast as lines of at most 80 columns."""
-    job = found.failures
+    job = forecast.failures
     lines: list[Line] = [("strategy", "goodput", "a failure costs")]
-    for each in found.strategies:
-        mark = " *" if each.strategy == found.recommended else ""
-        lines.append((f"{each.strategy}{mark}", f"{100 * each.goodput:.1f}%", each.lost))
+    for way in forecast.strategies:
+        mark = " *" if way.strategy == forecast.recommended else ""
+        lines.append((f"{way.strategy}{mark}", f"{100 * way.goodput:.1f}%", way.lost))
     about = (
-        f"{counted(job.devices, 'device')}, one failure every {time_text(found.mtbf_seconds)}; "
+        f"{counted(job.devices, 'device')}, one failure every {time_text(forecast.mtbf_seconds)}; "
         f"{counted(job.island_count, 'island')}, H = {job.every}; a checkpoint every "
-        f"{time_text(found.save_every_seconds)}"
+        f"{time_text(forecast.save_every_seconds)}"
     )
     why = (
         "the simplest within 1 point of the best; exchanging every H steps also costs loss, and "
@@ -51,5 +51,5 @@ def failure_lines(found: FailureForecast) -> list[str]:
         *labelled("fails", about),
         "",
         *columns("", lines),
-        *labelled("use", f"{found.recommended} (*): {why}"),
+        *labelled("use", f"{forecast.recommended} (*): {why}"),
     ]

@@ -33,7 +33,6 @@ class _Programs:
         return read_entry(self._path / f"{key}-cache")
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep the program of a key."""
         write_entry(self._path / f"{key}-cache", value)
 
 

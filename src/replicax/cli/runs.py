@@ -72,8 +72,6 @@ def runs(arguments: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Figures of a run."""
-
     saved_at: float
     name: str
     cells: Mapping[str, str]

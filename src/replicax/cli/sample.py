@@ -57,10 +57,10 @@ def _check_tokenizer(loaded: Loaded) -> None:
     if getattr(recipe, "tokenizer", None) != "bpe":
         return
     source = as_source(recipe.train_source(), recipe.batch_size, Alone(), shuffle=False, seed=0)
-    told, now = loaded.config.get("data", {}), source.fingerprint()
-    if any(told.get(name) != now[name] for name in ("rows", "leaves")):
+    then, now = loaded.config.get("data", {}), source.fingerprint()
+    if any(then.get(name) != now[name] for name in ("rows", "leaves")):
         raise ConfigError(
-            f"the text has changed since the run ({told.get('rows')} rows then, {now['rows']} "
+            f"the text has changed since the run ({then.get('rows')} rows then, {now['rows']} "
             "now), and with it the bpe tokenizer trained on it; restore the text, or train "
             "with --tokenizer my/tokenizer.json"
         )

@@ -97,10 +97,10 @@ def _draw(mesh: Mesh, placement: Placement) -> None:
         if math.prod(shape) > MOST_BOXES or shape[1] > MOST_ACROSS:
             continue
         if STAGE in axes:
-            own = layers // shape[1]
-            firsts = range(0, layers, own)
-            each = [f"{first}-{first + own - 1}" if own > 1 else f"{first}" for first in firsts]
-            print(f"layers {' | '.join(each)}")
+            size = layers // shape[1]
+            firsts = range(0, layers, size)
+            runs = [f"{first}-{first + size - 1}" if size > 1 else f"{first}" for first in firsts]
+            print(f"layers {' | '.join(runs)}")
         held = NamedSharding(mesh, PartitionSpec(tuple(down) or None, tuple(across) or None))
         jax.debug.visualize_sharding(shape, held, scale=0.1, max_width=width())
         sys.stdout.flush()

@@ -233,10 +233,10 @@ def print_data(recipe: Any) -> None:
 
 def first_rows(source: Any, rows: int) -> Any:
     """Return the first rows of a source, or of its first batches, as host arrays."""
-    found = leading_rows(source, rows)
-    if (count := row_count(found)) < rows:
+    first = leading_rows(source, rows)
+    if (count := row_count(first)) < rows:
         raise ConfigError(
             f"the source has {count} rows but {rows} are needed: give it more, or use fewer "
             "--devices"
         )
-    return found
+    return first

@@ -279,8 +279,8 @@ def _run(
     state = dp.init(model, seed=start.seed)
     if start.show_sharding and speaks:
         print_sharding(state, dp.split.padded(recipe.batch_size))
-    told = {name: value for name, value in options.flat().items() if name not in OF_THIS_START}
-    told["accumulate"] = dp.accumulate
+    saved = {name: value for name, value in options.flat().items() if name not in OF_THIS_START}
+    saved["accumulate"] = dp.accumulate
     result = rx.fit(
         dp,
         state,
@@ -296,7 +296,7 @@ def _run(
         guard=rx.Guard(options.fault.max_bad_steps, options.fault.skip_spikes),
         run_dir=run_dir,
         accept_changes=start.accept_changes,
-        config={**parsed.about(), "fields": dataclasses.asdict(recipe), "options": told},
+        config={**parsed.about(), "fields": dataclasses.asdict(recipe), "options": saved},
         **settings,
     )
     if speaks:
@@ -365,8 +365,8 @@ def _end_at_once(number: int) -> None:
 
 def _early_stopping(text: str) -> rx.EarlyStopping:
     """Return the hook for `accuracy`, `accuracy:5` or `accuracy:5:max`."""
-    told, mode = _with_direction(text)
-    metric, colon, patience = told.partition(":")
+    rest, mode = _with_direction(text)
+    metric, colon, patience = rest.partition(":")
     if not metric or (colon and not (patience.isascii() and patience.isdecimal())):
         raise ConfigError(
             f"--early-stopping {text}; it must be a metric, and evaluations to wait: accuracy:5"

@@ -209,9 +209,9 @@ def _model(dp: rx.DataParallel, recipe: Any, key: jax.Array) -> tuple[Any, bool]
 
     def traced() -> Any:
         def arrays(key: jax.Array) -> Any:
-            definition, *found = split(recipe.model(key), dp.mesh)
+            definition, *parts = split(recipe.model(key), dp.mesh)
             definitions.append(definition)
-            return found
+            return parts
 
         options = quick_options(dp.mesh.devices.flat[0].platform)
         return jax.jit(arrays, compiler_options=options).trace(key)

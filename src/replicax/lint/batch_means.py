@@ -80,13 +80,13 @@ def _sizes_of(program: ParsedFile, node: ast.AST, name: str) -> Iterator[str]:
     if not isinstance(node, ast.For) or (size := _size(program, node, node.body)) is None:
         return
     of_batch = set(targets(node))
-    for each in (inner for statement in node.body for inner in ast.walk(statement)):
-        if isinstance(each, ast.Assign) and names_in(each.value) & of_batch:
-            of_batch |= set(targets(each))
-        if isinstance(each, ast.Call) and ast.unparse(each.func) == f"{name}.append":
-            appended: list[ast.expr] = each.args
-        elif isinstance(each, ast.AugAssign) and targets(each) == [name]:
-            appended = [each.value]
+    for part in (inner for statement in node.body for inner in ast.walk(statement)):
+        if isinstance(part, ast.Assign) and names_in(part.value) & of_batch:
+            of_batch |= set(targets(part))
+        if isinstance(part, ast.Call) and ast.unparse(part.func) == f"{name}.append":
+            appended: list[ast.expr] = part.args
+        elif isinstance(part, ast.AugAssign) and targets(part) == [name]:
+            appended = [part.value]
         else:
             continue
         if names_in(*appended) & of_batch:

@@ -48,10 +48,10 @@ class FileFindings:
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
     """Return the given files and the Python files in the given folders, without duplicates."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            found[path] = None
+            files[path] = None
             continue
         below = [
             each
@@ -63,8 +63,8 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
         ]
         if not below:
             raise ConfigError(f"{path} has no .py file in it; pass files, or another folder")
-        found.update(dict.fromkeys(below))
-    return list(found)
+        files.update(dict.fromkeys(below))
+    return list(files)
 
 
 def examine_file(path: Path) -> FileFindings:
@@ -83,10 +83,10 @@ def examine_file(path: Path) -> FileFindings:
 def annotations(examination: FileFindings) -> Iterator[str]:
     """Yield findings as GitHub workflow commands, which GitHub shows next to the lines."""
     kinds = {ERROR: "error", WARNING: "warning", NOTE_LEVEL: "notice"}
-    for one in examination.findings:
-        place = f"file={examination.path},line={one.line},col={one.column}"
-        message = f"{one.reason}; {one.fix}".replace("%", "%25").replace("\n", "%0A")
-        yield f"::{kinds[one.severity]} {place},title={one.rule}::{message}"
+    for finding in examination.findings:
+        place = f"file={examination.path},line={finding.line},col={finding.column}"
+        message = f"{finding.reason}; {finding.fix}".replace("%", "%25").replace("\n", "%0A")
+        yield f"::{kinds[finding.severity]} {place},title={finding.rule}::{message}"
 
 
 def lint_summary(examinations: Sequence[FileFindings]) -> str:
@@ -108,7 +108,7 @@ def lint_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
             {
                 "path": str(each.path),
                 "not_installed": each.not_installed,
-                "findings": [dataclasses.asdict(one) for one in each.findings],
+                "findings": [dataclasses.asdict(finding) for finding in each.findings],
             }
             for each in examinations
         ],

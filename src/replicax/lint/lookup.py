@@ -32,12 +32,12 @@ def check_names(program: ParsedFile) -> list[str]:
         if not _installed(library):
             absent[library] = None
             continue
-        found = _resolved(name)
-        if found.lost and not program.ignores("removed-api", line_of(node)):
-            gone.setdefault(found.lost, []).append(node)
-        if found.deprecated:
-            fix = " ".join(found.warning.split())
-            program.report("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE_LEVEL)
+        resolved = _resolved(name)
+        if resolved.lost and not program.ignores("removed-api", line_of(node)):
+            gone.setdefault(resolved.lost, []).append(node)
+        if resolved.deprecated:
+            fix = " ".join(resolved.warning.split())
+            program.report("old-api", node, f"{resolved.deprecated} is deprecated", fix, NOTE_LEVEL)
     for name, nodes in gone.items():
         first = min(nodes, key=line_of)
         times = f" ({len(nodes)} times in this file)" if len(nodes) > 1 else ""
@@ -121,17 +121,17 @@ def _resolved(name: str) -> _Resolved:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found = getattr(value, part)
+                attribute = getattr(value, part)
             except AttributeError as error:
-                found = _module(longer)
-                if found is None and not _is_module(longer):
+                attribute = _module(longer)
+                if attribute is None and not _is_module(longer):
                     return _Resolved(None, longer, str(error))
             except Exception:  # raised by a lazy module with missing dependencies
-                found = None
-        for each in caught:
-            if issubclass(each.category, DeprecationWarning):
-                return _Resolved(found, "", "", longer, str(each.message))
-        path, value = longer, found
+                attribute = None
+        for raised in caught:
+            if issubclass(raised.category, DeprecationWarning):
+                return _Resolved(attribute, "", "", longer, str(raised.message))
+        path, value = longer, attribute
     return _Resolved(value)
 
 
@@ -211,11 +211,11 @@ def _check_call(program: ParsedFile, call: ast.Call) -> None:
 def _signature(function: Any) -> inspect.Signature | None:
     """Return the signature of a function or class; None if unknown."""
     try:
-        found = inspect.signature(function)
-        if isinstance(function, type) and list(found.parameters) == ["args", "kwargs"]:
+        signature = inspect.signature(function)
+        if isinstance(function, type) and list(signature.parameters) == ["args", "kwargs"]:
             # Its metaclass forwards all arguments, as Flax's does.
             return _without_self(function.__init__)  # type: ignore[misc]
-        return found
+        return signature
     except (ValueError, TypeError):
         return _compiled_signature(function)
 

@@ -122,13 +122,13 @@ def _fetched(program: ParsedFile, call: ast.Call) -> set[str]:
 
 def _arrays(*nodes: ast.AST) -> set[str]:
     """Return the names in some nodes whose values are used, not only their shapes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            names.add(node.id)
         if getattr(node, "attr", "") not in ("shape", "dtype", "ndim", "size"):
-            found |= _arrays(*ast.iter_child_nodes(node))
-    return found
+            names |= _arrays(*ast.iter_child_nodes(node))
+    return names
 
 
 def _is_quiet(program: ParsedFile, loop: LoopNode) -> bool:

@@ -119,17 +119,17 @@ def _gradient_names(program: ParsedFile, step: _Step) -> set[str]:
     for node in step.assigns:
         if program.called(node.value) in GRADS:
             makers.update(targets(node))
-    found: set[str] = set()
+    gradients: set[str] = set()
     for node in step.assigns:
         names, value = targets(node), node.value
-        found.update(name for name in names if _GRADIENT.search(name))
+        gradients.update(name for name in names if _GRADIENT.search(name))
         if not isinstance(value, ast.Call):
             continue
         makes = isinstance(value.func, ast.Call) and program.called(value.func) in GRADS
         if makes or program.last_called(value) in makers:
             pair = "value_and" in ast.unparse(value.func) or len(names) > 1
-            found.update(names[-1:] if pair else names)
-    return found
+            gradients.update(names[-1:] if pair else names)
+    return gradients
 
 
 def _is_known(program: ParsedFile, call: ast.Call, last: str) -> bool:
@@ -209,9 +209,9 @@ def _sums(program: ParsedFile, node: ast.AST) -> bool:
 
 def _check_keys(program: ParsedFile, step: _Step) -> None:
     """Report a key shared by all replicas in a step that draws random numbers for its own rows."""
-    own = {"axis_index", "process_index"}
+    ranks = {"axis_index", "process_index"}
     drawing = [call for call in step.calls if _draws(program, call)]
-    if not drawing or any(program.last_called(call) in own for call in step.calls):
+    if not drawing or any(program.last_called(call) in ranks for call in step.calls):
         return
     fixed = any(
         isinstance(node.value, ast.Call)
@@ -245,7 +245,7 @@ def _draws(program: ParsedFile, call: ast.Call) -> bool:
 
 def _replicated(program: ParsedFile, step: _Step, by_name: bool) -> list[ast.Call]:
     """Return the calls that copy a key, or a container that holds one, to all devices."""
-    found = []
+    copying = []
     handed = _handed_with_keys(program, step)
     for call in program.calls():
         if program.called(call) not in REPLICATES or not call.args:
@@ -253,8 +253,8 @@ def _replicated(program: ParsedFile, step: _Step, by_name: bool) -> list[ast.Cal
         of_key = by_name and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
         copies = names_in(call.args[0]) | set(targets(program.parents[call]))
         if of_key or copies & handed:
-            found.append(call)
-    return found
+            copying.append(call)
+    return copying
 
 
 def _handed_with_keys(program: ParsedFile, step: _Step) -> set[str]:

@@ -152,8 +152,8 @@ class ParsedFile:
             return ""
         if node.id in self.imported and self._is_variable(node):
             return f"local.{node.id}"
-        own = node.id if hasattr(builtins, node.id) else f"local.{node.id}"
-        return self.imported.get(node.id, _CUSTOMARY.get(node.id, own))
+        otherwise = node.id if hasattr(builtins, node.id) else f"local.{node.id}"
+        return self.imported.get(node.id, _CUSTOMARY.get(node.id, otherwise))
 
     def called(self, node: ast.AST) -> str:
         """Return the full name of a called function (of f for `partial(f, ...)`), or of a name."""
@@ -164,7 +164,7 @@ class ParsedFile:
         return self.name(node.func)
 
     def last_called(self, node: ast.AST) -> str:
-        """Return the last part of that name, such as `pmean`."""
+        """Return the last part of the full name of a called function, such as `pmean`."""
         return self.called(node).rpartition(".")[2]
 
     def calls(self, *functions: ast.AST) -> Iterator[ast.Call]:
@@ -174,16 +174,16 @@ class ParsedFile:
 
     def reached(self, function: Function) -> list[Function]:
         """Return a function and the functions of the file that it refers to, transitively."""
-        found: dict[Function, None] = {}
-        left = [function]
-        while left:
-            here = left.pop()
-            if here in found:
+        reached: dict[Function, None] = {}
+        waiting = [function]
+        while waiting:
+            here = waiting.pop()
+            if here in reached:
                 continue
-            found[here] = None
+            reached[here] = None
             for node in ast.walk(here):
-                left += self._named(node)
-        return list(found)
+                waiting += self._named(node)
+        return list(reached)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the ancestors of a node, innermost first."""
@@ -207,10 +207,10 @@ class ParsedFile:
 
     def _mapped(self, node: ast.AST) -> Iterator[MappedCall]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for each in node.decorator_list:
-                name = self.called(each)
+            for decorator in node.decorator_list:
+                name = self.called(decorator)
                 if name in PMAP | SHARD_MAP:
-                    yield MappedCall(node, each, _options(each), name)
+                    yield MappedCall(node, decorator, _options(decorator), name)
         if not (isinstance(node, ast.Call) and node.args):
             return
         name, first = self.name(node.func), node.args[0]
@@ -225,8 +225,8 @@ class ParsedFile:
 def _options(call: ast.AST) -> dict[str, ast.expr]:
     if not isinstance(call, ast.Call):
         return {}
-    found = {each.arg: each.value for each in call.keywords if each.arg}
-    return {"axis_name": call.args[1], **found} if len(call.args) > 1 else found
+    named = {each.arg: each.value for each in call.keywords if each.arg}
+    return {"axis_name": call.args[1], **named} if len(call.args) > 1 else named
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:

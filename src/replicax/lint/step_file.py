@@ -72,18 +72,18 @@ def step_file(text: str, path: Path, to: Path) -> str:
     parts = _parts(arguments, path)
     made = {each: node for node in program.tree.body for each in _makes(node)}
     free = (free_names(function) | names_in(function.args, mapped.call)) - {name}
-    left = dict.fromkeys(free - made.keys(), f"defined inside a function of {path.name}")
-    left = {each: said for each, said in left.items() if not hasattr(builtins, each)}
-    own = []
+    missing = dict.fromkeys(free - made.keys(), f"defined inside a function of {path.name}")
+    missing = {each: said for each, said in missing.items() if not hasattr(builtins, each)}
+    renamed = []
     for part, names in parts.items():
         if set(names) <= made.keys() and not any(_stacks(program, made[each]) for each in names):
             free |= set(names)
-            own += [f"{part} = {', '.join(names)}"] if names != [part] else []
+            renamed += [f"{part} = {', '.join(names)}"] if names != [part] else []
         else:
-            left[part] = f"{_WANTED[part]} ({', '.join(names)})"
-    lines = [f"{each} = ...  # {said}" for each, said in left.items()]
+            missing[part] = f"{_WANTED[part]} ({', '.join(names)})"
+    lines = [f"{each} = ...  # {said}" for each, said in missing.items()]
     if lines:
-        lines.append(f'raise NotImplementedError("fill in {", ".join(left)}; remove this line")')
+        lines.append(f'raise NotImplementedError("fill in {", ".join(missing)}; remove this line")')
     source = ast.get_source_segment(text, function, padded=True) or ""
     count = len(parts["state"])
     rows = ", ".join(name for part, names in parts.items() for name in names if part != "state")
@@ -92,7 +92,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
         to=to,
         name=name,
         copied="\n".join(
-            [*_copies(program, text, made, free | {"jax"}), "\n", *lines, *own]
+            [*_copies(program, text, made, free | {"jax"}), "\n", *lines, *renamed]
         ).rstrip(),
         function=f"{name} = {source.strip()}"
         if isinstance(function, ast.Lambda)

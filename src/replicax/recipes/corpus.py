@@ -133,9 +133,9 @@ def _files(
         skipped["linked folders"] += sum(Path(parent, name).is_symlink() for name in folders)
         paths += [Path(parent, name) for name in files if name.endswith(suffix)]
 
-    found = [path for path in paths if path.is_file()]
-    skipped["not regular files"] += len(paths) - len(found)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    regular = [path for path in paths if path.is_file()]
+    skipped["not regular files"] += len(paths) - len(regular)
+    return sorted(regular, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _read(path: Path, skipped: Counter[str]) -> list[Document]:

@@ -154,17 +154,17 @@ def _read_fashion_mnist(folder: Path, source: str) -> ImageDataset:
 
 def _read_idx(path: Path, file: IdxFile) -> np.ndarray:
     """Read the uint8 array in `path`, after verifying the checksum of `file`."""
-    expected, found = "a readable file", ""
+    expected, actual = "a readable file", ""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        expected, found = f"SHA-256 {file.sha256}", hashlib.sha256(content).hexdigest()
+        expected, actual = f"SHA-256 {file.sha256}", hashlib.sha256(content).hexdigest()
     except (OSError, EOFError, zlib.error) as error:
-        found = _in_one_line(error)
-    if found != file.sha256:
+        actual = _in_one_line(error)
+    if actual != file.sha256:
         raise DataError(
-            f"{path} is corrupt: expected {expected}, found {found}; delete it and run again"
+            f"{path} is corrupt: expected {expected}, found {actual}; delete it and run again"
         )
     header_bytes = 4 * (1 + len(file.shape))  # a magic number, and the dims
     return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(file.shape)

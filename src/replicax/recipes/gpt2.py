@@ -19,7 +19,6 @@ from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
 from replicax.recipes.corpus import read_corpus
-from replicax.recipes.gpt2_weights import GPT2_NAMES
 from replicax.recipes.text import TextDataset, packed, text_dataset
 from replicax.recipes.text_columns import Document
 from replicax.text.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
@@ -184,8 +183,8 @@ class GPT2:
         known = tokenizer.vocab_size  # rows beyond it are untrained
 
         def logits(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-            found = transformer.logits(params, tokens, self.heads, separator=self._separator)
-            return found[..., :known]
+            scores = transformer.logits(params, tokens, self.heads, separator=self._separator)
+            return scores[..., :known]
 
         prompt = tokenizer.encode(Document("the text to continue", text.encode())).tolist()
         if self.separate_documents:  # each begins with it
@@ -205,7 +204,7 @@ class GPT2:
 
     def weight_names(self) -> Rename:
         """Return GPT-2's published names of the parameters."""
-        return GPT2_NAMES
+        return transformer.GPT2_NAMES
 
     @cached_property
     def _text(self) -> TextDataset:
@@ -274,12 +273,12 @@ def sample(
 
     tokens = [int(token) for token in prompt]
     for key in jax.random.split(jax.random.key(seed), count):
-        seen = tokens[-context:]
+        recent = tokens[-context:]
         # A few window sizes, with one program each, so that short texts stay cheap.
-        size = min(max(SMALLEST_WINDOW, 1 << (len(seen) - 1).bit_length()), context)
+        size = min(max(SMALLEST_WINDOW, 1 << (len(recent) - 1).bit_length()), context)
         window = np.zeros(size, np.int32)
-        window[: len(seen)] = seen
-        drawn = int(draw(params, window, np.int32(len(seen)), key))
+        window[: len(recent)] = recent
+        drawn = int(draw(params, window, np.int32(len(recent)), key))
         if drawn == end:
             break
         tokens.append(drawn)

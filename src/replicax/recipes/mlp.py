@@ -37,8 +37,8 @@ class Stack(nn.Module):  # type: ignore[misc, name-defined]
         kernel = self.param("kernel", he_of_each, (self.layers, self.hidden, self.hidden))
         bias = self.param("bias", nn.initializers.zeros, (self.layers, self.hidden))
 
-        def layer(x: jax.Array, own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return nn.relu(x @ own[0] + own[1]), None
+        def layer(x: jax.Array, params: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return nn.relu(x @ params[0] + params[1]), None
 
         x, _ = lax.scan(layer, x, (kernel, bias))
         return x

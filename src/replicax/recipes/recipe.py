@@ -93,9 +93,9 @@ def find_recipe(spec: str) -> type[Any]:
             f"file.py:Name{did_you_mean(spec, BUILT_IN)}"
         )
     classes = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
-    own = [key for key, value in classes.items() if value.__module__ == module.__name__]
+    defined = [key for key, value in classes.items() if value.__module__ == module.__name__]
     if not name:
-        recipes = [key for key in own if dataclasses.is_dataclass(classes[key])]
+        recipes = [key for key in defined if dataclasses.is_dataclass(classes[key])]
         recipes = [key for key in recipes if not _missing(classes[key])]
         if len(recipes) != 1:
             raise ConfigError(
@@ -105,8 +105,8 @@ def find_recipe(spec: str) -> type[Any]:
         (name,) = recipes
     if name not in classes:
         raise ConfigError(
-            f"{where} has no class {name!r}; it has {', '.join(own) or 'none'}"
-            f"{did_you_mean(name, own)}"
+            f"{where} has no class {name!r}; it has {', '.join(defined) or 'none'}"
+            f"{did_you_mean(name, defined)}"
         )
     recipe: type[Any] = classes[name]
     if not dataclasses.is_dataclass(recipe):

@@ -67,15 +67,15 @@ def text_dataset(
     rate = BYTES_ENCODING_BYTES_PER_SECOND if is_bytes else BPE_ENCODING_BYTES_PER_SECOND
     _announce("encoding", train + held_out, rate)
 
-    each = [documents for documents, _ in parts] if weights else [train]
-    rows = [packed(tokenizer, documents, context) for documents in each]
+    groups = [documents for documents, _ in parts] if weights else [train]
+    rows = [packed(tokenizer, documents, context) for documents in groups]
     heldout_rows = packed(tokenizer, held_out, context)
-    for found, corpus in zip(rows, corpora, strict=False):
-        if found["length"][0] < context:
+    for part_rows, corpus in zip(rows, corpora, strict=False):
+        if part_rows["length"][0] < context:
             text = f"that of {corpus.name}" if weights else "the training text"
             raise DataError(
                 f"context {context:,} needs {context + 1:,} tokens for one row, but {text} has "
-                f"{_tokens(found):,}; lower --context or provide more text"
+                f"{_tokens(part_rows):,}; lower --context or provide more text"
             )
     source = "; ".join(corpus.source for corpus in corpora)
     source += f"; {tokenizer.name}; {sum(map(_tokens, rows)):,} training tokens, "

@@ -78,15 +78,15 @@ def _of_parquet(path: Path, column: str) -> Iterator[tuple[int, Any]]:
 
 def _of_datasets(path: Path, column: str) -> Iterator[tuple[int, Any]]:
     datasets = require_package("datasets", f"reads {path}")
-    found = datasets.load_from_disk(str(path))
-    if isinstance(found, dict):
+    dataset = datasets.load_from_disk(str(path))
+    if isinstance(dataset, dict):
         raise DataError(
-            f"{path} has the splits {', '.join(found)}; one is read at a time: pass its folder, "
-            f"such as {path / next(iter(found))}"
+            f"{path} has the splits {', '.join(dataset)}; one is read at a time: pass its folder, "
+            f"such as {path / next(iter(dataset))}"
         )
-    if column not in found.column_names:
-        raise _no_column(str(path), column, found.column_names)
-    yield from enumerate(found[column], 1)
+    if column not in dataset.column_names:
+        raise _no_column(str(path), column, dataset.column_names)
+    yield from enumerate(dataset[column], 1)
 
 
 def _no_column(where: str, column: str, names: Any) -> DataError:

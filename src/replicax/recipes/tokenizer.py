@@ -231,8 +231,8 @@ def _refuse_what_is_not_byte_level(tokenizer: "tokenizers.Tokenizer", name: str)
 
 def _find_end_of_text(tokenizer: "tokenizers.Tokenizer", name: str) -> int:
     for token in ENDS_OF_TEXT:
-        if (found := tokenizer.token_to_id(token)) is not None:
-            return found
+        if (token_id := tokenizer.token_to_id(token)) is not None:
+            return token_id
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     raise DataError(
         f"{name} has no end-of-text token: none of {' '.join(ENDS_OF_TEXT)} is among "

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from replicax.core.ground.precision import to_sum
@@ -25,6 +26,9 @@ from replicax.errors import ConfigError
 from replicax.recipes import cpu
 from replicax.remat import in_turn, products_and_attention
 from replicax.text.arguments import Count, typed
+from replicax.weights import rearranged, stacked, tied
+from replicax.weights.rename_table import Rename
+from replicax.weights.save_weights import named_weights
 
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]
@@ -253,3 +257,24 @@ def _layer_norm(params: Params, x: jax.Array) -> jax.Array:
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     normal = (wide - mean) * lax.rsqrt(variance + EPSILON)
     return (normal * to_sum(params["weight"]) + to_sum(params["bias"])).astype(x.dtype)
+
+
+def _names(prefix: str) -> Rename:
+    layer = prefix + r"h.(\d+)"
+    attention = stacked(r"h.attn.c_attn.\2")  # query, key and value side by side
+    return {
+        prefix + r"h\.\d+\.attn\.(masked_)?bias": None,  # the causal mask, in some exports
+        layer + ".attn.c_attn.(weight)": rearranged(attention, "width (qkv out) -> width qkv out"),
+        layer + ".attn.c_attn.(bias)": rearranged(attention, "(qkv out) -> qkv out"),
+        layer + ".(.+)": stacked(r"h.\2"),
+        prefix + "(wte|wpe|ln_f).(weight|bias)": r"\1.\2",
+    }
+
+
+GPT2_NAMES: Rename = {**_names(""), **_names("transformer."), "lm_head.weight": tied("wte.weight")}
+"""The table for `rx.load_weights` and `rx.save_weights`; without a prefix when written."""
+
+
+def published(params: Params) -> dict[str, np.ndarray]:
+    """Return `params` under the published names, on the host."""
+    return named_weights(params, GPT2_NAMES)

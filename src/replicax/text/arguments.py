@@ -123,7 +123,7 @@ def bind(
         return signature.bind(*arguments, **named)
     owner, _, method = function.removesuffix(".__init__").rpartition(".")
     call = f"{'dp' if owner == 'DataParallel' else owner}.{method}" if owner else method
-    parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
+    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
     for word in named:
         if word not in parameters:
             verb = not call[:1].isupper() or call in ("DataParallel", "Run")
@@ -132,31 +132,31 @@ def bind(
     arguments = arguments[len(signature.parameters) - len(parameters) :]
     given = ", ".join([*(type(each).__name__ for each in arguments), *map("{}=...".format, named)])
     wanted = [
-        f"{name}=..." if each.kind is each.KEYWORD_ONLY else name
-        for name, each in parameters.items()
-        if each.kind is not each.KEYWORD_ONLY or each.default is each.empty
+        f"{name}=..." if p.kind is p.KEYWORD_ONLY else name
+        for name, p in parameters.items()
+        if p.kind is not p.KEYWORD_ONLY or p.default is p.empty
     ]
     others = ", and others by name" if len(wanted) < len(parameters) else ""
-    if len(arguments) > len(wanted) and sum(hasattr(each, "shape") for each in arguments) > 1:
+    if len(arguments) > len(wanted) and sum(hasattr(value, "shape") for value in arguments) > 1:
         others = ", with the arrays in one dict"
     raise ConfigError(f"{call} got ({given}): write {call}({', '.join(wanted)}){others}")
 
 
 def _instead(word: str, value: Any, known: Mapping[str, Any], *, elsewhere: bool) -> str:
     """Return an argument that is not in `known`, and what to write for it, if only `elsewhere`."""
-    shown, here, own, there = _shown(value), list[str](), list[str](), list[str]()
+    shown, here, synonyms, there = _shown(value), list[str](), list[str](), list[str]()
     for where, written, words in ARGUMENTS:
         if word not in names_of_row(written, words):
             continue
         if written.partition("=")[0] in known:
             here.append(written)
         else:
-            own += [f"{name}={{}}" for name in words.split() if name in known]
+            synonyms += [f"{name}={{}}" for name in words.split() if name in known]
             there.append(f"write {where.replace('{}', written)}" if written else where)
-    if here or own or (there and elsewhere):
+    if here or synonyms or (there and elsewhere):
         given = VALUES.get(value, value) if isinstance(value, str) else value
         text = _shown(given) if isinstance(value, int | float | str) else "..."
-        line = [*(f"write {each}" for each in (*here, *own)), *there][0]
+        line = [*(f"write {each}" for each in (*here, *synonyms)), *there][0]
         return f"{word}={shown}: {line.replace('{}', text)}"
     if nearest := nearest_name(word, known):
         return f"{word}={shown}: did you mean {nearest}=...?"
@@ -173,7 +173,6 @@ def fitted(name: str, hint: Any, value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as text of one line."""
     shown = f"{value:g}" if isinstance(value, float) else repr(value)
     return shown if len(shown) <= 80 and "\n" not in shown else f"a {type(value).__name__}"
 

@@ -14,8 +14,8 @@ _DIGEST = hashlib.sha256().digest_size
 
 def cache_folder() -> Path:
     """Return `$REPLICAX_CACHE`, `$XDG_CACHE_HOME/replicax` or `~/.cache/replicax`."""
-    if own := os.environ.get("REPLICAX_CACHE"):
-        return Path(own)
+    if named := os.environ.get("REPLICAX_CACHE"):
+        return Path(named)
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(shared) / "replicax"
 
@@ -71,20 +71,20 @@ def write_entry(path: Path, content: bytes) -> None:
 
 def prune(paths: Iterable[Path], most_bytes: int) -> None:
     """Remove the files that were read or written first, down to `most_bytes`."""
-    found = []
+    files = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # another process prunes, too
             about = path.stat()
-            found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
+            files.append((max(about.st_atime, about.st_mtime), about.st_size, path))
     total = 0
-    for _, size, path in sorted(found, reverse=True):
+    for _, size, path in sorted(files, reverse=True):
         total += size
         if total > most_bytes:
             path.unlink(missing_ok=True)
 
 
 def _digest(path: Path, content: bytes) -> bytes:
-    """The names say which program it is, of which compiler, for which kind of device."""
+    # The names say which program it is, of which compiler, for which kind of device.
     place = f"{path.parent.name}/{path.name}\0".encode()
     return hashlib.sha256(place + content).digest()
 

@@ -99,13 +99,13 @@ def table_text(checks: Sequence[Check], total: str | None = None, *, style: Styl
 
 def checks_grid(checks: Sequence[Check], *, style: Style = DEFAULT) -> Grid:
     """Return the checks as a table for a notebook, without the lines below them."""
-    rows, before, told = [("check", "case", "found", "")], None, ""
+    rows, before, last_cause = [("check", "case", "found", "")], None, ""
     for check in checks:
         subject = check.subject if check.subject != before else ""
         found = check.found
         if check.cause:
-            found += f"\n{style.remedy}: {check.cause if check.cause != told else 'as above'}"
-            told = check.cause
+            found += f"\n{style.remedy}: {check.cause if check.cause != last_cause else 'as above'}"
+            last_cause = check.cause
         before = check.subject
         rows.append((subject, check.case, found, _word(check, style)))
     return Grid(rows, left=len(rows[0]), marked=frozenset({style.words.get(FAIL, FAIL)}))
@@ -151,7 +151,7 @@ def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool
             lines.append(f"{head}{ink(line, color)}{tail}".rstrip())
             subject, check = "", None  # beside the first line only
 
-    before, told = None, ""
+    before, last_cause = None, ""
     for check in checks:
         subject = check.subject if check.subject != before else ""
         before = check.subject
@@ -161,12 +161,12 @@ def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool
         beside = "" if headings else subject
         add(text, _DIM if check.verdict == SKIP else "", 2, beside, check)
         if check.cause:
-            cause = check.cause if check.cause != told else "as above"
-            told = check.cause
+            cause = check.cause if check.cause != last_cause else "as above"
+            last_cause = check.cause
             add(f"{style.remedy}: {cause}", _COLORS[check.verdict], 4)
         blank = " " * (first or 4)
-        for each in style.below(check):  # as far as a line has room
-            lines += [ink(line, _DIM) for line in wrapped(each, first + room, blank, blank)[:1]]
+        for below in style.below(check):  # as far as a line has room
+            lines += [ink(line, _DIM) for line in wrapped(below, first + room, blank, blank)[:1]]
     return lines
 
 

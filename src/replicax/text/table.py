@@ -70,7 +70,7 @@ def fold_lines(text: str, columns: int | None = None) -> str:
 
 def printable(text: str) -> str:
     r"""Return text with control characters as their escapes, `\x1b`: a name may contain any."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def for_stream(text: str, stream: Any) -> str:
@@ -99,15 +99,15 @@ def columns(label: str, lines: Sequence[Line]) -> list[str]:
         label: at most 6 letters.
         lines: lines of equal length; names and texts are left-aligned, figures right-aligned.
     """
-    widths = [max(map(len, cells)) for cells in zip(*(each[1:-1] for each in lines), strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(*(line[1:-1] for line in lines), strict=True)]
     room = width() - MARGIN - sum(widths) - len(_GAP) * len(widths)
-    name_width = min(room, max(len(each[0]) for each in lines))
-    words = itertools.chain.from_iterable(each[0].split() for each in lines)
+    name_width = min(room, max(len(line[0]) for line in lines))
+    words = itertools.chain.from_iterable(line[0].split() for line in lines)
     if name_width < max(map(len, words), default=0):
         drawn = itertools.chain.from_iterable(map(_stacked, lines))
     else:
         drawn = itertools.chain.from_iterable(
-            _drawn(each, name_width, widths, room - name_width - len(_GAP)) for each in lines
+            _drawn(line, name_width, widths, room - name_width - len(_GAP)) for line in lines
         )
     first, *rest = drawn
     return [f"{label.ljust(MARGIN)}{first}".rstrip(), *(f"{'':{MARGIN}}{text}" for text in rest)]

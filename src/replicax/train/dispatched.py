@@ -94,20 +94,20 @@ class Call:
             return [self.last]
         stack, at, rows = self.batches.stack, self.last.place, self.batches.rows
         before = len(rows) - 1
-        told = {
+        results = {
             name: jax.tree.map(np.asarray, value)
             for name, value in self.results.items()
             if not isinstance(value, PerRow)
         }
         return [
             _dispatched(
-                RunPosition(at.step - left, at.epoch, at.batch - left),
-                rows[before - left],
+                RunPosition(at.step - later, at.epoch, at.batch - later),
+                rows[before - later],
                 (stack.mask, stack.index),
-                {name: _of_step(value, before - left) for name, value in told.items()},
-                before - left,
+                {name: _of_step(value, before - later) for name, value in results.items()},
+                before - later,
             )
-            for left in range(before, 0, -1)
+            for later in range(before, 0, -1)
         ] + [self.last]
 
 
@@ -155,7 +155,6 @@ def _dispatched(
 
 
 def _of_step(value: Any, number: int) -> Any:
-    """Return the metric of one step from those of several."""
     if isinstance(value, StepFigure):
         return dataclasses.replace(value, value=value.value[number])
     return value[number]

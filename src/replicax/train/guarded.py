@@ -125,10 +125,10 @@ def skip_bad_steps(apply: Apply) -> Apply:
 
         _check_alike(state, jax.eval_shape(update, state)[0])
         extra_metrics, losses = _judge(state.losses, total)
-        bad = jnp.stack([each != 0 for each in extra_metrics.values()]).any()
-        after, told = unless(bad, update, state)
+        bad = jnp.stack([verdict != 0 for verdict in extra_metrics.values()]).any()
+        after, metrics = unless(bad, update, state)
         after = dataclasses.replace(after, step=state.step + 1, losses=losses)
-        return after, {**told, **extra_metrics}
+        return after, {**metrics, **extra_metrics}
 
     return guarded_apply
 
@@ -167,8 +167,8 @@ def _not_finite(total: StepSums) -> jax.Array:
     """
     leaves = jax.tree.leaves(total.gradient)
     numbers = [
-        jnp.max(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, 0.0, float(left)), initial=0.0)
-        for left, leaf in zip(range(len(leaves), 0, -1), leaves, strict=True)
+        jnp.max(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, 0.0, float(number)), initial=0.0)
+        for number, leaf in zip(range(len(leaves), 0, -1), leaves, strict=True)
     ]
     largest = functools.reduce(jnp.maximum, numbers, jnp.float32(0))
     first = jnp.where(largest > 0, len(leaves) + 1 - largest, 0).astype(jnp.int32)

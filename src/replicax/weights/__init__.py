@@ -4,13 +4,13 @@ Both take a table, `rename`: patterns of a file's names, and for each the dotted
 the model, or one of the functions here. Read in this order:
 
     tensor_slices.py    the part of a leaf that a tensor fills: a view, which is read or written
-    renaming.py      the functions here, which make them
-    rename_table.py  the rule for a name, and the names of a model, from the same table
-    model_leaves.py  leaves of a model by name, and a model with others
-    tensor_files.py  files of tensors: safetensors, in shards too, torch's, and folders
+    renaming.py         the functions here, which make them
+    rename_table.py     the rule for a name, and the names of a model, from the same table
+    model_leaves.py     leaves of a model by name, and a model with others
+    tensor_files.py     files of tensors: safetensors, in shards too, torch's, and folders
     load_weights.py, save_weights.py   the two verbs
 
-It imports `arguments`, `errors`, `wording`, `table`, `core` and `train`. Tests: `tests/weights/`.
+It imports `errors`, `text`, `core` and `train`. Tests: `tests/weights/`.
 """
 
 from replicax.weights.renaming import part as part

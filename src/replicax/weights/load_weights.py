@@ -94,14 +94,14 @@ def _placed(
     unknown, odd, inexact = list[str](), list[str](), list[str]()
     for name, kind in tensors.kinds.items():
         try:
-            found = table.placed(name, hollow)
+            placing = table.placed(name, hollow)
         except NoLeafError as error:
             (leaf,) = error.args
             unknown.append(name if leaf == name else f"{name} (to {leaf})")
             continue
-        if found is None:
+        if placing is None:
             continue
-        place, groups = found
+        place, groups = placing
         paths = place.paths(groups)
         where = ", ".join(paths)
         if not isinstance(place, Tied):
@@ -116,13 +116,13 @@ def _placed(
         if shape != kind.shape:
             odd.append(f"{name} {list(kind.shape)}, where {where} takes {list(shape)}")
             continue
-        dtypes = {leaves.by_path[each].dtype for each in paths}
+        dtypes = {leaves.by_path[filled_path].dtype for filled_path in paths}
         if not cast and (wrong := [to for to in dtypes if not np.can_cast(kind.dtype, to)]):
             inexact.append(f"{name} from {kind.dtype} to {wrong[0]}")
-        placed[name] = found
+        placed[name] = placing
         if not isinstance(place, Tied):
-            for each, size in zip(paths, sizes, strict=True):
-                filled[each] += size
+            for filled_path, size in zip(paths, sizes, strict=True):
+                filled[filled_path] += size
     needed = [*leaves.weights, *(p for p, leaf in leaves.by_path.items() if _is_abstract(leaf))]
     empty = [p for p in dict.fromkeys(needed) if p not in filled and not table.skips(p)]
     partly = [
@@ -160,7 +160,8 @@ def _read(
     path: Path, placed: dict[str, PlacedTensor], leaves: ModelLeaves, tensors: Tensors
 ) -> dict[str, Any]:
     """Return the filled leaves; each leaves the host's memory when its last tensor is read."""
-    ties = {name: each for name, each in placed.items() if isinstance(each[0], Tied)}
+    # Last, as each is compared with what the other tensors have filled.
+    ties = {name: placing for name, placing in placed.items() if isinstance(placing[0], Tied)}
     tied = {p for place, groups in ties.values() for p in place.paths(groups)}
     waiting = Counter(p for name in placed.keys() - ties for p in _paths(placed[name]))
     host: dict[str, np.ndarray] = {}
@@ -168,15 +169,15 @@ def _read(
     for name in [name for name in placed if name not in ties]:
         place, groups = placed[name]
         paths = place.paths(groups)
-        for each in paths:
-            if each not in host:
-                leaf = leaves.by_path[each]
-                host[each] = np.empty(leaf.shape, leaf.dtype)
+        for p in paths:
+            if p not in host:
+                leaf = leaves.by_path[p]
+                host[p] = np.empty(leaf.shape, leaf.dtype)
         place.give(host, groups, tensors.read(name))
-        for each in paths:
-            waiting[each] -= 1
-            if not waiting[each] and each not in tied:
-                done[each] = like_leaf(host.pop(each), leaves.by_path[each])
+        for p in paths:
+            waiting[p] -= 1
+            if not waiting[p] and p not in tied:
+                done[p] = like_leaf(host.pop(p), leaves.by_path[p])
     for name, (place, groups) in ties.items():
         kept = place.take(host, groups)
         if not np.array_equal(tensors.read(name).astype(kept.dtype), kept):
@@ -184,7 +185,7 @@ def _read(
                 f"{path}: {name} differs from the tensor of {place.paths(groups)[0]}, to which the "
                 "model ties it; provide weights that were trained this way"
             )
-    return done | {each: like_leaf(array, leaves.by_path[each]) for each, array in host.items()}
+    return done | {p: like_leaf(array, leaves.by_path[p]) for p, array in host.items()}
 
 
 def _paths(placed: PlacedTensor) -> list[str]:
@@ -209,8 +210,8 @@ def _say(
         if tensors.kinds[name].dtype != leaves.by_path[p].dtype
     )
     text += "".join(f"; {number:,} from {each}" for each, number in conversions.items())
-    if left := [name for name in tensors.kinds if name not in placed]:
-        text += f"; left out: {named(left, _SHOWN)}"
+    if ignored := [name for name in tensors.kinds if name not in placed]:
+        text += f"; left out: {named(ignored, _SHOWN)}"
     if kept := [p for p in leaves.weights if table.skips(p) and p not in filled]:
         text += f"; not loaded: {named(kept, _SHOWN)}"
     print(*labelled("weight", text), sep="\n", flush=True)

@@ -43,17 +43,17 @@ def leaves_of(model: Any) -> ModelLeaves:
         ConfigError: two of them have one path, or it is no model.
     """
     definition, *trees = split_model(model)
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for tree in trees:
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = _dotted(path)
-            if name in found:
+            if name in by_name:
                 raise ConfigError(
                     f"two arrays of this model have the dotted path {name}; names in a file must "
                     "be unique: rename one in the model"
                 )
-            found[name] = leaf
-    arrays = {path: leaf for path, leaf in found.items() if not is_random_key(leaf)}
+            by_name[name] = leaf
+    arrays = {path: leaf for path, leaf in by_name.items() if not is_random_key(leaf)}
     return ModelLeaves(definition, (trees[0], trees[1]), arrays)
 
 

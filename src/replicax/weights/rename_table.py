@@ -73,7 +73,7 @@ class RenameTable:
             ConfigError: a pattern stands for several names.
             DataError: a leaf has no such part as a rule says.
         """
-        found: dict[str, PlacedTensor] = {}
+        placed: dict[str, PlacedTensor] = {}
         filled = Counter[str]()
         for pattern, place in self._rules:
             try:
@@ -85,7 +85,7 @@ class RenameTable:
                         continue
                     name = _name(pattern.pattern, groups)
                     if self._leads_to(name, place, groups, leaves):
-                        found[name] = (place, groups)
+                        placed[name] = (place, groups)
                         for path, size in zip(paths, place.sizes(leaves, groups), strict=True):
                             filled[path] += size
             except UnfitError as error:
@@ -94,8 +94,8 @@ class RenameTable:
                 ) from error
         for path in otherwise:
             if not filled[path] and self._leads_to(path, None, {}, leaves):
-                found[path] = (Leaf(path), {})
-        return found
+                placed[path] = (Leaf(path), {})
+        return placed
 
     def _leads_to(
         self, name: str, place: TensorPlace | None, groups: Groups, leaves: Mapping[str, np.ndarray]

@@ -124,11 +124,11 @@ def _named_like(
     with open_tensors(like) as opened:
         for name, kind in opened.kinds.items():
             try:
-                found = table.placed(name, host)
-                if found is None:
+                placing = table.placed(name, host)
+                if placing is None:
                     tensors[name] = opened.read(name)
                     continue
-                place, groups = placed[name] = found
+                place, groups = placed[name] = placing
                 tensors[name] = place.take(host, groups).astype(kind.dtype)
                 if tensors[name].shape != kind.shape:
                     raise UnfitError(f"has {list(tensors[name].shape)}, not {list(kind.shape)}")

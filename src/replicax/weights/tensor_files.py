@@ -77,25 +77,23 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 
 
 class _Index(msgspec.Struct):
-    """An index, as far as it is read."""
-
     weight_map: dict[str, str]
 
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        found = msgspec.convert(json.loads(path.read_text()), _Index).weight_map
+        weight_map = msgspec.convert(json.loads(path.read_text()), _Index).weight_map
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} has no weight_map; the index of a model in several files names the file of "
             "each tensor: pass such an index, or a .safetensors file"
         ) from error
-    for name in found.values():
+    for name in weight_map.values():
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise DataError(
                 f"{path} names {name!r}, a file outside of its folder: move the file there"
             )
-    return found
+    return weight_map
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Tensors:
@@ -156,17 +154,17 @@ def _of_torch(path: Path) -> Tensors:
             f"{path} is not a file of tensors that torch saved ({said}); save the model's "
             "state_dict()"
         ) from error
-    found = {name: each.detach() for name, each in _flat(loaded) if torch.is_tensor(each)}
+    tensors = {name: each.detach() for name, each in _flat(loaded) if torch.is_tensor(each)}
     kinds = {
         name: jax.ShapeDtypeStruct(
             tuple(each.shape), np.dtype(str(each.dtype).removeprefix("torch."))
         )
-        for name, each in found.items()
+        for name, each in tensors.items()
     }
 
     def read(name: str) -> np.ndarray:
         # NumPy has no array of torch's bfloat16, but of its bytes.
-        flat = found[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+        flat = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
         array: np.ndarray = flat.view(kinds[name].dtype).reshape(kinds[name].shape)
         return array
 

@@ -12,7 +12,7 @@ from replicax.errors import ConfigError
 Groups = Mapping[int, str]
 """The texts of a pattern's groups `(...)`, by number."""
 HostLeaves = Mapping[str, np.ndarray]
-"""HostLeaves of a model by their dotted paths."""
+"""Leaves of a model on the host, by their dotted paths."""
 _REFERENCE = re.compile(r"\\(\d)")
 
 
@@ -225,10 +225,10 @@ class Rearranged(_Within):
             raise UnfitError(f"has {array.ndim} dims, not {len(self._leaf)} as in {self._pattern}")
         dims: list[int] = []
         for size, names in zip(array.shape, self._leaf, strict=True):
-            found = [self._sizes[name] for name in names] if len(names) != 1 else [size]
-            if math.prod(found) != size:
-                raise UnfitError(f"has a dim of {size}, not {' x '.join(map(str, found))}")
-            dims += found
+            parts = [self._sizes[name] for name in names] if len(names) != 1 else [size]
+            if math.prod(parts) != size:
+                raise UnfitError(f"has a dim of {size}, not {' x '.join(map(str, parts))}")
+            dims += parts
         return array.reshape(dims).transpose(self._order)
 
 

@@ -106,13 +106,13 @@ def read(like: TrainState, folder: Path) -> TrainState:
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))
     arrays |= place_small(values, {name: tiny[name] for name in values})
-    found = [
+    restored = [
         as_key(arrays[name], leaf)
         if name in arrays
         else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in leaves.items()
     ]
-    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), found), padded)
+    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), restored), padded)
     return state
 
 
@@ -175,16 +175,16 @@ def params_not_finite(state: TrainState) -> set[str]:
         StateError: the state was already consumed.
     """
     check_unused(state)
-    found = {
+    floats = {
         name: leaf
         for name, leaf in _named(state.params).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     # A program of hundreds of small arrays would take seconds to compile.
-    tiny = {name: found.pop(name) for name in [name for name in found if is_small(found[name])]}
-    finite = jax.device_get(_finite(found)) if found else {}
+    tiny = {name: floats.pop(name) for name in [n for n in floats if is_small(floats[n])]}
+    finite = jax.device_get(_finite(floats)) if floats else {}
     finite |= {name: np.isfinite(value).all() for name, value in whole(tiny).items()}
-    return {f"params.{name}" for name, each in finite.items() if not each}
+    return {f"params.{name}" for name, is_finite in finite.items() if not is_finite}
 
 
 @jax.jit
@@ -205,8 +205,8 @@ def is_small(leaf: Any) -> bool:
 
 def small(leaves: Mapping[str, jax.Array]) -> list[str]:
     """Return the names of the arrays to copy together, the same in all processes."""
-    found = sorted(name for name, leaf in leaves.items() if is_small(leaf))
-    return found if len(found) >= _FEWEST else []
+    names = sorted(name for name, leaf in leaves.items() if is_small(leaf))
+    return names if len(names) >= _FEWEST else []
 
 
 def place_small(values: Mapping[str, bytes], like: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -118,13 +118,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _understood(data: bytes) -> Manifest:
     try:
-        found = json.loads(data)["format"]
-        if found == _FORMAT:
+        version = json.loads(data)["format"]
+        if version == _FORMAT:
             return unsealed(data, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged or not a manifest: {error}") from error
     ours = f"this version of Replicax reads formats up to {_FORMAT}"
-    raise CheckpointError(f"{MANIFEST} has format {found!r}; {ours}: upgrade it")
+    raise CheckpointError(f"{MANIFEST} has format {version!r}; {ours}: upgrade it")
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
@@ -163,16 +163,16 @@ def _sizes(folder: Path) -> dict[str, int]:
     def fail(error: OSError) -> None:
         raise CheckpointError(f"{Path(error.filename).name} cannot be read ({error.strerror})")
 
-    found = {}
+    sizes = {}
     for above, folders, files in os.walk(folder, onerror=fail):
         for name in (*folders, *files):
-            each = Path(above, name)
-            path = each.relative_to(folder).as_posix()
-            if each.is_symlink() or not (each.is_file() or each.is_dir()):
+            entry = Path(above, name)
+            path = entry.relative_to(folder).as_posix()
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
                 raise CheckpointError(f"{path} is not a regular file")
             if name in files and path != MANIFEST and not _LITTER.fullmatch(name):
-                found[path] = each.stat().st_size
-    return dict(sorted(found.items()))
+                sizes[path] = entry.stat().st_size
+    return dict(sorted(sizes.items()))
 
 
 def _hashed(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, int, int], str]]:

@@ -92,6 +92,7 @@ class Saver:
             fault,
             f"save {self._number} of start {self.token}",
         )
+        # A daemon: a disk that hangs must not keep a process that fails from its exit.
         self._thread = threading.Thread(target=self._finish, args=arguments, daemon=True)
         self._thread.start()
 
@@ -167,13 +168,13 @@ class Saver:
 
     def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
         """Upload this process's files; return the first error, if any, and all processes' files."""
-        own, mine = _tried(lambda: self._files(folder))
-        files = own or {}
+        hashed, mine = _tried(lambda: self._files(folder))
+        files = hashed or {}
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
-        told = self.job.gather(topic, [mine, entries], slow=True)
-        for _, part in told:
+        gathered = self.job.gather(topic, [mine, entries], slow=True)
+        for _, part in gathered:
             files |= {path: FileEntry(size, tuple(sha)) for path, (size, *sha) in part.items()}
-        return next((error for error, _ in told if error), None), files
+        return next((error for error, _ in gathered if error), None), files
 
     def _files(self, folder: Path) -> dict[str, FileEntry]:
         if self.job.process == 0:
@@ -183,14 +184,14 @@ class Saver:
         return files
 
     def _commit(self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None) -> None:
-        """Add the manifest and commit the checkpoint."""
         if files is None:
             files = self._files(folder)
         write_manifest(folder, dataclasses.replace(manifest, files=files))
+        # As late as possible: another start may take over while the files are written.
         try:
             self.check()
         except RunInUseError as error:
-            self._broken = error
+            self._broken = error  # ends the run, as no later save can succeed
             raise
         self.store.commit(folder, manifest.position.step)
 

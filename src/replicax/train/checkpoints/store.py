@@ -116,13 +116,13 @@ class Store:
 
     def paths(self) -> list[tuple[int, Path]]:
         """Return the steps and folders of all committed checkpoints, oldest first."""
-        found = []
+        committed = []
         for name in self._names():
             if match := _COMMITTED.fullmatch(name):
-                found.append((int(match["step"]), math.inf, name))
+                committed.append((int(match["step"]), math.inf, name))
             elif match := _OTHERWISE.fullmatch(name):
-                found.append((int(match["step"]), int(match["again"] or 1), name))
-        return [(step, self.folder / name) for step, _, name in sorted(found)]
+                committed.append((int(match["step"]), int(match["again"] or 1), name))
+        return [(step, self.folder / name) for step, _, name in sorted(committed)]
 
     def newest_good(
         self, wanted: Mapping[str, ArrayEntry], refuse: Callable[[str], None]

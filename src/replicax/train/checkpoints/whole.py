@@ -29,34 +29,34 @@ def _exchanged(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return arrays that span processes; not one by one, which would take a program for each."""
     if not leaves:
         return {}
-    found = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    arrays = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     parts_of = functools.cache(_parts)  # one layout is that of many arrays
-    sizes, own, parts = [0] * jax.process_count(), [np.empty(0, np.uint8)], []
+    sizes, mine, parts = [0] * jax.process_count(), [np.empty(0, np.uint8)], []
     for name, leaf in leaves.items():
         data = {shard.device: shard.data for shard in leaf.addressable_shards}
         for device, index in parts_of(leaf.sharding, leaf.shape):
-            part = found[name][index]
+            part = arrays[name][index]
             parts.append((device.process_index, part))
             sizes[device.process_index] += part.nbytes
             if device.process_index == jax.process_index():
-                own.append(np.asarray(data[device]).reshape(-1).view(np.uint8))
+                mine.append(np.asarray(data[device]).reshape(-1).view(np.uint8))
     sent = np.zeros(max(sizes), np.uint8)
-    sent[: sizes[jax.process_index()]] = np.concatenate(own)
+    sent[: sizes[jax.process_index()]] = np.concatenate(mine)
     most = _MOST_AT_ONCE // len(sizes)
     pieces = [sent[start : start + most] for start in range(0, len(sent), most)]
-    rows = np.concatenate([multihost_utils.process_allgather(each) for each in pieces], axis=1)
+    rows = np.concatenate([multihost_utils.process_allgather(piece) for piece in pieces], axis=1)
     starts = [0] * len(sizes)
     for process, part in parts:
         start = starts[process]
         starts[process] = end = start + part.nbytes
         part[...] = rows[process, start:end].view(part.dtype).reshape(part.shape)
-    return found
+    return arrays
 
 
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[jax.Device, Any]]:
     """Return each part of an array once: the first device that has it, and its index."""
-    found: dict[Any, tuple[jax.Device, Any]] = {}
+    first: dict[Any, tuple[jax.Device, Any]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-        found.setdefault(tuple(bounds), (device, index))
-    return list(found.values())
+        first.setdefault(tuple(bounds), (device, index))
+    return list(first.values())

@@ -91,9 +91,9 @@ def read_whole(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         reads = {name: store.read(chunks[name][0]) for name in like if len(chunks[name]) == 1}
         values = {name: read.result().value for name, read in reads.items()}
     return {
-        name: each
-        for name, each in values.items()
-        if len(each) == math.prod(like[name].shape) * np.dtype(like[name].dtype).itemsize
+        name: value
+        for name, value in values.items()
+        if len(value) == math.prod(like[name].shape) * np.dtype(like[name].dtype).itemsize
     }
 
 
@@ -106,12 +106,12 @@ def missing_chunks(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Itera
         store = _store(folder)
         chunks = _chunks(store)
         heads = {name: store.read(f"{name}/.zarray") for name in shapes}
-        found = {name: head.result().value for name, head in heads.items()}
+        headers = {name: head.result().value for name, head in heads.items()}
     for name, shape in shapes.items():
-        if not found[name]:
+        if not headers[name]:
             yield f"{name} is not there"
             continue
-        head = json.loads(found[name])
+        head = json.loads(headers[name])
         parts = zip(shape, head["chunks"], strict=False)
         count = math.prod(-(-size // part) for size, part in parts)
         if tuple(head["shape"]) != shape:
@@ -158,19 +158,18 @@ def _store(folder: Path) -> Any:
 
 
 def _chunks(store: Any) -> dict[str, list[str]]:
-    """Return the keys of each array's chunks."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
+    keys: dict[str, list[str]] = collections.defaultdict(list)
     for key in store.list().result():
         name, _, chunk = key.decode().rpartition("/")
         if name and chunk != ".zarray":
-            found[name].append(key.decode())
-    return found
+            keys[name].append(key.decode())
+    return keys
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run it in another thread, as that of a notebook has an event loop."""
-    with concurrent.futures.ThreadPoolExecutor(1) as own:
-        return own.submit(asyncio.run, coroutine).result()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def _epath(folder: Path) -> Any:

@@ -80,19 +80,19 @@ class Fingerprint:
 
     def differences(self, table: jax.Array) -> list[UnequalCopies]:
         """Return the copies that should be equal but are not; the same on all processes."""
-        of = np.asarray(table.addressable_data(0))
-        if (of == of[:1]).all():
+        checksums = np.asarray(table.addressable_data(0))
+        if (checksums == checksums[:1]).all():
             return []
-        found = []
+        unequal = []
         for column, (leaf, alike) in enumerate(zip(self.leaves, self._alike, strict=True)):
             for places in alike:
                 groups: dict[bytes, list[int]] = collections.defaultdict(list)
                 for place in places:
-                    groups[of[place, column].tobytes()].append(place)
+                    groups[checksums[place, column].tobytes()].append(place)
                 if len(groups) > 1:
                     ordered = sorted(groups.values(), key=lambda group: (-len(group), group))
-                    found.append(UnequalCopies(leaf, tuple(map(tuple, ordered))))
-        return found
+                    unequal.append(UnequalCopies(leaf, tuple(map(tuple, ordered))))
+        return unequal
 
     def not_finite(self, table: jax.Array) -> tuple[str, ...]:
         """Return the leaves with non-finite values on the first device."""
@@ -132,8 +132,8 @@ def _multipliers(places: jax.Array, spread: np.uint32) -> jax.Array:
 def _not_finite(array: jax.Array) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.uint32)
-    found: jax.Array = (~jnp.isfinite(array)).any().astype(jnp.uint32)
-    return found
+    flag: jax.Array = (~jnp.isfinite(array)).any().astype(jnp.uint32)
+    return flag
 
 
 def _words(array: jax.Array) -> jax.Array:

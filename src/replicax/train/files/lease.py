@@ -47,8 +47,6 @@ _NAME = re.compile(r"([0-9]{8,})(?:-[0-9a-f]{16})?\.(?:json|released)")
 
 
 class _Holder(TypedDict, total=False):
-    """The process that a file names."""
-
     who: str
     host: str
     boot: str | None
@@ -89,7 +87,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         """Release the lease so that the next start need not wait; no-op in a forked child."""
         if self._ended.is_set() or self._pid != os.getpid():
             return
-        self._ended.set()
+        self._ended.set()  # first, so that the thread touches the file no more
         with contextlib.suppress(OSError):  # then the next start has to wait
             if self._file.name in names(self._file.parent):  # else the folder was replaced
                 write_whole(self._file.with_suffix(".released"), b"")
@@ -118,7 +116,7 @@ def take_lease(folder: Path, *, by_force: bool = False) -> Lease:
                 if file := _written(lease, newest + 1):
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)
-                time.sleep(secrets.randbelow(1000) / 10_000)
+                time.sleep(secrets.randbelow(1000) / 10_000)  # random: both have withdrawn
 
 
 def is_held(folder: Path) -> bool:
@@ -187,16 +185,16 @@ def _written(folder: Path, token: int) -> Path | None:
 
 def _tidy(folder: Path, last: int) -> None:
     """Remove the files of starts up to `last`, including partial files of killed ones."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a later start tries again
         for name in names(folder):
-            found = _NAME.fullmatch(name.removeprefix("."))
-            if found and int(found[1]) <= last:
+            match = _NAME.fullmatch(name.removeprefix("."))
+            if match and int(match[1]) <= last:
                 remove(folder / name)
 
 
 def _tokens(folder: Path) -> dict[str, int]:
     """The files of all starts: name -> token."""
-    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, names(folder)) if found}
+    return {match[0]: int(match[1]) for match in map(_NAME.fullmatch, names(folder)) if match}
 
 
 def _look(file: Path) -> tuple[dict[str, Any], int]:

@@ -302,6 +302,7 @@ class Lines:
                 self._waiting, self._anew = b"", False
             elif not is_remote(self.path) and (self._waiting or self.path.exists()):
                 with _regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                    # Not before it is open: who replaces it from here on replaces these lines, too.
                     if not self.may_write():
                         self._waiting = b""
                     while self._waiting:  # a disk that fills up takes a part of a line

@@ -197,8 +197,8 @@ class RunFolder:
         """
         with writing(self.records):
             texts = self._lines.contents().splitlines(keepends=True)
-        found = itertools.takewhile(lambda record: record is not None, map(_record, texts))
-        places = list(itertools.accumulate(r is not None and r.kind != ISLANDS_KIND for r in found))
+        good = itertools.takewhile(lambda record: record is not None, map(_record, texts))
+        places = list(itertools.accumulate(r is not None and r.kind != ISLANDS_KIND for r in good))
         shared = [record.kind != ISLANDS_KIND for record in records]
         lines = sum(place <= sum(shared) for place in places)
         of_file = max(places[:lines], default=0)
@@ -219,13 +219,13 @@ class RunFolder:
         too, it is copied to another one first.
         """
         with writing(self.records):
-            found = self._lines.contents()
-        history = _history(found, lines, digest)
-        if history.damaged or (copied and found):
+            data = self._lines.contents()
+        history = _history(data, lines, digest)
+        if history.damaged or (copied and data):
             with writing(self.path / DAMAGED):
-                write_whole(self.path / DAMAGED, found)
+                write_whole(self.path / DAMAGED, data)
         self._sha256 = hashlib.sha256(history.kept)
-        if anew or found != history.kept:
+        if anew or data != history.kept:
             self._lines.replace(history.kept)
         return history
 
@@ -265,16 +265,16 @@ def _history(data: bytes, lines: int, digest: str | None) -> History:
     texts = data.splitlines(keepends=True)
     texts, dropped = texts[:lines], texts[lines:]
     changed = digest is not None and hashlib.sha256(b"".join(texts)).hexdigest() != digest
-    found = [(text, _record(text)) for text in texts]
-    good = [(text, record) for text, record in found if record is not None]
+    parsed = [(text, _record(text)) for text in texts]
+    good = [(text, record) for text, record in parsed if record is not None]
     faults = []
     if lost := lines - len(texts):
         faults.append(f"{lost:,} of {lines:,} records are missing")
-    damaged = len(good) < len(found) or (changed and not lost)
-    if len(good) < len(found):
-        first = next(number for number, (_, record) in enumerate(found, 1) if record is None)
+    damaged = len(good) < len(parsed) or (changed and not lost)
+    if len(good) < len(parsed):
+        first = next(number for number, (_, record) in enumerate(parsed, 1) if record is None)
         faults.append(
-            f"{len(found) - len(good):,} of {lines:,} records are damaged, first {first:,}"
+            f"{len(parsed) - len(good):,} of {lines:,} records are damaged, first {first:,}"
         )
     elif damaged:
         faults.append(f"the first {lines:,} records are not those that were written")
@@ -289,8 +289,6 @@ def _history(data: bytes, lines: int, digest: str | None) -> History:
 
 
 class _Line(msgspec.Struct):
-    """A line of `records.jsonl`."""
-
     kind: str
     step: _Count
     epoch: _Count

@@ -156,12 +156,12 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
         return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
 
     return [
-        Change(".".join(path), one, other, matters(path, one, other))
-        for path, one, other in _differences((), was, now)
+        Change(".".join(path), then, since, matters(path, then, since))
+        for path, then, since in _differences((), was, now)
         if path not in _OF_ONE_START
         and path[0] != "bits"  # determined by the first step, not a setting
         and (path[0] != "program" or None not in (before, now.get("program")))
-        and (path[:2] != _IF_BOTH or ABSENT not in (one, other))
+        and (path[:2] != _IF_BOTH or ABSENT not in (then, since))
     ]
 
 
@@ -182,25 +182,25 @@ def another_run(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Return one line per change, in 80 columns; raise `ConfigError` for unaccepted ones."""
-    found = _once(config_changes(old, new))
-    matter = [change for change in found if change.matters]
+    changes = _once(config_changes(old, new))
+    matter = [change for change in changes if change.matters]
     matter.sort(key=lambda change: not change.field.startswith("settings."))  # they change programs
     if matter and not accept:
         more = f", and {len(matter) - _MOST_NAMED} more" if len(matter) > _MOST_NAMED else ""
-        told = []
+        named = []
         for change in matter[:_MOST_NAMED]:
             section, _, part = change.field.partition(".")
             meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
-            told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
+            named.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
         sections = {change.field.partition(".")[0] for change in matter}
         if _hashes_differ() and "program" in sections and "settings" not in sections:
             more += "; if the order of a set can change it, set PYTHONHASHSEED=0"
         raise ConfigError(
-            f"this run began with another configuration: {', '.join(told)}{more}; use a new "
+            f"this run began with another configuration: {', '.join(named)}{more}; use a new "
             "folder (--run), or continue with the new configuration (--accept-changes, or "
             "accept_changes=True)"
         )
-    ordered = sorted(found, key=lambda change: not change.matters)
+    ordered = sorted(changes, key=lambda change: not change.matters)
     lines = [_line(change) for change in ordered[:_MOST_LINES]]
     if len(ordered) > _MOST_LINES:
         lines.append(f"change ... and {len(ordered) - _MOST_LINES:,} more")
@@ -244,10 +244,10 @@ def _tracer(config: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in versions.items() if name not in _NO_TRACER}
 
 
-def _once(found: list[Change]) -> list[Change]:
-    """Return `found` without derived fields that repeat the change of an option or field."""
+def _once(changes: list[Change]) -> list[Change]:
+    """Return `changes` without derived fields that repeat the change of an option or field."""
     asked, kept = set(), []
-    for change in sorted(found, key=lambda change: change.field.startswith(_DERIVED)):
+    for change in sorted(changes, key=lambda change: change.field.startswith(_DERIVED)):
         last = change.field.rpartition(".")[2]
         said = last, _json(change.old), _json(change.new), change.matters
         if not change.field.startswith(_DERIVED):

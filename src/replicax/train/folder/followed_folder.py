@@ -27,6 +27,7 @@ class FollowedFolder(Storage):
         self.knows_program = "program" in options.config
         self._store = options.store()
         self.own = IslandCheckpoints(options, self._store) if options.has_own else None
+        # If it is the same later, nobody renews here: not the folder of the island that writes.
         self._renewed = last_renewal(options.path)
         self._lease: Lease | None = None
         self._saved: Any = None
@@ -52,7 +53,7 @@ class FollowedFolder(Storage):
 
     def tell(self) -> None:
         for line in self.own.poll() if self.own else ():
-            self._saved = None
+            self._saved = None  # the save failed, so that another of the same state is due
             self._alarm(line)
 
     def goes_on(self, step: int, *, terminated: bool) -> bool:
@@ -69,7 +70,7 @@ class FollowedFolder(Storage):
                 return False
             self._lease = self._lease or take_lease(self.path)
             self._lease.check()
-            saved = [each for each, _ in self._store.paths()]
+            saved = [at for at, _ in self._store.paths()]
             return not saved or saved[-1] <= step
         return False
 

@@ -228,9 +228,9 @@ class Ledger:
     def _spent(self) -> dict[str, float]:
         self.enter(self._bucket)
         seconds = dict(self._seconds)
-        taken = min(math.fsum(self.hooks.values()), seconds["productive"])
-        seconds["productive"] -= taken
-        seconds["hooks"] += taken
+        in_hooks = min(math.fsum(self.hooks.values()), seconds["productive"])
+        seconds["productive"] -= in_hooks
+        seconds["hooks"] += in_hooks
         return seconds
 
     def _write(self, *, mark: bool, last: bool = False) -> None:
@@ -260,8 +260,6 @@ _CRC = re.compile(rb', "crc": (\d+)\}$')
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the file."""
-
     start: int
     mark: bool
     at: _Seconds
@@ -295,7 +293,6 @@ class _Start:
 
 
 def _over(starts: Sequence[_Start]) -> Goodput:
-    """Add up `starts`, in their order."""
     seconds = {bucket: math.fsum(each.seconds[bucket] for each in starts) for bucket in BUCKETS}
     down = math.fsum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(starts))
     return Goodput(seconds, sum(start.stepped for start in starts), down)
@@ -306,15 +303,15 @@ def _starts(text: bytes, below: int | None) -> tuple[list[_Start], int]:
 
     The second result is the number of lines that cannot be read.
     """
-    of: dict[int, list[_Line]] = {}
+    by_start: dict[int, list[_Line]] = {}
     read = [_line(each) for each in text.splitlines() if each]
     for line in read:
         if line is None or (below is not None and line.start >= below):
             continue
-        if line.start >= max(of, default=0):  # else superseded
-            of.setdefault(line.start, []).append(line)
+        if line.start >= max(by_start, default=0):  # else superseded
+            by_start.setdefault(line.start, []).append(line)
     starts: list[_Start] = []
-    for lines in of.values():
+    for lines in by_start.values():
         first, last = lines[0], lines[-1]
         marks = [(line.step, line.seconds) for line in lines if line.mark and line.step is not None]
         began = first.at - math.fsum(first.seconds.values())
@@ -328,9 +325,9 @@ def _starts(text: bytes, below: int | None) -> tuple[list[_Start], int]:
 
 def _line(text: bytes) -> _Line | None:
     """Parse a line; None if it is damaged, for example cut off by a kill."""
-    if found := _CRC.search(text):
-        text = text[: found.start()] + b"}"
-        if zlib.crc32(text) != int(found[1]):
+    if match := _CRC.search(text):
+        text = text[: match.start()] + b"}"
+        if zlib.crc32(text) != int(match[1]):
             return None
     try:
         line = msgspec.json.decode(text, type=_Line)

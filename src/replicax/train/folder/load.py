@@ -120,10 +120,10 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
     others, identity = tuple(there), _identity(path)
     with _trusted(path, identity, others):
         manifest = store.read_placed(wanted, path)
-    own: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # the manifest has the configuration, too
-        own = read_config(run / CONFIG)
-    if another := another_run(own, manifest.config):
+        config = read_config(run / CONFIG)
+    if another := another_run(config, manifest.config):
         raise ConfigError(f"{path} {another}: move it back to that run's folder, and load that one")
     return Checkpoint(run, store, path, manifest, identity, others)
 
@@ -144,13 +144,13 @@ def load_checkpoint(
         like = dataclasses.replace(like, opt_state=(), losses=(), reduction=(), scale=())
     left_out = (*_OF_THE_RUN_ALONE, *(_OF_ISLANDS if outer_alone else ()))
     wanted = array_entries(like)
-    found = {
+    saved = {
         name: entry
         for name, entry in manifest.arrays.items()
         if name in wanted or name.partition(".")[0] not in left_out
     }
     try:
-        check_arrays(found, wanted)
+        check_arrays(saved, wanted)
     except CheckpointError as error:
         raise ConfigError(f"{path} does not fit this state: {error}") from error
     with _trusted(path, checkpoint.identity, checkpoint.others):
@@ -203,10 +203,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
     if is_remote(path):  # names are unique there
         return (0, 0) if exists(path / MANIFEST) else None
     try:
-        found = path.stat(follow_symlinks=False)
+        status = path.stat(follow_symlinks=False)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager

@@ -64,15 +64,15 @@ def program_fingerprint(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         dataclasses.replace(inner, losses=(), reduction=()),
     )
-    found = {"model": _digest(_described(real_rows((plain.params, plain.extras))))}
+    digests = {"model": _digest(_described(real_rows((plain.params, plain.extras))))}
     data = batch.whole().data if isinstance(batch, Batch) else batch
     # A loss may require the number of rows of a batch.
     tries = [described(data, rows) for rows in (ROWS, dp.split.padded(size or row_count(data)))]
     tries = [*_with_shapes(tries[0], traced), *tries]
-    for each in tries[:-1]:
+    for attempt in tries[:-1]:
         with contextlib.suppress(Exception):
-            return found | _traced(program, plain, each)
-    return found | _traced(program, plain, tries[-1])
+            return digests | _traced(program, plain, attempt)
+    return digests | _traced(program, plain, tries[-1])
 
 
 def _shapes(batch: Batch) -> str:
@@ -82,15 +82,15 @@ def _shapes(batch: Batch) -> str:
 def _with_shapes(batch: Batch, shapes: str) -> list[Batch]:
     """Return `batch` with these shapes if it has their dtypes and numbers of dims, else nothing."""
     leaves, structure = jax.tree.flatten(batch)
-    told = [
+    given = [
         jax.ShapeDtypeStruct([int(dim) for dim in dims.split(", ") if dim], dtype)
         for dtype, dims in re.findall(r"(\w+)\[([\d, ]*)\]", shapes)
     ]
-    fits = len(told) == len(leaves) and all(
+    fits = len(given) == len(leaves) and all(
         (one.dtype, one.ndim) == (other.dtype, other.ndim)
-        for one, other in zip(told, leaves, strict=True)
+        for one, other in zip(given, leaves, strict=True)
     )
-    return [jax.tree.unflatten(structure, told)] if fits else []
+    return [jax.tree.unflatten(structure, given)] if fits else []
 
 
 def some_rows(source: Source) -> PyTree | None:
@@ -108,7 +108,7 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
         lambda rows: RowsOfState(resized(rows.value, batch.size), batch.size), state
     )
     objective, updater = program.objective, program.updater
-    found = {"batch": _shapes(batch)}
+    digests = {"batch": _shapes(batch)}
 
     def step(state: TrainState, batch: Batch) -> Any:
         after, metrics, rows = program.custom_step(
@@ -129,16 +129,16 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
         return updater.optimizer.update(gradient, opt_state, params, **value)
 
     if program.configuration.step is not None:
-        return found | {"step": _of_trace(step, state, batch)}
+        return digests | {"step": _of_trace(step, state, batch)}
     # Custom derivative rules are part of the gradient.
     of_rows = state.params, state.extras, batch, state.seed, state.step
-    found["loss"] = _of_trace(sums, *of_rows)
+    digests["loss"] = _of_trace(sums, *of_rows)
     given = (state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
     try:
         begun = _of_trace(updater.optimizer.init, state.params)
-        return found | {"optimizer": _digest([begun, _of_trace(update, *given)])}
+        return digests | {"optimizer": _digest([begun, _of_trace(update, *given)])}
     except NameError:  # it refers to a mesh axis, only available in the compiled step
-        return found
+        return digests
 
 
 def _of_trace(function: Any, *arguments: PyTree) -> str:

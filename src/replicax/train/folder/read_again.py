@@ -146,13 +146,13 @@ class RereadCheck:
             f"epoch {feed.epoch} has {had} batches now, and {done}: the source has lost rows, so "
             "that the rest of the epoch is missing; pass all of it"
         )
-        told = f"epoch {feed.epoch} has {had} batches, and {done}"
-        self._changed(told, text, begun=begun)
+        brief = f"epoch {feed.epoch} has {had} batches, and {done}"
+        self._changed(brief, text, begun=begun)
 
-    def _changed(self, told: str, text: str, *, begun: bool) -> None:
+    def _changed(self, brief: str, text: str, *, begun: bool) -> None:
         """Raise `ConfigError` for a change, unless it is accepted or a step has begun."""
         if self._accept:
-            self._say(f"change data: {told} (accepted)")
+            self._say(f"change data: {brief} (accepted)")
             return
         text += ", or continue anyway (--accept-changes, or accept_changes=True)"
         if not begun:

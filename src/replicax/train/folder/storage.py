@@ -68,9 +68,9 @@ class IslandCheckpoints:
     """
 
     def __init__(self, options: FolderOptions, main: Store) -> None:
-        own = options.path / "islands" / str(options.island)
-        refuse_links((own.parent, own, own / CHECKPOINTS))
-        self._store = Store(own / CHECKPOINTS, options.saving.keep, None)
+        folder = options.path / "islands" / str(options.island)
+        refuse_links((folder.parent, folder, folder / CHECKPOINTS))
+        self._store = Store(folder / CHECKPOINTS, options.saving.keep, None)
         self._index, self._main = options.island, main
         self._saver = Saver(self._store, 1, lambda: None, options.job, options.seed, {})
 
@@ -95,19 +95,19 @@ class IslandCheckpoints:
             for saved, path in reversed(store.paths()):
                 if saved != step:
                     continue
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # as if it were not there
                     try:
                         manifest = store.read_placed(step, path)
                         if manifest.extra.get(WRITER) != self._index:
                             continue
                         store.verify(path, manifest)
                         check_arrays(manifest.arrays, wanted)
-                        own = read(abstract(state), store.local(path))
+                        restored = read(abstract(state), store.local(path))
                     except CheckpointError as error:
                         refuse(f"{path} is not used: {error}")
                         continue
-                    if sha256(own.params) == sha256(state.params):
-                        return own
+                    if sha256(restored.params) == sha256(state.params):
+                        return restored
         return None
 
 

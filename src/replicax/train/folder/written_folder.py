@@ -62,8 +62,8 @@ class WrittenFolder(Storage):
             self.own, self.ledger = followed.own, followed.ledger
         elif options.has_own:
             self.own = IslandCheckpoints(options, self._store)
-        own = options.job, options.seed, self._config, options.never_finite, options.pinned
-        self._saver = Saver(self._store, 0, self._check, *own)
+        about = options.job, options.seed, self._config, options.never_finite, options.pinned
+        self._saver = Saver(self._store, 0, self._check, *about)
         self._saved: Any = None
         self._changed = False
         self._taken_over: int | None = None  # the last step that the island before has saved
@@ -71,16 +71,16 @@ class WrittenFolder(Storage):
     def begin(self) -> None:
         """Acquire the lease, and find the checkpoint to resume from; all processes must call it."""
         try:
-            told = self._job.broadcast("the resume point", writing(self.path)(self._open))
-            self._saver.token, self.traced = told["token"], told["traced"]
-            if told["checkpoint"] is not None:
-                position = Position(**told["position"])
+            opened = self._job.broadcast("the resume point", writing(self.path)(self._open))
+            self._saver.token, self.traced = opened["token"], opened["traced"]
+            if opened["checkpoint"] is not None:
+                position = Position(**opened["position"])
                 records = read_records(self.path, position.records).records
-                where = self._store.folder / told["checkpoint"]
-                self.found = ResumePoint(where, position, told["extra"], records)
-                self._changed = told["changed"]
+                where = self._store.folder / opened["checkpoint"]
+                self.found = ResumePoint(where, position, opened["extra"], records)
+                self._changed = opened["changed"]
         except BaseException:
-            self.close()
+            self.close()  # nobody else would release the lease
             raise
         if self.folder is not None and self._options.island is not None:
             self.folder.write_while(self.still_writes)
@@ -93,6 +93,7 @@ class WrittenFolder(Storage):
             self._config.setdefault("start", {})["run"] = secrets.token_hex(8)
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None, "traced": ""}
+        # First, as only who holds it may change what is there.
         self._lease = take_lease(self.path)
         known, said = exists(self.path / CONFIG), list[str]()
         if known:
@@ -109,17 +110,17 @@ class WrittenFolder(Storage):
         if lost in unfinished or (there and lost <= there[-1]):
             lost = 0
         with self.ledger.spending("restoring"):
-            found = self._store.newest_good(self._options.arrays, self._alarm)
-        self.ledger.restored(None if found is None else found[1].position.step)
-        if found is None and not known:
+            newest = self._store.newest_good(self._options.arrays, self._alarm)
+        self.ledger.restored(None if newest is None else newest[1].position.step)
+        if newest is None and not known:
             self.folder.refuse_another(f"it has no {CONFIG} and no good checkpoint")
-        if found is not None:
-            self._check_belongs(*found, known, said)
+        if newest is not None:
+            self._check_belongs(*newest, known, said)
         self._config.setdefault("start", {})["run"] = run_id(self._before) or secrets.token_hex(8)
         if "program" in self._before:  # until the first batch gives the new one
             self._config.setdefault("program", self._before["program"])
         traced = self._before.get("program", {}).get("batch", "")
-        if found is None:
+        if newest is None:
             if there or lost:
                 why = f"none of {len(there)} checkpoints can be trusted"
                 if not there:
@@ -128,7 +129,7 @@ class WrittenFolder(Storage):
             self.folder.keep(0, copied=bool(there or lost))
             self.folder.write_config(self._config)
             return {"token": self._lease.token, "checkpoint": None, "traced": traced}
-        path, manifest = found
+        path, manifest = newest
         position = manifest.position
         history = self.folder.keep(position.records, manifest.extra.get(HISTORY))
         for fault in history.faults:
@@ -258,7 +259,7 @@ class WrittenFolder(Storage):
                 history = {} if self.folder is None else {HISTORY: self.folder.digest}
                 island = {} if self._options.island is None else {WRITER: self._options.island}
                 self._saver.save(state, position, extra | history | island)
-                self.ledger.mark(position.step)
+                self.ledger.mark(position.step)  # only now: a save that did not begin saves no work
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
@@ -277,14 +278,14 @@ class WrittenFolder(Storage):
 
     def tell(self) -> None:
         for line in [*self._saver.poll(), *(self.own.poll() if self.own else ())]:
-            self._saved = None
+            self._saved = None  # the save failed, so that another of the same state is due
             self._alarm(line)
         for fault in (self.folder and self.folder.fault, self.ledger.fault):
             if fault:
                 self._alarm(f"{fault}; its new lines are kept, and written as soon as possible")
 
     def close(self) -> None:
-        with contextlib.suppress(RunInUseError):
+        with contextlib.suppress(RunInUseError):  # who took over has records of its own
             self._sync()
         if self.folder is not None and (fault := self.folder.unwritten):
             self._alarm(f"{fault}; its last lines are lost")

@@ -273,8 +273,8 @@ class Audit(Hook):
         assert good is not None
         if not self._restoring or self._snapshot is None:
             back = f"go back to step {good.step} and continue"
-            told = f"{text}: {advice}, or let on_divergence='restore' {back}"
-            self._fail(run, ReplicasDifferError(told))
+            why = f"{text}: {advice}, or let on_divergence='restore' {back}"
+            self._fail(run, ReplicasDifferError(why))
         self._in_a_row += 1
         if self._in_a_row > RESTORES:
             again = f"again after {RESTORES} restores of step {good.step}"
@@ -296,10 +296,10 @@ class Audit(Hook):
         step = run.place.step
         # Until the next finite step, the whole state is unchanged.
         later = [step for call in run.dp.job.in_flight.remaining for step in call.steps()]
-        for each in reversed([*done, *later]):
-            if not bool(each.not_finite):
+        for dispatched in reversed([*done, *later]):
+            if not bool(dispatched.not_finite):
                 break
-            step = each.place.step - 1
+            step = dispatched.place.step - 1
         count = max(step - self._good.step, 0)
         steps = f"{count} steps" if count > 1 else "the step"
         source = f"a replay of {steps} since then" if count else "the last good state"
@@ -338,6 +338,7 @@ class Audit(Hook):
         return f"{names} hold different bits in {what} {when}; which is right is unknown"
 
     def _fail(self, run: Running, error: Exception) -> NoReturn:
+        # One that ends earlier would break what the others still read.
         run.dp.job.barrier("the result of an audit")
         raise error
 
@@ -373,16 +374,16 @@ def votes_of(
 
     Only elements in which devices differ from each other are counted.
     """
-    votes = {place: 0 for each in differences for place in sum(each.groups, ())}
+    votes = {place: 0 for difference in differences for place in sum(difference.groups, ())}
     exact = True
-    for each in differences:
-        held, again = (fingerprint.gather(of, each.leaf) for of in (state, replay))
-        places = [group[0] for group in each.groups]
+    for difference in differences:
+        held, again = (fingerprint.gather(of, difference.leaf) for of in (state, replay))
+        places = [group[0] for group in difference.groups]
         distance = np.stack([_distance(held[place], again[place]) for place in places])
         apart = distance[:, (distance != distance[:1]).any(0)]
         exact &= not apart.min(0, initial=np.inf).any()
         nearest = (apart == apart.min(0)).sum(1)
-        for group, count in zip(each.groups, nearest, strict=True):
+        for group, count in zip(difference.groups, nearest, strict=True):
             votes |= {place: votes[place] + int(count) for place in group}
     return votes, exact
 

@@ -69,8 +69,8 @@ class _Watching(Hook):
         self._best, self._step, self._since = None, 0, 0  # there may be another run
 
     def save_state(self) -> Any:
-        told = {"metric": self._metric, "mode": self._mode, "best": self._best}
-        return {**told, "step": self._step, "since": self._since, "data": self._data}
+        about = {"metric": self._metric, "mode": self._mode, "data": self._data}
+        return {**about, "best": self._best, "step": self._step, "since": self._since}
 
     def load_state(self, state: Any) -> None:
         if (state["metric"], state["mode"]) == (self._metric, self._mode):
@@ -225,8 +225,8 @@ class KeepBest(_Watching):
     def _found(self) -> dict[str, Any]:
         if self._best is None:
             return {}
-        found = {"metric": self._metric, "value": self._best, "step": self._step}
-        return found | ({"evaluation": self._data} if self._data else {})
+        best = {"metric": self._metric, "value": self._best, "step": self._step}
+        return best | ({"evaluation": self._data} if self._data else {})
 
     def _name(self, run: Running) -> None:
         """Update the file if a better checkpoint than the one it names has been committed."""

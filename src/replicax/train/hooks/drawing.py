@@ -80,7 +80,7 @@ def panels_of(records: Sequence[Record]) -> Panels:
 
     The evaluation metric `dev/loss` becomes the series `dev` next to the training loss.
     """
-    found: Panels = {}
+    panels: Panels = {}
     trained = {name for r in records if r.kind == "train" for name in r.metrics}
     for record in records:
         figures = record.figures or {} if record.kind == "train" else {}
@@ -90,8 +90,8 @@ def panels_of(records: Sequence[Record]) -> Panels:
             if series == "eval" and slash and name not in trained:
                 panel, series = metric, group
             if record.kind in ("train", "eval"):
-                found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
+                panels.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
+    return {name: panels[name] for name in sorted(panels, key=lambda name: name != "loss")}
 
 
 def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
@@ -106,7 +106,7 @@ def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
         groups[-1].append(record)
     if len(groups) > 1 and _seconds(groups[-1]) < least / 2:
         groups[-2:] = [groups[-2] + groups[-1]]
-    return [(each[-1].step, sum(r.rows for r in each) / _seconds(each)) for each in groups]
+    return [(group[-1].step, sum(r.rows for r in group) / _seconds(group)) for group in groups]
 
 
 def _seconds(records: Sequence[Record]) -> float:

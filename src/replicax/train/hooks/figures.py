@@ -32,8 +32,8 @@ class DeviceMemory(Hook):
     """
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
-        told = [device.memory_stats() or {} for device in run.dp.mesh.local_devices]
-        peaks = [each["peak_bytes_in_use"] for each in told if "peak_bytes_in_use" in each]
+        stats = [device.memory_stats() or {} for device in run.dp.mesh.local_devices]
+        peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
         return {"device_memory_bytes": float(max(peaks))} if peaks else {}
 
 
@@ -119,21 +119,21 @@ class GradientNorm(Hook):
 def with_gradient_norm(apply: Apply) -> Apply:
     """Return `apply` with the metric `gradient_norm`."""
 
-    def told_apply(state: TrainState, total: StepSums, *rest: PyTree) -> tuple[TrainState, Metrics]:
+    def with_norm(state: TrainState, total: StepSums, *rest: PyTree) -> tuple[TrainState, Metrics]:
         if GRADIENT_NORM in total.weighted:
             raise ConfigError(
                 f"GradientNorm and the loss both define the metric {GRADIENT_NORM}: remove the "
                 "hook, or rename the metric"
             )
-        after, told = apply(state, total, *rest)
+        after, metrics = apply(state, total, *rest)
         divisor = total.divisor
         means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
         squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
         norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
         figure: Any = StepFigure(norm)
-        return after, {**told, GRADIENT_NORM: figure}
+        return after, {**metrics, GRADIENT_NORM: figure}
 
-    return told_apply
+    return with_norm
 
 
 class LearningRate(Hook):
@@ -195,17 +195,17 @@ def injected_rates(state: TrainState) -> list[jax.Array]:
     def is_injected(node: Any) -> bool:
         return LEARNING_RATE in getattr(node, "hyperparams", ())
 
-    own = getattr(state.islands, "inner", state)
-    nodes = jax.tree.leaves(own.opt_state, is_leaf=is_injected)
+    inner = getattr(state.islands, "inner", state)
+    nodes = jax.tree.leaves(inner.opt_state, is_leaf=is_injected)
     return [node.hyperparams[LEARNING_RATE] for node in nodes if is_injected(node)]
 
 
 def _injected(run: Running) -> jax.Array:
-    found = injected_rates(run.state)
-    if len(found) != 1:
+    rates = injected_rates(run.state)
+    if len(rates) != 1:
         raise ConfigError(
-            f"LearningRate() with {len(found)} learning rates in the optimizer's state; exactly 1 "
+            f"LearningRate() with {len(rates)} learning rates in the optimizer's state; exactly 1 "
             "is required: use LearningRate(schedule), or create the optimizer with "
             "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
         )
-    return found[0]
+    return rates[0]

@@ -237,12 +237,12 @@ class Hooks:
         self._at = {point: [each for each in hooks if _overrides(each, point)] for point in _POINTS}
 
     def __call__(self, point: str, *arguments: Any) -> None:
-        for hook in tuple(self._at[point]):  # at most of the four points of a step there is none
+        for hook in tuple(self._at[point]):  # a copy: one that fails is taken out meanwhile
             self._call(hook, point, self._run.place.step, self._run, *arguments)
 
     def figures(self, record: Record) -> dict[str, float]:
-        found = self._all("figures", record.step, self._run, record).values()
-        return {name: value for each in found for name, value in (each or {}).items()}
+        results = self._all("figures", record.step, self._run, record).values()
+        return {name: value for each in results for name, value in (each or {}).items()}
 
     def summary(self, step: int) -> list[str]:
         """Return the closing lines of all hooks; the run ended after `step`."""
@@ -255,8 +255,8 @@ class Hooks:
     @property
     def intervals(self) -> dict[str, int]:
         """The `interval` of each hook that has one, by the hook's name."""
-        found = {hook.name: hook.interval for hook in self._hooks}
-        return {name: steps for name, steps in found.items() if steps is not None}
+        intervals = {hook.name: hook.interval for hook in self._hooks}
+        return {name: steps for name, steps in intervals.items() if steps is not None}
 
     @property
     def pinned(self) -> set[int]:
@@ -280,10 +280,10 @@ class Hooks:
     def _call(self, hook: Hook, point: str, step: int, *arguments: Any) -> Any:
         started = time.perf_counter()
         try:
-            found = getattr(hook, point)(*arguments)
+            result = getattr(hook, point)(*arguments)
             if point == "save_state":
-                json.dumps(found, allow_nan=False)  # checkpoints store it as JSON
-            return as_floats(found or {}) if point == "figures" else found
+                json.dumps(result, allow_nan=False)  # checkpoints store it as JSON
+            return as_floats(result or {}) if point == "figures" else result
         except ReplicaxError:
             raise
         except Exception as error:  # a broken hook must not end the run

@@ -39,15 +39,15 @@ def judge_islands(
     `checksums` are those of `leaves`, by island; one that is empty equals none.
     """
     groups: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
-    for island, each in sorted(checksums.items()):
-        alone = () if all(each) else (str(island),)
-        groups[(*each, *alone)].append(island)
-    if len(groups) == 1 and all(all(each) for each in checksums.values()):
+    for island, sums in sorted(checksums.items()):
+        alone = () if all(sums) else (str(island),)
+        groups[(*sums, *alone)].append(island)
+    if len(groups) == 1 and all(map(all, checksums.values())):
         return None
     right, most = max(groups.items(), key=lambda group: len(group[1]))
     if 2 * len(most) <= len(checksums) or not all(right):
         columns = zip(leaves, *checksums.values(), strict=True)
-        differ = [leaf for leaf, *each in columns if len(set(each)) > 1 or not all(each)]
+        differ = [leaf for leaf, *sums in columns if len(set(sums)) > 1 or not all(sums)]
         return IslandVerdict(tuple(sorted(checksums)), tuple(differ), False)
     wrong = tuple(sorted(set(checksums) - set(most)))
     differ = [
@@ -79,15 +79,15 @@ class IslandAudit:
             IslandLeftError: most islands hold another state than this one.
             ReplicasDifferError: no majority holds the same state.
         """
-        own = self._checksums(state, table)
-        whole = hashlib.sha256("".join(own).encode()).hexdigest() if all(own) else ""
+        sums = self._checksums(state, table)
+        whole = hashlib.sha256("".join(sums).encode()).hexdigest() if all(sums) else ""
         states = self._job.everyone.gather("audit", [self._own, whole])
         if len({checksum for _, checksum in states}) == 1 and states[0][1]:
             return None
         # A few bytes suffice as long as all is well; now each leaf has its own.
-        mine = [self._own, own] if self._job.process == 0 else None
-        told = self._job.everyone.gather("audit of each leaf", mine)
-        every = dict(each for each in told if each is not None)
+        mine = [self._own, sums] if self._job.process == 0 else None
+        gathered = self._job.everyone.gather("audit of each leaf", mine)
+        every = dict(pair for pair in gathered if pair is not None)
         verdict = judge_islands(every, self._fingerprint.leaves)
         if verdict is None:
             gone = sorted({island for island, _ in states} - set(every))
@@ -108,12 +108,12 @@ class IslandAudit:
             )
         verb = "holds" if len(verdict.wrong) == 1 else "hold"
         right = len(every) - len(verdict.wrong)
-        found = f"{who} {verb} wrong bits in {what} after step {step}"
+        fault = f"{who} {verb} wrong bits in {what} after step {step}"
         if self._own not in verdict.wrong:
-            return f"audit: {found}, and left: {right} of {counted(len(every), 'island')} go on"
+            return f"audit: {fault}, and left: {right} of {counted(len(every), 'island')} go on"
         self._job.finish()
         error = IslandLeftError(
-            f"{found}, outvoted by {right} of {counted(len(every), 'island')}: start it again, "
+            f"{fault}, outvoted by {right} of {counted(len(every), 'island')}: start it again, "
             "which receives their state, and test this host if it recurs"
         )
         error.is_sound = False
@@ -123,19 +123,19 @@ class IslandAudit:
         """Return a checksum of each leaf; empty if this island's own devices differ in it."""
         differing = {each.leaf for each in self._fingerprint.differences(table)}
         first = np.asarray(table.addressable_data(0))[0]
-        found = []
+        sums = []
         for leaf, name, row in zip(
             jax.tree.leaves(state), self._fingerprint.leaves, first, strict=True
         ):
             if name in differing:
-                found.append("")
+                sums.append("")
             elif is_own(name):
-                found.append(_OWN)
+                sums.append(_OWN)
             elif self._shards or not leaf.sharding.is_fully_replicated:
-                found.append(_sha256(leaf))  # the same for any number of devices
+                sums.append(_sha256(leaf))  # the same for any number of devices
             else:
-                found.append(row.tobytes().hex())
-        return found
+                sums.append(row.tobytes().hex())
+        return sums
 
 
 def is_own(leaf: str) -> bool:

@@ -111,7 +111,7 @@ class Logger(Hook):
             self._queue.put(("write", record))
         else:
             self._fault = self._fault or f"{MOST_WAITING:,} records queued"
-        asked_at = self._asked_at
+        asked_at = self._asked_at  # once: the thread sets it to None meanwhile
         if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS:
             self._fault = self._fault or f"no response in {SLOW_SECONDS:.0f} s"
         self._tell(run)

@@ -30,8 +30,8 @@ class LossCurve:
         return []
 
     def html(self) -> str:
-        found = {name: _finite(points) for name, points in self._series().items()}
-        series = {name: points for name, points in found.items() if points}
+        finite = {name: _finite(points) for name, points in self._series().items()}
+        series = {name: points for name, points in finite.items() if points}
         every = [point for points in series.values() for point in points]
         if len({step for step, _ in every}) < 2:
             return ""
@@ -80,7 +80,6 @@ class _Axes:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP)
 
     def html(self) -> str:
-        """Return the grid and its labels."""
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
         drawn = []
         for value in _powers(self.low, self.high) if self.log else _ticks(self.low, self.high):

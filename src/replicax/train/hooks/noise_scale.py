@@ -113,13 +113,13 @@ def _sample(
 
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         mean, weight, scatter, count = carry
-        found, own = gradient(*numbered)
+        part_mean, part_weight = gradient(*numbered)
         # Welford's algorithm: a difference of two nearly equal sums would lose all digits.
-        apart = jax.tree.map(jnp.subtract, found, mean)
-        share = own / jnp.where(weight + own > 0, weight + own, 1)
+        apart = jax.tree.map(jnp.subtract, part_mean, mean)
+        share = part_weight / jnp.where(weight + part_weight > 0, weight + part_weight, 1)
         mean = jax.tree.map(lambda old, step: old + share * step, mean, apart)
         scatter = scatter + weight * share * optax.tree.norm(apart, squared=True)
-        return (mean, weight + own, scatter, count + (own > 0)), None
+        return (mean, weight + part_weight, scatter, count + (part_weight > 0)), None
 
     # Adjacent rows go to different parts: no row leaves its device, and the padding at the end,
     # which depends on the number of devices, does not change the parts of the real rows.
@@ -257,9 +257,9 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
     for the ratio of two means (J. R. Statist. Soc. B 16, 1954), which is unbounded if the
     denominator may be 0.
     """
-    taken = [record for record in records if record.kind == NOISE]
+    samples = [record for record in records if record.kind == NOISE]
     middle = max((record.step for record in records), default=0) / 2
-    later = [record for record in taken if record.step > middle]
+    later = [record for record in samples if record.step > middle]
     finite = [r for r in later if all(math.isfinite(r.metrics[name]) for name in _NUMBERS)]
     pairs = np.array([[record.metrics[name] for name in _NUMBERS] for record in finite])
     steps = [record.step for record in finite] or [0]
@@ -287,8 +287,8 @@ def load_noise_scale(path: Path) -> NoiseScale:
         fields = unsealed(read_bytes(file), dict[str, Any])
         null: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         null |= {"rows": math.inf, "high": math.inf}
-        told = {name: null[name] if fields[name] is None else fields[name] for name in fields}
-        return NoiseScale(**told)
+        numbers = {name: null[name] if fields[name] is None else fields[name] for name in fields}
+        return NoiseScale(**numbers)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{file} does not contain a noise scale ({first_line(error)}); a run writes it at its "

@@ -55,12 +55,12 @@ class Profile(Hook):
         Raises:
             ConfigError: the text has neither form.
         """
-        found = re.fullmatch(r"(\d{1,18})(?::(\d{1,18}))?", text)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,18})(?::(\d{1,18}))?", text)
+        if match is None:
             raise ConfigError(
                 f"a profile of steps {text!r}; give the first and last step, such as 100:110"
             )
-        return cls(int(found[1]), int(found[2] or found[1]))
+        return cls(int(match[1]), int(match[2] or match[1]))
 
     def start(self, run: Running) -> None:
         if not run.is_main:

@@ -80,7 +80,7 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
     if out.isatty():
         try:
             return LiveProgress(total_steps, out)
-        except ImportError:
+        except ImportError:  # rich is in an extra
             pass
     return PlainProgress(total_steps, out)
 

@@ -218,8 +218,8 @@ class MLflow(_Resuming):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or it requires a database
         client = mlflow.MlflowClient(tracking_uri=self._where)
         if self._id is None:
-            found = client.get_experiment_by_name(self._experiment)
-            experiment = client.create_experiment(self._experiment) if found is None else found
+            known = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if known is None else known
             experiment = getattr(experiment, "experiment_id", experiment)
             name = None if start.folder is None else start.folder.name
             self._id = client.create_run(experiment, run_name=name).info.run_id

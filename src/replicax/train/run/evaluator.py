@@ -137,7 +137,7 @@ class Evaluator:
 
     def metrics(self, state: TrainState) -> list[str] | None:
         """Return the names of an evaluation's metrics; None if they are not known before it."""
-        program, found = self._dp.program(state), list[str]()
+        program, names = self._dp.program(state), list[str]()
         objective = program.objective
         if self._plan.loss is not None:
             objective = dataclasses.replace(objective, loss=self._plan.loss)
@@ -157,8 +157,8 @@ class Evaluator:
                 return None
             if any(map(as_metric, returned.values())):
                 return None  # a metric that is no mean may have several numbers
-            found += [f"{name}/{metric}" if name else metric for metric in returned]
-        return found
+            names += [f"{name}/{metric}" if name else metric for metric in returned]
+        return names
 
     def check_passes(self, epochs: int) -> None:
         """Raise `ConfigError` if a source cannot be read as often as `epochs` need."""
@@ -188,7 +188,7 @@ class Evaluator:
 
         Raises `GaveUpError` if the run is interrupted while a source has no batch ready.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
             batches = self._batches(name, feed, stops)
@@ -196,18 +196,18 @@ class Evaluator:
             rows += int(means.pop("rows"))
             recorded(means)
             prefix = f"{name}/" if name else ""
-            found |= {f"{prefix}{metric}": value for metric, value in means.items()}
+            metrics |= {f"{prefix}{metric}": value for metric, value in means.items()}
         seconds = time.perf_counter() - started
-        return Record("eval", place.step, place.epoch, found, rows, seconds)
+        return Record("eval", place.step, place.epoch, metrics, rows, seconds)
 
     def _batches(self, name: str, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
-        seen, most, first = 0, self._plan.max_rows, self._first.get(name)
+        rows, most, first = 0, self._plan.max_rows, self._first.get(name)
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
-                if first and not seen and (changed := first.begins(batch.host, self._dp.job)):
-                    told = f"evaluation data {name}".rstrip()
-                    self._say(f"change {told}: its first batch {changed}")
+                if first and not rows and (changed := first.begins(batch.host, self._dp.job)):
+                    data = f"evaluation data {name}".rstrip()
+                    self._say(f"change {data}: its first batch {changed}")
                 yield batch
-                seen += batch.rows or batch.size
-                if stops() or (most is not None and seen >= most):
+                rows += batch.rows or batch.size
+                if stops() or (most is not None and rows >= most):
                     return

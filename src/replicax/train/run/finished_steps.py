@@ -90,9 +90,9 @@ class FinishedSteps:
         self._ledger().move("productive", "lost", time.monotonic() - good.noted_at)
         now.load_state(position, good.extra)
         now.state, now.reread.last = state, good.last_batch
-        self._hooks("rewound")
-        told = {"steps_lost": float(lost), **metrics}
-        self._parts.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
+        self._hooks("rewound")  # cuts the file to the records of then, before this one is added
+        metrics = {"steps_lost": float(lost), **metrics}
+        self._parts.keep(Record("restore", position.step, position.epoch, metrics, 0, 0.0))
         self._good = dataclasses.replace(good, position=now.position())  # has one record more
         return True
 

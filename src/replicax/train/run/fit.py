@@ -173,6 +173,7 @@ class Run(Running):
         loop, run = self._loop, self._loop.run
         with self._own_mesh():
             if raised[1] is not None:
+                # The batches first: threads may still read them when the rest closes.
                 run.held.callback(loop.close)
                 run.fail(*raised)
                 return

@@ -98,9 +98,9 @@ class Loop:
         if isinstance(batch, Batches):
             self._prepare(batch)
         run = self._dp.steps if isinstance(batch, Batches) else self._dp.step
-        (now.state, told), self._given = run(now.state, batch), None
+        (now.state, results), self._given = run(now.state, batch), None
         now.stepped(batch)
-        now.job.in_flight.note(call := dispatched(now.place, batch, told))
+        now.job.in_flight.note(call := dispatched(now.place, batch, results))
         self.run.ledger.beat()
         self._hooks("dispatched", call.last)
         # The first step is waited for: the clock of records starts when it has compiled.
@@ -200,7 +200,7 @@ class Loop:
         self.run.ledger.enter("compiling")
         if not storage.knows_program:
             program = program_fingerprint(self._dp, state, batch.first, traced=storage.traced)
-            storage.check_program(program)
+            storage.check_program(program)  # before the compilation, which may take minutes
         self._parts.display.status("compiling the step")
         self._dp.prepare(state, batch)
         if self._dp.mode.bitwise and self._parts.settings.run_dir is not None:

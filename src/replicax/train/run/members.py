@@ -186,7 +186,7 @@ class Members:
         """Return a record and a line for each change of the group since the last call."""
         if self._islands is None or not (changes := self._islands.changes):
             return []
-        self._islands.changes, found = [], []
+        self._islands.changes, entries = [], []
         for change in changes:
             joined, left = len(change.joined), len(change.left)
             numbers_of = {"live": len(change.members), "joined": joined, "left": left}
@@ -195,8 +195,8 @@ class Members:
             parts = [f"{_named(change.joined)} joined"] if joined else []
             parts += [f"lost {change.why}"] if left else []
             line = f"{'; '.join(parts)} · {counted(len(change.members), 'island')}"
-            found.append((record, f"islands at step {step:,}: {line}"))
-        return found
+            entries.append((record, f"islands at step {step:,}: {line}"))
+        return entries
 
     def delayed_seconds(self) -> float:
         """Return what changes of the group have cost, in time, since the last call."""

@@ -48,12 +48,14 @@ class OpenRun:
     def __init__(self, parts: RunParts, run: Running, stack: contextlib.ExitStack) -> None:
         self.parts = parts
         now, dp, members, saving = parts.now, parts.dp, parts.members, parts.settings.saving
+        # Closed last, as whatever closes before it may print.
         stack.callback(parts.display.close)
-        # Signals first: all that follows takes long, and one that comes meanwhile counts.
+        # Signals next: all that follows takes long, and one that comes meanwhile counts.
         if not parts.interrupt.is_open:
             stack.enter_context(parts.interrupt)
         # Hooks refuse what cannot work before anything is read, written or compiled.
         parts.hooks("before_run")
+        # Completes the configuration, which the islands compare and the folder keeps.
         self.calls = self._described(run)
         # Traces, and the import of Orbax, before the islands meet: others would wait for this one.
         # A state that is used up, as in a notebook that calls again, will do to resume.
@@ -74,6 +76,7 @@ class OpenRun:
             saving.clock_seconds if parts.settings.resumable else None,
             lambda: dp.configuration.between.is_boundary(now.place.step),
         )
+        # The state last: a run that is refused above leaves the one it was given as it is.
         self._resume(donated)
 
     def begin(self, stack: contextlib.ExitStack) -> None:
@@ -82,15 +85,17 @@ class OpenRun:
         # Newcomers get the state before a hook may change it in this island alone.
         self.meet_members(begins=True)
         now.job.in_flight.forget()  # notes of a run that ended with an error
+        # Counted from here: what earlier starts did is not of this one.
         self._since = time.perf_counter(), now.place.step, now.rows
         # In the end the hooks come first, then the summary, which tells of those that failed.
         stack.push(self._conclude)
         stack.push(self._end_hooks)
         parts.hooks("start")
-        self.steps.follow(0)
+        self.steps.follow(0)  # keeps the place that a hook noted in `start` as a good one
+        # What hooks asked for in `start`; in a run that is under way, its next vote decides.
         if parts.members.given is None or parts.members.given.begins:
             self.stopping.vote(now=True)
-        self.held = stack.pop_all()
+        self.held = stack.pop_all()  # last: an error up to here closes all of it at once
 
     @property
     def ledger(self) -> Ledger:
@@ -130,7 +135,7 @@ class OpenRun:
         parts, settings, now = self.parts, self.parts.settings, self.parts.now
         if settings.run_dir is None:
             return Storage()
-        island, own = parts.members.island, bool(jax.tree.leaves(now.state.islands))
+        island, has_own = parts.members.island, bool(jax.tree.leaves(now.state.islands))
         options = FolderOptions(
             path=settings.run_dir,
             config=plain_config(parts.config),
@@ -144,7 +149,7 @@ class OpenRun:
             never_finite=self._never_finite,
             pinned=lambda: parts.hooks.pinned,
             island=island,
-            has_own=settings.resumable and island is not None and own,
+            has_own=settings.resumable and island is not None and has_own,
         )
         kind = FollowedFolder if parts.members.follows else WrittenFolder
         storage: Storage = kind(options)
@@ -172,10 +177,11 @@ class OpenRun:
 
     def _own_state(self, *, restored: bool) -> TrainState:
         """Return the state with what this island has for itself, or as one that joins."""
-        now, own = self.parts.now, self.storage.own
+        now, checkpoints = self.parts.now, self.storage.own
         state, step = now.state, now.place.step
-        if own is not None and (found := own.found(state, step, self.parts.alarm)) is not None:
-            return found
+        saved = None if checkpoints is None else checkpoints.found(state, step, self.parts.alarm)
+        if saved is not None:
+            return saved
         if restored:
             self.parts.alarm(
                 f"this island saved nothing of its own at step {step:,}, and takes the optimizer "
@@ -207,6 +213,7 @@ class OpenRun:
     def finish(self) -> None:
         """Save the final state, whether all steps are done or the loop was left early."""
         parts, now, storage = self.parts, self.parts.now, self.storage
+        # Before it is saved, so that the newest checkpoint stays a good one.
         if wrong := sorted(params_not_finite(now.state) - self._never_finite):
             raise DivergedError(
                 f"{wrong[0]} is not finite after step {now.place.step:,}, and was when the run "
@@ -225,12 +232,13 @@ class OpenRun:
             if rows is not None:  # not known from a batch, as no steps were left to train
                 program = program_fingerprint(parts.dp, now.state, rows, traced=storage.traced)
                 storage.check_program(program)
-        parts.interrupt.let_go()
-        now.job.rest()
+        parts.interrupt.let_go()  # all is saved: a signal may end the process at once again
+        now.job.rest()  # closing may take long, and is no stall
 
     def fail(self, *raised: Any) -> None:
         """Close what is open, and tell it of the error: the run is not complete."""
         members, error = self.parts.members, raised[1]
+        # Before the folder is closed, which releases its lease.
         if isinstance(error, IslandLeftError) and error.is_sound:
             self._save_what_is_left()
         self.held.__exit__(*raised)
@@ -256,7 +264,7 @@ class OpenRun:
             return
         parts, now = self.parts, self.parts.now
         started, step, rows = self._since
-        self.ledger.close(kept=True)
+        self.ledger.close(kept=True)  # the storage would count what is not saved as lost
         self.result = result = Fit(
             state=now.state,
             records=now.records,

@@ -40,31 +40,31 @@ def doubtful_rounds(dp: DataParallel, steps: int | None) -> list[str]:
     rounds = dp.configuration.rounds
     if rounds is None or rounds.outer is None:
         return []
-    found, every = list[str](), rounds.every
+    doubts, every = list[str](), rounds.every
     if every == 1 and jax.tree.leaves(jax.eval_shape(rounds.outer.init, jnp.zeros(1))):
-        found.append(
+        doubts.append(
             "every=1 with an outer optimizer that keeps state, the worst choice: use every=30, or "
             "outer=optax.sgd(1.0), or no rounds, as islands then add up the sums of every step"
         )
     if steps is None:
-        return found
+        return doubts
     count = steps // every
     momentum = rounds.outer.momentum if isinstance(rounds.outer, OuterSGD) else 0.0
     if every > 1 and count < FEW_ROUNDS and momentum >= MOMENTUM:
-        found.append(
+        doubts.append(
             f"{counted(count, 'round')} with outer momentum {momentum:g}, which does harm in "
             f"fewer than {FEW_ROUNDS}: train for longer, or use outer=optax.sgd(0.7, momentum=0.5, "
             "nesterov=True) (--outer-rate 0.7 --outer-momentum 0.5)"
         )
     if every > 1 and count < FEW_SPARSE_ROUNDS and rounds.codec.error >= 1:
-        found.append(
+        doubts.append(
             f"{counted(count, 'round')} with send={rounds.codec.name!r}, which sends few values "
             f"in each and costs much loss in fewer than {FEW_SPARSE_ROUNDS:,}: train for longer, "
             "or use send='int4'"
         )
     if rest := steps % every:
-        found.append(
+        doubts.append(
             f"{steps:,} steps are {counted(count, 'round')} of {every} and a last one of {rest}, "
             f"whose outer step is as large: use a multiple of {every}"
         )
-    return found
+    return doubts

@@ -103,8 +103,8 @@ class RunState:
         position, extra = self.position(), self.extra()
         if self.source.batches is None:
             extra |= self.reread.save_state()
-            own = self.source_state and dataclasses.asdict(self.source_state)
-            extra["source_states"] = self.job.gather("the state of the data", own)
+            mine = self.source_state and dataclasses.asdict(self.source_state)
+            extra["source_states"] = self.job.gather("the state of the data", mine)
         if self.evaluator is not None:
             extra["evaluation"] = self.evaluator.save_state()
         return position, extra
@@ -123,25 +123,25 @@ class RunState:
             self.evaluator.load_state(extra.get("evaluation", {}))
         self.job.in_flight.forget()
         self.bad_steps.rewind(position.bad_steps)
-        resumed = position.step > 0
+        resumed = position.step > 0  # else step 1 comes again, whose record is its own and untimed
         self.meter.rewind(extra["meter"], resumed=resumed, compiled=self.begun and resumed)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
 
     def restore(self, storage: Storage, *, donate: bool) -> None:
         """Move to the checkpoint that `storage` found; `donate` the state that it replaces."""
-        found = storage.found
-        assert found is not None
-        batch = first_batch(self.source, found.position, found.extra)
+        point = storage.found
+        assert point is not None
+        batch = first_batch(self.source, point.position, point.extra)
         if self.epochs is not None and self.source.batches is not None:  # in the current batches
-            remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
-            self.total = found.position.step + max(remaining, 0)
+            remaining = (self.epochs - point.position.epoch) * self.source.batches - batch
+            self.total = point.position.step + max(remaining, 0)
         like = abstract(self.state)
         if donate:  # before there is another: a device may have no room for two
             for leaf in jax.tree.leaves(self.state):
                 leaf.delete()
-        self.records.extend(found.records)
-        self.load_state(found.position, {**found.extra, "batch": batch})
+        self.records.extend(point.records)
+        self.load_state(point.position, {**point.extra, "batch": batch})
         self.state = storage.restore(like)
 
     def receive(self, given: GivenRun) -> None:
@@ -150,7 +150,7 @@ class RunState:
         self.records.extend(given.records)
         self.load_state(given.position, given.extra)
         self.state = given.state(like)
-        given.arrays.clear()
+        given.arrays.clear()  # the host has no room for two for long
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
@@ -158,10 +158,10 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
 
     Rows have the same order for any number of processes; the batch size may have changed.
     """
-    told = extra.get("processes")
+    before = extra.get("processes")
     now = parts_of_processes(source).get("processes")
-    if told != now:
-        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (told, now)]
+    if before != now:
+        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (before, now)]
         raise ConfigError(
             f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
             "rows: use the same source and number of processes, or start a new run"
@@ -192,5 +192,5 @@ def _rows_in_order(source: Source) -> int | None:
 
 def parts_of_processes(source: Source) -> dict[str, int]:
     """The number of processes, if each has its own rows; else empty."""
-    own = isinstance(source, PerProcessSource)
-    return {"processes": jax.process_count()} if own else {}
+    separate = isinstance(source, PerProcessSource)
+    return {"processes": jax.process_count()} if separate else {}

@@ -51,15 +51,15 @@ class MergedOfSteps:
 
     def values(self) -> dict[str, float]:
         """Return the numbers of each metric."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, merging in self._merging.items():
-            found |= recorded(named_values(name, merging.compute()))
-        return found
+            numbers |= recorded(named_values(name, merging.compute()))
+        return numbers
 
     def save_state(self) -> dict[str, Any]:
         """Return, as JSON values, what the next record needs from the steps so far."""
-        told = {n: each.save_state() for n, each in self._merging.items() if not each.grows}
-        return self._saved | told
+        merged = {name: m.save_state() for name, m in self._merging.items() if not m.grows}
+        return self._saved | merged
 
 
 class Meter:
@@ -101,11 +101,11 @@ class Meter:
                 since the last one before them, as when each of them finished is not known.
         """
         rows = step.rows or 0
-        left, seconds = self._together
-        if not left:
-            left, seconds = ready, (time.perf_counter() - self._reached) / ready
+        sharing, seconds = self._together
+        if not sharing:
+            sharing, seconds = ready, (time.perf_counter() - self._reached) / ready
         self._reached += seconds
-        self._together = left - 1, seconds
+        self._together = sharing - 1, seconds
         self.rows += rows
         self._unread.append((step, 0 if step.skipped else rows))
         if len(self._unread) >= _READ_TOGETHER:
@@ -252,7 +252,7 @@ class BadSteps:
         elif spikes == {True}:
             what = "the loss was far above recent losses"
         fix = "lower the learning rate, clip the gradient, or look at these examples"
-        named = {self._judged[each - 1] for each in self._verdicts if 0 < each <= len(self._judged)}
+        named = {self._judged[n - 1] for n in self._verdicts if 0 < n <= len(self._judged)}
         if min(self._verdicts) > 0 and named:
             what = f"the loss was finite and {min(named)} was not"
             fix = (

@@ -109,15 +109,15 @@ class Interrupt:
                 target=self._hear, args=[ear], name="replicax-signals", daemon=True
             )
             self._watching.start()
-        for taken in self._previous:
-            signal.signal(taken, self._note)
+        for handled in self._previous:
+            signal.signal(handled, self._note)
         _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self in _open:
             _open.remove(self)
-            self._restore()
+            self._restore()  # before the socket closes, to which the C handler writes
         if self._wake is not None and self._watching is not None:
             self._wake.shutdown(socket.SHUT_RDWR)  # a child process may share it
             self._watching.join()
@@ -149,8 +149,8 @@ class Interrupt:
         # Without the lock, which this thread may hold when it is interrupted.
         again = number == signal.SIGINT and self._pressed
         self._pressed = self._pressed or number == signal.SIGINT
-        for each in _open[: _open.index(self)] if self in _open else []:
-            each.signal, each._answered = each.signal or number, True
+        for outer in _open[: _open.index(self)] if self in _open else []:
+            outer.signal, outer._answered = outer.signal or number, True
         self.signal = self.signal or number
         if again:
             raise KeyboardInterrupt
@@ -280,28 +280,30 @@ class Stopping:
                 self._decide([self._mine(clock)])
         elif not self.is_ending and (now or self._calls >= self._vote_at or unit != self._unit):
             mine = {**self._mine(not now and self._is_time()), "next": self._next()}
-            if unit != self._unit:
+            if unit != self._unit:  # how long one takes is not known yet
                 self._span = mine["next"] = 1
             if self._islands is None:
                 votes = self._job.gather("whether to stop", mine)
             else:
                 votes = self._islands.gather("whether to stop", mine, admits=admits)
             self._decide(votes)
+            # The clock of one process says when, as those of others run differently.
             self._vote_at = self._calls + votes[0]["next"]
         self._unit = unit
         return self.is_ending
 
     def _mine(self, clock: bool) -> dict[str, Any]:
         mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
+        # A request to stop stays, as each vote decides on it anew.
         self._asked |= {"save": False, "evaluate": False}
         return mine
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
         signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
         if self._islands is not None:
-            each = self._islands.by_island([vote["signal"] for vote in votes])
-            if not all(any(of) for of in each):
-                self._consider_leaving(each[self._islands.rank])
+            by_island = self._islands.by_island([vote["signal"] for vote in votes])
+            if not all(any(of) for of in by_island):
+                self._consider_leaving(by_island[self._islands.rank])
                 signals = []
         self._decided = signals[0] if signals else None
         self.hook_reason = next((v["stop"] for v in votes if v["stop"] is not None), None)
@@ -310,10 +312,10 @@ class Stopping:
 
     def _consider_leaving(self, signals: list[int | None]) -> None:
         """Leave the others if they have not received a signal some votes after this island."""
-        if own := [each for each in signals if each is not None]:
+        if received := [number for number in signals if number is not None]:
             self._signalled_votes += 1
             if self._signalled_votes >= _VOTES_BEFORE_LEAVING:
-                self.leaves = shown_signal(own[0])
+                self.leaves = shown_signal(received[0])
 
     def _is_time(self) -> bool:
         if self._save_every is None:
@@ -328,8 +330,8 @@ class Stopping:
         take no time.
         """
         now = time.monotonic()
-        each = (now - self._voted_at) / max(self._calls - self._voted_call, 1)
+        per_call = (now - self._voted_at) / max(self._calls - self._voted_call, 1)
         self._voted_at, self._voted_call = now, self._calls
-        wanted = max(1, round(_BETWEEN_VOTES_SECONDS / max(each, 1e-6)))
+        wanted = max(1, round(_BETWEEN_VOTES_SECONDS / max(per_call, 1e-6)))
         self._span = min(wanted, 2 * self._span)
         return self._span

@@ -70,16 +70,16 @@ class Fit:
     def __repr__(self) -> str:
         how = "stopped early, " if self.interrupted else ""
         ordered = sorted(self.metrics.items(), key=lambda item: item[0] != "loss")
-        told = "".join(f", {name} {value:.4g}" for name, value in ordered[:2])
-        if told and self.metrics_step != self.step:
-            told += f" of step {self.metrics_step}"
+        newest = "".join(f", {name} {value:.4g}" for name, value in ordered[:2])
+        if newest and self.metrics_step != self.step:
+            newest += f" of step {self.metrics_step}"
         done = f"{self.rows:,} rows in {duration(self.seconds)}"
-        return f"Fit({how}step={self.step}, {done}{told})"
+        return f"Fit({how}step={self.step}, {done}{newest})"
 
     def _repr_html_(self) -> str:
         shown = {r.kind: r for r in self.records if r.kind in ("train", "eval")}  # the last of each
-        found = dict.fromkeys(name for r in shown.values() for name in r.metrics)
-        names = sorted(found, key=lambda name: name != "loss")
+        metrics = dict.fromkeys(name for r in shown.values() for name in r.metrics)
+        names = sorted(metrics, key=lambda name: name != "loss")
         rows = [
             (f"{kind}, step {r.step:,}", *(_metric(r.metrics.get(name)) for name in names))
             for kind, r in shown.items()
