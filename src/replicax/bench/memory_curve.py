@@ -194,7 +194,7 @@ def traced_events(folder: Path, module: str) -> list[Event]:
 
     The newest trace in `folder` is used. The list is empty if the backend reports no events.
     """
-    by_device: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
+    of_device: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb"))[-1:]:
         with warnings.catch_warnings():
             # jaxlib 0.11 creates a type that Python warns about, and aborts if warnings are errors.
@@ -207,10 +207,10 @@ def traced_events(folder: Path, module: str) -> list[Event]:
                     if stats.get("hlo_module") == module and stats.get("hlo_op"):
                         device = on_host, plane.name, int(stats.get("device_ordinal", 0))
                         start, end = event.start_ns, event.start_ns + event.duration_ns
-                        by_device[device].append(
+                        of_device[device].append(
                             Event(str(stats["hlo_op"]), start / 1e9, end / 1e9)
                         )
-    return by_device[min(by_device)] if by_device else []
+    return of_device[min(of_device)] if of_device else []
 
 
 def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
@@ -247,11 +247,11 @@ def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
     for instructions in use.computations.values():
         read_forward: set[str] = set()
         for instruction in reversed(instructions):
-            its = phase_of(instruction, fills=_fills(use, instruction))
-            if its in (BACKWARD, None) and instruction.name in read_forward:
-                its = FORWARD
-            phase[instruction.name] = its
-            if its == FORWARD:
+            current = phase_of(instruction, fills=_fills(use, instruction))
+            if current in (BACKWARD, None) and instruction.name in read_forward:
+                current = FORWARD
+            phase[instruction.name] = current
+            if current == FORWARD:
                 read_forward.update(instruction.inputs)
     before: dict[str, set[str | None]] = {}
     """Phases of all dependencies of an entry instruction."""

@@ -160,7 +160,7 @@ def _read(
     path: Path, placed: dict[str, PlacedTensor], leaves: ModelLeaves, tensors: Tensors
 ) -> dict[str, Any]:
     """Return the filled leaves; each leaves the host's memory when its last tensor is read."""
-    # Last, as each is compared with what the other tensors have filled.
+    # Read last, as each is compared with what the other tensors have filled.
     ties = {name: placing for name, placing in placed.items() if isinstance(placing[0], Tied)}
     tied = {p for place, groups in ties.values() for p in place.paths(groups)}
     waiting = Counter(p for name in placed.keys() - ties for p in _paths(placed[name]))

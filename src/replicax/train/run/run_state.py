@@ -150,7 +150,7 @@ class RunState:
         self.records.extend(given.records)
         self.load_state(given.position, given.extra)
         self.state = given.state(like)
-        given.arrays.clear()  # the host has no room for two for long
+        given.arrays.clear()  # it is on the devices now
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
