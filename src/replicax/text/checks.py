@@ -18,7 +18,7 @@ NOTE: Final[Literal["note"]] = "note"
 SKIP: Final[Literal["skip"]] = "skip"
 
 _COLORS: Mapping[Verdict, str] = {PASS: "32", NOTE: "33", FAIL: "1;31", SKIP: "2"}
-"""Codes of a terminal, as are these."""
+"""Codes of a terminal, as are `_BOLD` and `_DIM`."""
 _BOLD, _DIM = "1", "2"
 _SHORT = 24
 

@@ -156,6 +156,7 @@ class Saver:
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
+            # In a shared folder a rename has left nothing, unless the save has failed.
             if not self.store.is_shared or (failed is not None and self.job.process == 0):
                 self.store.discard(folder)
             self._failed = failed

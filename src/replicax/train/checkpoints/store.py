@@ -191,6 +191,7 @@ class Store:
     def commit(self, temporary: Path, step: int) -> None:
         """Commit the written checkpoint, in place of an existing one of the same step."""
         path, before = self.folder / str(step), self.folder / f"{_REPLACED}{step}"
+        # A rename replaces no folder that has files; `clean` ends what is killed between the two.
         if path.exists():
             self.discard(before)
             os.rename(path, before)

@@ -82,6 +82,7 @@ class WrittenFolder(Storage):
         except BaseException:
             self.close()  # nobody else would release the lease
             raise
+        # Another island may take over the folder while this one is frozen.
         if self.folder is not None and self._options.island is not None:
             self.folder.write_while(self.still_writes)
 
@@ -179,7 +180,6 @@ class WrittenFolder(Storage):
             self._write_config()
         self.folder.take_over(records, self.still_writes)
         self._store.clean()
-        self.ledger.close()
         self.ledger = Ledger(self.path / FILE, token)
         self.ledger.enter("productive")
         return token, max((step for step, _ in self._store.paths()), default=None)

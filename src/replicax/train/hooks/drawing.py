@@ -24,7 +24,7 @@ from replicax.train.folder.changes import read_config
 CURVES = "curves.png"
 TRAIN, *EVAL = PALETTE
 COLUMNS = 3
-"""So that text of a picture as wide as a page can be read."""
+"""Panels side by side: text of a picture as wide as a page can be read."""
 PANEL_INCHES = (2.9, 2.4)
 MOST_MARKERS = 20
 MOST_POINTS = 1000

@@ -143,6 +143,7 @@ class Logger(Hook):
         while (task := self._queue.get()) is not None:
             point, argument = task
             start = argument if point == "go_back" else start
+            # Nothing to take back, or to close, of what could not be opened.
             opened = opened or (point == "write" and self._try("open", start))
             if opened and self._try(point, argument):
                 self._sent += point == "write"

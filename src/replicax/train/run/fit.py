@@ -282,8 +282,8 @@ def _to_its_end(run: Callable[_Arguments, Run]) -> Callable[_Arguments, Fit]:
     chosen: dict[str, Any] = {"steps_per_call": None}  # by the run
     signature = inspect.signature(run)
     parameters = [
-        each.replace(default=chosen.get(each.name, each.default))
-        for each in signature.parameters.values()
+        parameter.replace(default=chosen.get(parameter.name, parameter.default))
+        for parameter in signature.parameters.values()
     ]
     signature = signature.replace(parameters=parameters, return_annotation=Fit)
 

@@ -13,7 +13,7 @@ from replicax.text.wording import counted, size_text
 FEW_ROUNDS = 100
 """With fewer, an outer momentum of 0.9 does harm: see docs/slow-links.md."""
 FEW_SPARSE_ROUNDS = 1_000
-"""The same of a codec that sends few values: a value is then sent 16 times, on average."""
+"""With fewer, a codec that sends few values costs much loss: it sends each 16 times in so many."""
 
 
 def rounds_lines(dp: DataParallel, state: TrainState) -> list[str]:
