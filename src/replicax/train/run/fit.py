@@ -142,7 +142,7 @@ class Run(Running):
     def __enter__(self) -> Self:
         with self._own_mesh(), contextlib.ExitStack() as stack:
             run = OpenRun(self._parts, self, stack)
-            self._entered = Loop(run)
+            self._entered = Loop(run)  # before the hooks start, which ask it for the run
             run.begin(stack)
         return self
 
@@ -177,10 +177,10 @@ class Run(Running):
                 run.held.callback(loop.close)
                 run.fail(*raised)
                 return
-            with run.held:
+            with run.held:  # closes all the rest, what was opened last first
                 loop.leave()
                 run.finish()
-        run.raise_if_interrupted()
+        run.raise_if_interrupted()  # once all is saved and closed
 
     @property
     def _loop(self) -> Loop:
