@@ -1,15 +1,18 @@
 """Islands on this host: who is started again, who is given up, and how it ends."""
 
+import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch.launching import launcher, pids, python, run
 from support.figures import assert_mentions
 from support.waiting import until
 
-from replicax.launch import island_supervisor
+from replicax.launch import island_supervisor, process
 from replicax.launch.compiled_folder import CACHE
 from replicax.launch.island_supervisor import Island, island_labels
 
@@ -92,6 +95,22 @@ def test_one_that_keeps_dying_early_waits_longer_and_is_given_up(tmp_path: Path)
     first, second, third = starts(tmp_path, 0)
     assert second - first >= 0.2
     assert third - second >= 0.4
+
+
+def test_one_that_the_system_cannot_start_again_has_ended_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def once(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if (tmp_path / "starts-0").exists():
+            raise OSError(errno.EAGAIN, "busy")
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(process.subprocess, "Popen", once)
+    outcome = run(python(f"{COUNT}\n    sys.exit(4)"), 1, tmp_path, islands=1, restarts=1)
+    assert (outcome.exit_code, outcome.attempts, outcome.failure) == (1, 2, None)
+    assert_mentions(str(outcome.message), "busy", "2 ends")
 
 
 def test_the_wait_doubles_to_five_seconds_and_is_reset_by_a_long_life(

@@ -23,16 +23,16 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 def run_islands(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion, int]:
     """Run the islands of a job; return the conclusion, and the most starts of an island."""
     job, ports = context.job, set[int]()
-    while len(ports) < (job.islands or 0):
+    while len(ports) < (job.islands or 0):  # none is held, so that one may come twice
         ports.add(free_port())
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
 
     def of(number: int) -> Island:
         place = {ISLAND: str(number), ISLANDS: addresses}
-        own = dataclasses.replace(context, env={**context.env, **place})
+        placed = dataclasses.replace(context, env={**context.env, **place})
         names = [f"island-{number}{part}" for part in _parts(job.processes)]
         first_row = number * job.processes
-        return Island(number, lambda at: Attempt(own.starts(names, at, first_row), loop), loop)
+        return Island(number, lambda at: Attempt(placed.starts(names, at, first_row), loop), loop)
 
     islands = [of(number) for number in range(len(ports))]
     conclusion = IslandSupervisor(islands, job.restarts, loop).run()
@@ -63,37 +63,35 @@ class Island:
         self.attempts = 0
         self.early = 0
         """Ends soon after a start, in a row."""
-        self.starts_at: float | None = None
-        """When it is started again, on the clock of `time.monotonic`."""
         self._began = 0.0
+        self._not_started: ClusterError | None = None
 
     def start(self) -> None:
-        """Start its processes.
+        """Start its processes, unless a signal came in the turn of the loop that calls this.
 
         Raises:
-            ClusterError: the system cannot start that many; nothing of it runs then.
+            ClusterError: the system cannot start that many; of a restart, it is the next end.
         """
-        self.attempts, self.starts_at = self.attempts + 1, None
+        if self._loop.stopped_by is not None:
+            return
+        self.attempts += 1
         self._began = time.monotonic()
         self.attempt = self._prepare(self.attempts)
         try:
             self.attempt.start()
-        except ClusterError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Kill what is left of its attempt, and forget it."""
-        if self.attempt is not None:
-            self.attempt.close()
-            self.attempt = None
+        except ClusterError as error:
+            if self.attempts == 1:
+                raise
+            self.attempt.close()  # which makes it one that is over; the others go on
+            self._not_started = error
 
     def judge(self) -> Conclusion:
         """Return the conclusion on its attempt, which is over, and forget it."""
-        attempt = self.attempt
+        attempt, error = self.attempt, self._not_started
         assert attempt is not None
-        self.close()
-        return judge(self._loop, attempt.ended())
+        attempt.close()
+        self.attempt = self._not_started = None
+        return Conclusion(1, message=str(error)) if error else judge(self._loop, attempt.ended())
 
     def lived(self) -> float:
         """Return the seconds since its start; an early end is counted, and a later one resets."""
@@ -137,9 +135,9 @@ class IslandSupervisor:
                     if island.attempt is not None and island.attempt.over:
                         self._take(island, island.judge())
         finally:  # even after an error, nothing is left running
-            for island in self._islands:
-                island.close()
-        if self._failed:
+            for attempt in (island.attempt for island in self._islands if island.attempt):
+                attempt.close()
+        if self._failed:  # even if others are done: somebody should look at it
             return self._failed[0]
         if self._done:
             return Conclusion(0)
@@ -148,16 +146,13 @@ class IslandSupervisor:
         assert self._loop.stopped_by is not None
         return Conclusion(128 + self._loop.stopped_by, message=stop_text(self._loop.stopped_by))
 
-    @property
-    def _ending(self) -> bool:
-        return self._done or self._loop.stopped_by is not None
-
     def _go_on(self) -> bool:
         """Return whether an island runs or will be started again."""
-        if self._ending:
+        due = self._loop.due
+        if self._done or self._loop.stopped_by is not None:
             for island in self._islands:
-                island.starts_at = None
-        return any(each.attempt is not None or each.starts_at is not None for each in self._islands)
+                due.pop(island.start, None)
+        return any(each.attempt is not None or each.start in due for each in self._islands)
 
     def _take(self, island: Island, conclusion: Conclusion) -> None:
         """Decide what follows from the end of an island."""
@@ -168,26 +163,25 @@ class IslandSupervisor:
             self._loop.due.setdefault(self._stop_rest, now + self._loop.grace_seconds)
             return
         how = STOPPED_EARLY if conclusion.exit_code == SAVED else f"died ({_cause(conclusion)})"
-        how = f"{name} {how} after {seconds:.1f} s"
+        line = f"{name} {how} after {seconds:.1f} s"
         if self._done:
-            self._say(how)
+            self._say(line)
         elif self._loop.stopped_by is not None:
             self._saved |= conclusion.exit_code == SAVED
             if conclusion.failure is not None:
-                told = f"{name}: {conclusion.message}"
-                self._failed.append(dataclasses.replace(conclusion, message=told))
+                message = f"{name}: {conclusion.message}"
+                self._failed.append(dataclasses.replace(conclusion, message=message))
         elif refused := self._refused(island, conclusion):
             see = conclusion.failure.see if conclusion.failure else ""
-            told = f"{how}; given up: {refused}{see}"
-            self._failed.append(dataclasses.replace(conclusion, message=told))
+            line = f"{line}; given up: {refused}{see}"
+            self._failed.append(dataclasses.replace(conclusion, message=line))
             if self._go_on():  # otherwise it is the last line
-                self._say(told)
+                self._say(line)
         else:
             wait = island.wait_seconds
             later = f" in {wait:g} s" if wait > FIRST_WAIT_SECONDS else ""
-            self._say(f"{how}; started again{later} (restart {island.attempts})")
-            island.starts_at = now + wait
-            self._wake()
+            self._say(f"{line}; started again{later} (restart {island.attempts})")
+            self._loop.due[island.start] = now + wait
 
     def _refused(self, island: Island, conclusion: Conclusion) -> str | None:
         """Return why an island is not started again, or None if it is."""
@@ -197,21 +191,6 @@ class IslandSupervisor:
             times = counted(island.early, "end")
             return f"{times} in a row within {EARLY_SECONDS:g} s of its start"
         return None
-
-    def _wake(self) -> None:
-        """Schedule the next start."""
-        times = [each.starts_at for each in self._islands if each.starts_at is not None]
-        if times:
-            self._loop.due[self._start_due] = min(times)
-
-    def _start_due(self) -> None:
-        for island in () if self._ending else self._islands:
-            if island.starts_at is not None and island.starts_at <= time.monotonic():
-                try:
-                    island.start()
-                except ClusterError as error:  # of no concern to the others
-                    self._take(island, Conclusion(1, message=str(error)))
-        self._wake()
 
     def _stop_rest(self) -> None:
         """Stop the islands that did not end with the first that was done."""

@@ -51,6 +51,7 @@ class ProcessStart:
     def own_env(self) -> dict[str, str]:
         """The environment of the process, including its place in the job."""
         devices = self.job.devices_per_process
+        # Only one of the two variables of a secret may be set.
         kept = {name: value for name, value in self.env.items() if name != SECRET_FILE}
         return {
             **kept,
@@ -103,10 +104,11 @@ class Process:
         self.forced = False
         self._ended_at = 0.0
         self._pid: int | None = None
-        self._told = b""
+        self._partial = b""
         self._log = Log(start.log, echo)
-        try:
-            self._channel, theirs = socket.socketpair()
+        with contextlib.ExitStack() as opened:  # closed here if the system starts no process
+            opened.callback(self._log.close)
+            self._channel, theirs = map(opened.enter_context, socket.socketpair())
             with theirs:
                 arguments = [str(theirs.fileno()), ",".join(map(str, start.cores))]
                 self._guard = subprocess.Popen(
@@ -119,9 +121,7 @@ class Process:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's Ctrl-C comes only through the launcher
                 )
-        except OSError:
-            self._log.close()
-            raise
+            opened.pop_all()
         assert self._guard.stdout
         assert self._guard.stderr
         row = start.number if start.row is None else start.row
@@ -135,10 +135,10 @@ class Process:
     def listen(self) -> bool:
         """Read messages from the guard; return False after the last one."""
         try:
-            told = self._channel.recv(4096)
+            received = self._channel.recv(4096)
         except OSError:
-            told = b""
-        *lines, self._told = (self._told + told).split(b"\n")
+            received = b""
+        *lines, self._partial = (self._partial + received).split(b"\n")
         for line in lines:
             kind, number, *at = line.decode().split()
             if kind == "pid":
@@ -146,14 +146,14 @@ class Process:
             else:
                 self.status = int(number) if kind == "exit" else -int(number)
                 self._ended_at = float(at[0])
-        if told:
+        if received:
             return True
         if self.status is None:  # the guard was killed, and so the command; kill its group too
             if self._pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._pid, signal.SIGKILL)
             self.status, self._ended_at = -signal.SIGKILL, time.time()
-        self._guard.wait()
+        self._guard.wait()  # it has closed its end, or is dead: this reaps it
         return False
 
     def send(self, number: int) -> None:
@@ -198,7 +198,7 @@ def core_blocks(processes: int) -> list[tuple[int, ...]]:
             f"use at most {len(cores)} processes, or leave --pin out"
         )
     size = len(cores) // processes
-    return [tuple(cores[size * each : size * (each + 1)]) for each in range(processes)]
+    return [tuple(cores[first : first + size]) for first in range(0, size * processes, size)]
 
 
 def _physical(core: int) -> int:
