@@ -77,40 +77,39 @@ def deal(gpus_of: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, ...] |
     share them evenly, in blocks, in rank order. `gpus_of` holds, for every rank in order, its
     host and the UUIDs it sees, in CUDA's order.
     """
-    taken: list[tuple[int, ...] | None] = [None] * len(gpus_of)
+    indices_of: list[tuple[int, ...] | None] = [None] * len(gpus_of)
     for host in dict.fromkeys(host for host, _ in gpus_of):
         there = [i for i, (other, _) in enumerate(gpus_of) if other == host]
-        seen = {i: gpus_of[i][1] for i in there}
-        if len(there) == 1 or not any(seen.values()):
+        gpus_seen = {i: gpus_of[i][1] for i in there}
+        if len(there) == 1 or not any(gpus_seen.values()):
             continue
-        if all(set(gpus) == set(seen[there[0]]) for gpus in seen.values()):
-            blocks = _deal_evenly(host, there, list(seen[there[0]]))
+        if all(set(gpus) == set(gpus_seen[there[0]]) for gpus in gpus_seen.values()):
+            blocks = _deal_evenly(host, there, list(gpus_seen[there[0]]))
             for process in there:
                 # Indices follow each process's own order: the lists may be ordered differently.
-                mine = list(seen[process])
-                taken[process] = tuple(mine.index(uuid) for uuid in blocks[process])
+                mine = list(gpus_seen[process])
+                indices_of[process] = tuple(mine.index(uuid) for uuid in blocks[process])
         else:
-            _check_apart(host, seen)
-    return taken
+            _check_apart(host, gpus_seen)
+    return indices_of
 
 
 def _deal_evenly(host: str, processes: list[int], gpus: list[str]) -> dict[int, list[str]]:
-    """Return a mapping from each process to its block of `gpus`."""
     count = len(processes)
-    each, left = divmod(len(gpus), count)
+    share, remainder = divmod(len(gpus), count)
     those = f"{processes_text(processes)} on {host} see the same {_count(gpus)}"
-    if not each:
+    if not share:
         raise ConfigError(
             f"{those}, fewer than the {count} processes; each process needs its own GPU: "
             f"start at most {len(gpus)} there, or correct {VISIBLE}"
         )
-    if left:
+    if remainder:
         fitting = " or ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
         raise ConfigError(
             f"{those}, which {count} processes cannot share evenly; start {fitting} there, or "
             f"set {VISIBLE} per process"
         )
-    return {process: gpus[i * each : (i + 1) * each] for i, process in enumerate(processes)}
+    return {process: gpus[i * share : (i + 1) * share] for i, process in enumerate(processes)}
 
 
 def _check_apart(host: str, seen: Mapping[int, Sequence[str]]) -> None:
@@ -138,14 +137,14 @@ def _find(entry: str, shown: Mapping[str, str], mig_devices: Sequence[str]) -> s
     """Return the UUID that one entry of CUDA_VISIBLE_DEVICES selects, or `None`."""
     if entry.startswith("MIG-"):
         # Older drivers name them MIG-GPU-<uuid>/<instance>/<compute instance>.
-        found = [uuid for uuid in mig_devices if uuid.startswith(entry)]
+        matches = [uuid for uuid in mig_devices if uuid.startswith(entry)]
     elif entry.startswith("GPU-"):
-        found = [device for uuid, device in shown.items() if uuid.startswith(entry)]
+        matches = [device for uuid, device in shown.items() if uuid.startswith(entry)]
     else:
         # CUDA reads the leading digits, as C's strtoul does.
         number = re.match(r"\+?(\d+)", entry, re.ASCII)
-        found = list(shown.values())[int(number[1]) :][:1] if number else []
-    return found[0] if len(found) == 1 else None
+        matches = list(shown.values())[int(number[1]) :][:1] if number else []
+    return matches[0] if len(matches) == 1 else None
 
 
 def _count(gpus: Sequence[str]) -> str:

@@ -73,14 +73,14 @@ def compared_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the loaded packages that affect results."""
-    found = {"python": platform.python_version()}
+    versions_of = {"python": platform.python_version()}
     for package in _PACKAGES:
         loaded = getattr(sys.modules.get(package), "__version__", None)
         try:
-            found[package] = str(loaded or importlib.metadata.version(package))
+            versions_of[package] = str(loaded or importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions_of[package] = "not installed"
+    return versions_of
 
 
 def parse_flags(text: str) -> dict[str, str]:
@@ -116,9 +116,9 @@ def processor() -> dict[str, str]:
 
 def beyond_common(processors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Return each of `processors` with only those vector instructions that another one lacks."""
-    each = [set(found.get("vectors", "").split()) for found in processors]
-    common = set.intersection(*each)
+    vectors_of = [set(each.get("vectors", "").split()) for each in processors]
+    common = set.intersection(*vectors_of)
     return [
-        {**found, "vectors": " ".join(sorted(own - common)) or "none"}
-        for found, own in zip(processors, each, strict=True)
+        {**each, "vectors": " ".join(sorted(vectors - common)) or "none"}
+        for each, vectors in zip(processors, vectors_of, strict=True)
     ]

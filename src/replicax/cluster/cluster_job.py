@@ -41,10 +41,9 @@ class Linked:
         self._uses: collections.Counter[str] = collections.Counter()
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        found = field_differences(self.gather(topic, as_plain_fields(fields)))
-        if found:
+        if differences := field_differences(self.gather(topic, as_plain_fields(fields))):
             raise AgreementError(
-                f"the processes disagree on {topic}: {first_of(found)}: "
+                f"the processes disagree on {topic}: {first_of(differences)}: "
                 "start all with the same code, data and arguments"
             )
 
@@ -54,8 +53,9 @@ class Linked:
         if len(set(digests)) == 1:
             return
         lines = text.splitlines()
-        own = [zlib.crc32(line.encode()) for line in lines]
-        checksums = self.gather(f"{topic}, line by line", own)
+        # Only checksums travel: a program has many lines, of which one is shown.
+        own_checksums = [zlib.crc32(line.encode()) for line in lines]
+        checksums = self.gather(f"{topic}, line by line", own_checksums)
         shortest = min(map(len, checksums))
         differing = (n for n in range(shortest) if len({sums[n] for sums in checksums}) > 1)
         first = next(differing, shortest)
@@ -75,16 +75,16 @@ class Linked:
         )
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
-        found: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if self.process == 0:
             try:
-                found = {"value": find()}
-            except ReplicaxError as error:
-                found = {"error": type(error).__name__, "text": str(error)}
-        told = self.gather(topic, found, slow=True)[0]
-        if "error" in told:
-            raise getattr(errors, told["error"])(told["text"])
-        return told["value"]
+                answer = {"value": find()}
+            except ReplicaxError as error:  # raised in all: nobody waits for the next call
+                answer = {"error": type(error).__name__, "text": str(error)}
+        first = self.gather(topic, answer, slow=True)[0]
+        if "error" in first:
+            raise getattr(errors, first["error"])(first["text"])
+        return first["value"]
 
     def barrier(self, topic: str) -> None:
         self.gather(topic, None)

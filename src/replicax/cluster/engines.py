@@ -44,13 +44,13 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
         return detect_by_jax(env)
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
         return _detect_torch(env)
-    found = [place for detect in _DETECTORS if (place := detect(env)) is not None]
-    complete = [place for place in found if None not in place.numbers]
+    detected = [place for detect in _DETECTORS if (place := detect(env)) is not None]
+    complete = [place for place in detected if None not in place.numbers]
     several = [place for place in complete if place.numbers[1] != 1]
     if not several:
         # WORLD_SIZE=1 inside a one-process Slurm step adds no information.
         elsewhere = tpu_pod.detect_from_metadata(env) or detect_by_jax(env)
-        return elsewhere or next(iter(complete or found), None)
+        return elsewhere or next(iter(complete or detected), None)
     inner = several[0]
     for outer in several[1:]:
         engines = inner.engine, outer.engine
@@ -156,10 +156,10 @@ def _host_of_mpirun(uri: str) -> str | None:
 
     `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911;tcp6://[fe80::1]:4`: JAX takes the first one.
     """
-    found: list[str] = []
+    hosts: list[str] = []
     for match in re.finditer(r"tcp6?://(?:\[([^\]]*)\]|([^:;]*)):\d+", uri):
-        found += (match[1] or match[2] or "").split(",")
-    usable = [host for host in found if host and not host.startswith(("127.", "fe80:", "::1"))]
+        hosts += (match[1] or match[2] or "").split(",")
+    usable = [host for host in hosts if host and not host.startswith(("127.", "fe80:", "::1"))]
     return next((host for host in usable if ":" not in host), usable[0] if usable else None)
 
 

@@ -52,7 +52,7 @@ def stop_now(process: int, progress: LoopProgress, verdict: StuckVerdict) -> Non
     say(f"process {process} stops{others}: {verdict.reason}")
     _write_verdict(process, verdict)
     for tell in _last_words:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the process must end, whatever a hook does
             tell(verdict)
     if process == 0:
         time.sleep(_SERVING_SECONDS)
@@ -68,8 +68,8 @@ def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
     link = _link()
     if link is not None and link.stop_all(reason, code) is not None:
         time.sleep(_ENDING_SECONDS)  # the link's thread ends this process meanwhile
-    told = os.environ.get(variables.PROCESS_ID)
-    where = "" if link is None and told is None else f"process {_own_process(link)} stops: "
+    rank = os.environ.get(variables.PROCESS_ID)
+    where = "" if link is None and rank is None else f"process {_own_process(link)} stops: "
     say(f"{where}{reason}")
     leave_at_once(code)
 
@@ -105,6 +105,7 @@ def fail(error: str, *, collateral: bool) -> StuckVerdict | None:
     link = _link()
     if link is None:
         return None
+    # A verdict that is there came first: this failure is a consequence of what it names.
     verdict = link.verdict or link.fail(error, collateral=collateral)
     return verdict if verdict and link.process not in verdict.blames else None
 
@@ -138,8 +139,8 @@ def watch_exceptions() -> None:
         link = _link()
         if not (link and link.verdict and is_collateral(error)):  # its cause has been printed
             print_uncaught(before, kind, error, trace)
-        left = error.exit_code if isinstance(error, _RAISED_IN_ALL) else 1
-        end(error, 130 if issubclass(kind, KeyboardInterrupt) else left)
+        code = error.exit_code if isinstance(error, _RAISED_IN_ALL) else 1
+        end(error, 130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = hook
 
@@ -190,7 +191,7 @@ def leave_at_once(code: int) -> NoReturn:
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # closed, or a pipe that nobody reads
                 stream.flush()
 
     flushing = threading.Thread(target=flush, daemon=True)
@@ -212,5 +213,5 @@ def _link() -> Link | None:
 def _own_process(link: Link | None) -> int:
     if link is not None:
         return link.process
-    told = os.environ.get(variables.PROCESS_ID, "0")
-    return int(told) if told.isdigit() else 0
+    rank = os.environ.get(variables.PROCESS_ID, "0")
+    return int(rank) if rank.isdigit() else 0

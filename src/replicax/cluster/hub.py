@@ -79,10 +79,9 @@ class Hub:
             task.cancel()
         self._listening.close()
         self._door.close()
-        await asyncio.sleep(0)  # the connections close
+        await asyncio.sleep(0)  # the loop runs once more, in which the connections close
 
     def _hear(self, peer: Peer, message: wire.Message) -> None:
-        """Handle a message of any connection."""
         if peer.process is not None:
             self._take(self._members[peer.process], message)
             return
@@ -145,7 +144,7 @@ class Hub:
             return
         self._started = True
         now = self._clock.now()
-        for member in self._members.values():
+        for member in self._members.values():  # who waits for `Go` sends no heartbeats
             member.heard_at = now
         self._send_all(go)
 
@@ -167,7 +166,7 @@ class Hub:
             case wire.Failed(error, collateral):
                 member.ended = True
                 verdict = StuckVerdict(f"{member} failed: {error}", [member.process])
-                if collateral:
+                if collateral:  # the process at fault may report meanwhile, and counts then
                     self._suspecting = True
                     self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
                 else:
@@ -180,8 +179,8 @@ class Hub:
         gather = self._gathers.setdefault(topic, Waiting(self._clock.now()))
         gather.values[process] = message.value
         gather.timeout_seconds[process] = message.timeout_seconds or 0.0
-        held = sum(len(each.values.get(process, "")) for each in self._gathers.values())
-        if len(self._gathers) > _MOST_TOPICS or held > wire.LONGEST_VALUE_BYTES:
+        held_bytes = sum(len(each.values.get(process, "")) for each in self._gathers.values())
+        if len(self._gathers) > _MOST_TOPICS or held_bytes > wire.LONGEST_VALUE_BYTES:
             raise ValueError("more values than the threads of a process send")
         if len(gather.values) == self._processes:
             del self._gathers[topic]
@@ -189,7 +188,6 @@ class Hub:
             self._send_all(wire.Gathered(topic, values))
 
     def _lost(self, peer: Peer) -> None:
-        """Handle the end of a connection."""
         process = peer.process
         if process is None:
             return
@@ -205,11 +203,11 @@ class Hub:
 
     async def _watch(self) -> None:
         deadline = self._clock.now() + self._timeout_seconds
-        told_at = self._clock.now()
+        ticked_at = self._clock.now()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock.now()
-            if self._verdict or self._suspecting:
+            if self._verdict or self._suspecting:  # those that stop now make no progress
                 continue
             if self._started:
                 verdict = find_stuck(self._members, self._gathers, now, self._silent_seconds)
@@ -217,8 +215,8 @@ class Hub:
                 verdict = self._absent() if now > deadline else None
             if verdict:
                 self._stop(verdict)
-            if now - told_at > self._silent_seconds / 8:
-                told_at = now
+            if now - ticked_at > self._silent_seconds / 8:
+                ticked_at = now
                 self._send_all(wire.Tick(self._missing()))
 
     def _absent(self) -> StuckVerdict:

@@ -25,8 +25,8 @@ def detect_by_jax(env: Mapping[str, str]) -> Detected | None:
     """
     types = jax_internals.cluster_types()
     if CLUSTER in env:
-        found = choose(CLUSTER, env[CLUSTER], {each.name: each for each in types if each.name})
-        if not found.is_env_present():
+        method = choose(CLUSTER, env[CLUSTER], {each.name: each for each in types if each.name})
+        if not method.is_env_present():
             raise ConfigError(
                 f"{CLUSTER}={env[CLUSTER]} and JAX does not detect that engine in this process; "
                 "start it by that engine, or unset the variable"
@@ -37,20 +37,20 @@ def detect_by_jax(env: Mapping[str, str]) -> Detected | None:
         first = next(present, None)
         if first is None:
             return None
-        found = first
-    reason = f"JAX's {found.__name__}"
+        method = first
+    reason = f"JAX's {method.__name__}"
     try:
         facts = {
-            "process": Fact(found.get_process_id(), reason),
-            "processes": Fact(found.get_process_count(), reason),
+            "process": Fact(method.get_process_id(), reason),
+            "processes": Fact(method.get_process_count(), reason),
         }
         if facts["processes"].value > 1:
-            address = found.get_coordinator_address(
+            address = method.get_coordinator_address(
                 timeout_secs=_TIMEOUT_SECONDS,
                 override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
             )
             facts["coordinator"] = Fact(address, reason)
-        if (local := found.get_local_process_id()) is not None:
+        if (local := method.get_local_process_id()) is not None:
             facts["local_process"] = Fact(local, reason)
     except Exception as error:  # whatever a plugin raises
         raise ClusterError(
@@ -58,4 +58,4 @@ def detect_by_jax(env: Mapping[str, str]) -> Detected | None:
             f"({type(error).__name__}: {error}); repair it, or set REPLICAX_PROCESS_ID, "
             "REPLICAX_PROCESSES and REPLICAX_COORDINATOR"
         ) from error
-    return Detected(found.name or found.__name__, facts)
+    return Detected(method.name or method.__name__, facts)

@@ -129,10 +129,11 @@ def _join(place: Place, timeouts: Timeouts, timeout_seconds: float) -> Linked:
         wire, go = meet(coordinator, hello, place.secret, timeout_seconds, say)
         progress = LoopProgress(InFlight())
         stop = partial(stop_now, place.process, progress)
+        # Before JAX starts, which may hang: the link's heartbeats go on meanwhile.
         job = Linked(place, Link(wire, place.process, go.names, timeouts, progress, stop))
         set_job(job)
         if not gpus:
-            do_not_preempt()
+            do_not_preempt()  # before JAX starts the threads that it is for
         _start_jax(place, go, timeout_seconds)
     atexit.register(_leave, job.link)  # registered after JAX's handler, so it runs before it
     return job
@@ -156,7 +157,7 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
         )
     except RuntimeError as error:
         raise ClusterError(f"jax.distributed did not start: {error}") from error
-    if place.process > 0:
+    if place.process > 0:  # JAX lets process 0 alone write to its cache
         cache_own_programs()
 
 
@@ -202,8 +203,8 @@ def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence
             f"the processors differ: {first_of(found)}: results may differ between processes in "
             "their last bits, use hosts of one kind to avoid that"
         )
-    told = [hello.local_devices for hello in hellos]
-    return port, told if any(told) else deal([(hello.host, hello.gpus) for hello in hellos])
+    asked = [hello.local_devices for hello in hellos]
+    return port, asked if any(asked) else deal([(hello.host, hello.gpus) for hello in hellos])
 
 
 def _leave(link: Link) -> None:

@@ -67,7 +67,7 @@ class Link:
                 f"the value for {topic} has {size:,} bytes in JSON, and a process sends at most "
                 f"{wire.LONGEST_VALUE_BYTES:,}: send a part at a time, or share a file"
             )
-        with self._changed:
+        with self._changed:  # first, so that an answer that comes at once finds its topic
             self._gathered[topic] = None
         self._wire.send(sent)
         with self._changed:

@@ -143,17 +143,17 @@ def find_place(
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:
     """Read the arguments and REPLICAX_* variables."""
-    told = {}
+    facts = {}
     for part, name in _VARIABLES.items():
         if part not in arguments and name not in env:
             continue
-        told_by = f"argument {part}" if part in arguments else name
+        source = f"argument {part}" if part in arguments else name
         text = str(arguments.get(part, env.get(name)))
         value: int | str = text.strip()
         if part != "coordinator":
-            value = whole_number(text, told_by, least=1 if part == "processes" else 0)
-        told[part] = Fact(value, f"{told_by}={text}")
-    return told
+            value = whole_number(text, source, least=1 if part == "processes" else 0)
+        facts[part] = Fact(value, f"{source}={text}")
+    return facts
 
 
 def _devices(text: str, name: str) -> Fact:

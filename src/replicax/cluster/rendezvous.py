@@ -53,6 +53,7 @@ def _whose(place: Place) -> str:
     try:
         connection = connect_to(*split_address(str(place.coordinator)), 1.0)
         with contextlib.closing(Connection(connection)) as wire:
+            # To who knows the secret, the refusal says who uses the port.
             asks = Hello(place.job, process=-1, processes=0, asks=True)
             _introduce(wire, asks, place.secret, time.monotonic() + 1.0)
     except RefusedError as refused:
@@ -83,7 +84,7 @@ def meet(
                 # The hub reports which processes are missing: wait slightly longer than it does.
                 if _introduce(wire, hello, secret, deadline + 5.0):
                     go = _wait(wire, deadline + 5.0, say)
-                    closing.pop_all()
+                    closing.pop_all()  # the caller closes it
                     return wire, go
             except RefusedError as refused:
                 raise ClusterError(f"rejected by process 0: {refused}") from None
@@ -132,8 +133,8 @@ def _introduce(wire: Connection, hello: Hello, secret: Secret, deadline: float) 
     hello = msgspec.structs.replace(hello, nonce=nonce())
     if (prove := _answer(wire, hello, Prove, deadline)) is None:
         return False
-    own = proof(secret, DIALS, hello, prove)
-    if (given := _answer(wire, own, Proof, deadline)) is None:
+    own_proof = proof(secret, DIALS, hello, prove)
+    if (given := _answer(wire, own_proof, Proof, deadline)) is None:
         return False
     check_proof(given, proof(secret, LISTENS, hello, prove))
     return True

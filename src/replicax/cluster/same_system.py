@@ -38,7 +38,7 @@ def started(pid: int) -> int | None:
 
 def ends_at_once(pid: int) -> bool:
     """Whether a process of this system has ended, or does so within a moment."""
-    for _ in range(_ENDS_TRIES):
+    for _ in range(_ENDS_TRIES):  # its connections end before the process does
         if started(pid) is None:
             return True
         time.sleep(_ENDS_SECONDS)

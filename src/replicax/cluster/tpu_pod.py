@@ -48,10 +48,10 @@ def detect_from_metadata(env: Mapping[str, str]) -> Detected | None:
     hosts = [endpoint.strip().split(":")[-1] for endpoint in endpoints.split(",")]
     # The lines of tpu-env are NAME: 'value'.
     lines = re.findall(r"^\s*(\w+)\s*:\s*(.*?)\s*$", _attribute(env, "tpu-env") or "", re.MULTILINE)
-    told = {name: value.strip("'\"") for name, value in lines} | dict(env)
+    settings = {name: value.strip("'\"") for name, value in lines} | dict(env)
     server = "of the metadata server"
     names = (f"agent-worker-number {server}", f"worker-network-endpoints {server}")
-    return _place(worker, names[0], hosts, names[1], told)
+    return _place(worker, names[0], hosts, names[1], settings)
 
 
 def _place(

@@ -67,9 +67,9 @@ def whole_number(text: str, name: str, least: int = 0) -> int:
 
 def set_integers(env: Mapping[str, str], **names: str) -> dict[str, Fact]:
     """Return the integers of the variables that are set, by their parts of a place."""
-    found = {}
+    facts = {}
     for part, name in names.items():
         if name in env:
             number = whole_number(env[name], name, least=1 if part.endswith("processes") else 0)
-            found[part] = Fact(number, f"{name}={env[name]}")
-    return found
+            facts[part] = Fact(number, f"{name}={env[name]}")
+    return facts

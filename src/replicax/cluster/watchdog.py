@@ -121,7 +121,7 @@ class LoopProgress:
     def exclude(self, seconds: float) -> None:
         """Exclude `seconds` during which the whole process was frozen."""
         now = time.monotonic()
-        self._moved_at = min(now, self._moved_at + seconds)
+        self._moved_at = min(now, self._moved_at + seconds)  # it may have moved since
 
     def heartbeat(self, timeouts: Timeouts) -> Heartbeat:
         """Return the current progress."""
@@ -147,7 +147,7 @@ class LoopProgress:
             finished, now = self.in_flight.finished, time.monotonic()
             before, noticed_at = self._finished
             if finished > before:
-                if before:
+                if before:  # the first step includes its compilation
                     self._step_times.append((now - noticed_at) / (finished - before))
                 self._finished = finished, now
             return self._finished
@@ -239,10 +239,10 @@ def find_stuck(
             return _blame(f"{waited} from {_states(missing, now)}", missing)
     busy = [member for member in running if member.heartbeat.doing != "idle"]
     ahead = max((member.heartbeat.begun for member in busy), default=0)
-    left = [m for m in members.values() if m.ended and m.heartbeat.begun < ahead]
-    if left:
-        they = f"the others, at step {ahead}, wait for {_states(left, now)}"
-        return _blame(f"{they}: all must take the same number of steps", left)
+    ended_behind = [m for m in members.values() if m.ended and m.heartbeat.begun < ahead]
+    if ended_behind:
+        they = f"the others, at step {ahead}, wait for {_states(ended_behind, now)}"
+        return _blame(f"{they}: all must take the same number of steps", ended_behind)
     timeout = max((member.heartbeat.allowed_seconds for member in busy), default=0.0)
     seconds = max((member.heartbeat.seconds for member in busy), default=0.0)
     if seconds > timeout:

@@ -132,7 +132,7 @@ class _Inquiries:
             channel.close()
             return self._wrong(other, *_refused(error, received))
         with self._changed:
-            self._open[other] = channel
+            self._open[other] = channel  # until `close`: its end says that this one has asked
             if not distance.trains:
                 self._doctors.add(other)
         return other, distance
@@ -196,7 +196,6 @@ class _Inquiries:
         return True
 
     def close(self) -> None:
-        """End the connections to others."""
         for channel in self._open.values():
             channel.close()
 

@@ -57,10 +57,10 @@ def _of_subject(subject: str, rows_of: Sequence[Sequence[Check]]) -> list[Check]
                 found_by.setdefault(key, {})[process] = row
     result: list[Check] = []
     left_out = 0
-    for by in found_by.values():
-        process, row = next(iter(by.items()))
-        if row.verdict in NOT_WELL and len(by) < len(rows_of):
-            row = dataclasses.replace(row, found=f"{processes_text(list(by))}: {row.found}")
+    for row_of in found_by.values():
+        process, row = next(iter(row_of.items()))
+        if row.verdict in NOT_WELL and len(row_of) < len(rows_of):
+            row = dataclasses.replace(row, found=f"{processes_text(list(row_of))}: {row.found}")
         if process > 0 and len(result) > _MOST_OF_OTHERS:
             left_out += 1
         else:

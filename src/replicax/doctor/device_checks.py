@@ -176,11 +176,11 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
 
 def sizes(largest_bytes: int) -> list[int]:
     """List sizes from 4 KiB in factors of 16, up to and including `largest_bytes`."""
-    found, size = [], _FIRST_BYTES
+    below, size = [], _FIRST_BYTES
     while size < largest_bytes:
-        found.append(size)
+        below.append(size)
         size *= _STEP
-    return [*found, largest_bytes]
+    return [*below, largest_bytes]
 
 
 def timing(size_bytes: int, seconds: float, devices: int) -> Timing:
@@ -261,6 +261,7 @@ def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float)
     reason = None
     if timings:
         last = timings[-1]
+        # Two more: a first run, and the compilation.
         expected = last["seconds"] * size / last["size_bytes"] * (_REPEATS + 2)
         if time.monotonic() + expected > deadline:
             reason = f"{size_text(size)} and above skipped: more than {BUDGET_SECONDS:.0f} s"

@@ -123,8 +123,8 @@ class Examination:
         self._begin(JOINED)
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
-        before = [row for row in self.rows if row.subject == COORDINATOR_CHECK]
-        rows, self.job = joined.check_joining(self.place, before, self.timeout_seconds)
+        on_coordinator = [row for row in self.rows if row.subject == COORDINATOR_CHECK]
+        rows, self.job = joined.check_joining(self.place, on_coordinator, self.timeout_seconds)
         self.rows += rows
         if self.job is None:
             self._part(rows)
@@ -181,8 +181,8 @@ class Examination:
 
     def _shared(self, job: Job, rows: Sequence[Check]) -> list[Check]:
         """Merge the rows of all processes into one list."""
-        own = [vars(row) for row in rows]
-        values: list[list[dict[str, Any]]] = job.gather("the doctor's rows", own)
+        fields = [vars(row) for row in rows]
+        values: list[list[dict[str, Any]]] = job.gather("the doctor's rows", fields)
         return combined([[Check(**value) for value in values_of] for values_of in values])
 
     def _part(self, rows: Sequence[Check], *, collateral: bool = False) -> None:
@@ -204,7 +204,7 @@ class Examination:
         self.rows += [Check(check, "", SKIP, why) for check in _TOGETHER if check not in done]
 
     def _stopped(self, verdict: watchdog.StuckVerdict) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # in the thread that ends this process, which it must
             self._cut_short(verdict.reason, _ITS_OUTPUT)
         if self.place is not None and self.place.process == 0:
             time.sleep(PART_SECONDS)

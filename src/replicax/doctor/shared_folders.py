@@ -95,15 +95,15 @@ def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]
 def _look_at(job: Job, folder: Path) -> list[_Seen]:
     token, contents = None, ""
     try:
-        seen = _own_view(folder)
-        if job.process == 0 and seen.exists and not seen.trouble:
-            with contextlib.suppress(OSError):
+        view = _own_view(folder)
+        if job.process == 0 and view.exists and not view.trouble:
+            with contextlib.suppress(OSError):  # the others wait for the gather in any case
                 token, contents = _write_token(folder)
         written = job.gather("the doctor's token", token and [token.name, contents])[0]
         if written:
             name, contents = written
-            seen = dataclasses.replace(seen, sees_token=_sees(folder / name, contents))
-        gathered: list[dict[str, Any]] = job.gather("the doctor's folder", dataclasses.asdict(seen))
+            view = dataclasses.replace(view, sees_token=_sees(folder / name, contents))
+        gathered: list[dict[str, Any]] = job.gather("the doctor's folder", dataclasses.asdict(view))
         return [_Seen(**each) for each in gathered]
     finally:
         if token is not None:

@@ -30,10 +30,10 @@ def disagreement(fields: Mapping[int, str]) -> str | None:
     if len(set(fields.values())) == 1:
         return None
     islands = list(fields)
-    found = field_differences(
+    differences = field_differences(
         list(map(json.loads, fields.values())), lambda n: islands_text([islands[i] for i in n])
     )
-    return f"the islands disagree: {first_of(found)}: {_START_ALIKE}" if found else None
+    return f"the islands disagree: {first_of(differences)}: {_START_ALIKE}" if differences else None
 
 
 class AwaitedIslands:
@@ -53,13 +53,13 @@ class AwaitedIslands:
 
     def awaited(self, ready: Collection[int]) -> list[str]:
         """Return the islands that are not there or not `ready`, with their addresses and why."""
-        found, peers, troubles = [], self._network.peers, self._network.troubles
+        missing, peers, troubles = [], self._network.peers, self._network.troubles
         for index, address in enumerate(self._place.addresses):
             if index == self._place.index or (index in ready and index in peers):
                 continue
             why = "it is compiling its step" if index in peers else troubles.get(index, "no word")
-            found.append(f"island {index} ({address}): {why}")
-        return found
+            missing.append(f"island {index} ({address}): {why}")
+        return missing
 
 
 def refuse(
@@ -74,17 +74,17 @@ def refuse(
     Such a one has said that it refuses, too, or was told and is gone. `changed` is held, which
     frees the thread that adds to `refused_by`.
     """
-    told, until = set[IslandPeer](), time.monotonic() + _REFUSES_SECONDS
+    notified, until = set[IslandPeer](), time.monotonic() + _REFUSES_SECONDS
 
     def waits(index: int) -> bool:
         # A connection may be replaced before what was said on it is heard; then it is no trouble.
-        gone = index in network.troubles and any(peer.index == index for peer in told)
+        gone = index in network.troubles and any(peer.index == index for peer in notified)
         return not (index in refused_by or gone)
 
     while any(map(waits, others)) and time.monotonic() < until:
-        for peer in {*network.peers.values()} - told:
+        for peer in {*network.peers.values()} - notified:
             peer.send(Out(why, is_final=True))
-            told.add(peer)
+            notified.add(peer)
         changed.wait(_AGAIN_SECONDS)
     raise AgreementError(why)
 
@@ -107,8 +107,8 @@ def founders(
     enough = len(ready) == everyone
     if not enough and waited_seconds > FOUND_SECONDS:
         enough = 2 * len(ready) > everyone or is_over()
-    seen = [{index, *candidates[index][1].sees} for index in ready if index != me[0]]
+    sights = [{index, *candidates[index][1].sees} for index in ready if index != me[0]]
     # Who does not see another one would take it for lost.
-    if enough and min(ready) == me[0] and all(ready.keys() <= each for each in seen):
+    if enough and min(ready) == me[0] and all(ready.keys() <= sees for sees in sights):
         return list(ready.items())
     return []

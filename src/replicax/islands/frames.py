@@ -26,9 +26,9 @@ def _dtypes() -> dict[str, np.dtype]:
     names = ["bool", "float16", "float32", "float64"]
     names += [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
     kinds = [getattr(ml_dtypes, name) for name in ml_dtypes.__all__]
-    found = [np.dtype(name) for name in names]
-    found += [np.dtype(k) for k in kinds if isinstance(k, type) and issubclass(k, np.generic)]
-    return {dtype.name: dtype for dtype in found}
+    dtypes = [np.dtype(name) for name in names]
+    dtypes += [np.dtype(k) for k in kinds if isinstance(k, type) and issubclass(k, np.generic)]
+    return {dtype.name: dtype for dtype in dtypes}
 
 
 EXCHANGED_DTYPES = _dtypes()

@@ -113,8 +113,8 @@ class Group:
             if isinstance(header, State):
                 self._take(peer, header, arrays)
             elif header.exchange > self.agreement.committed:
-                of = self._frames.setdefault(header.exchange, {})
-                of.setdefault(peer.index, []).append((header, arrays))
+                frames = self._frames.setdefault(header.exchange, {})
+                frames.setdefault(peer.index, []).append((header, arrays))
                 self.agreement.receive(peer.index, header)
             self._look()
 
@@ -124,6 +124,7 @@ class Group:
             self.bytes[1] += peer.received_bytes
             self._changes.why[peer.index] = reason
             self._grouped.discard(peer.index)
+            # A later start of it may have asked already.
             if self._candidates.get(peer.index, ("", None))[0] == peer.start:
                 del self._candidates[peer.index]
             self._look()
@@ -132,6 +133,7 @@ class Group:
         """Suspect the members that are not connected, and wake the thread that waits."""
         of = self.agreement
         before = None
+        # A loss may be all that was missing for the next view, which then has to be looked at.
         while of.view is not None and of.exit_reason is None and of.view is not before:
             before = of.view
             for index, start in before.members:
@@ -324,14 +326,14 @@ class Group:
         """
         alike = json.dumps({"exchange": topic, "parts": parts.count, **(same or {})})
         began, exchange = time.monotonic(), self.agreement.committed + 1
-        before, own = self.agreement.view, own_parts(parts, self._note_part)
+        before, local = self.agreement.view, own_parts(parts, self._note_part)
         while True:
             view = self._settled(exchange)
             if view is None:
                 break
             chosen = assigned(view, exchange, parts.count)[self.place.index]
-            blocks, arrays = own.missing(chosen)
-            with self._changed:
+            blocks, arrays = local.missing(chosen)
+            with self._changed:  # parts are computed without it, which takes long
                 if view is not self.agreement.view or not self.agreement.settled:
                     continue
                 ready = [(i, start) for i, (start, _) in self._candidates.items()]
@@ -346,7 +348,7 @@ class Group:
                     (frame, [])
                 )
                 self.agreement.receive(self.place.index, frame)
-                own.sent(blocks)
+                local.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view, slow=slow)
         with self._changed:
@@ -357,7 +359,7 @@ class Group:
             self._frames = {n: each for n, each in self._frames.items() if n > exchange}
         assert complete is not None
         check_same(complete, frames)
-        return own.combined(complete, exchange, frames)
+        return local.combined(complete, exchange, frames)
 
     def _note_part(self, part: int) -> None:
         with self._changed:
@@ -377,7 +379,7 @@ class Group:
                 asks = of.tie and self.place.index == of.first
                 if not asks:
                     self._changed.wait(_LOOK_SECONDS)
-            if asks:
+            if asks:  # without the lock: the arbiter may read a disk that others write
                 allowed = self.arbiter(of.most_terminated)
                 with self._changed:
                     of.go_on(allowed)
@@ -388,17 +390,17 @@ class Group:
         of = self.agreement
         receiving = exchange == view.exchange and len(view.confirmed) < len(view.members)
         allowed = self.pace.allowed(slow=slow or receiving)
-        clock = StallClock(2 * _LOOK_SECONDS)
-        by = clock.now() + allowed
-        seen: dict[int, Any] = {}
+        clock = StallClock(2 * _LOOK_SECONDS)  # if this process was frozen, nobody else was late
+        deadline = clock.now() + allowed
+        progress: dict[int, Any] = {}
         while of.committed < exchange and of.view is view and of.settled and of.exit_reason is None:
             self._changed.wait(_LOOK_SECONDS)
             missing, peers = of.missing(exchange), self.network.peers
-            before, seen = seen, {i: peers[i].progress for i in missing if i in peers}
+            before, progress = progress, {i: peers[i].progress for i in missing if i in peers}
             # Between two exchanges an island may take many steps, and its arrays some time.
-            if any(peers[i].rests or seen[i] != before.get(i) for i in seen):
-                by = clock.now() + allowed
-            if clock.now() > by:
+            if any(peers[i].rests or progress[i] != before.get(i) for i in progress):
+                deadline = clock.now() + allowed
+            if clock.now() > deadline:
                 for index in missing:
                     self._changes.why[index] = "no progress, but heartbeats"
                     of.lose(index)

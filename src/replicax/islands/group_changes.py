@@ -1,4 +1,4 @@
-"""GroupChanges of a group of islands, and what one that joins receives."""
+"""Changes of a group of islands, and what one that joins receives."""
 
 import dataclasses
 import hashlib
@@ -33,11 +33,11 @@ class GroupChanges:
         """Indices of the members after the last change."""
         self.why: dict[int, str] = {}
         """Why an island was lost, by index."""
-        self._found: list[GroupChange] = []
+        self._untaken: list[GroupChange] = []
 
     def begin(self, view: View) -> None:
         """Forget the changes before `view`."""
-        self.members, self._found = [index for index, _ in view.members], []
+        self.members, self._untaken = [index for index, _ in view.members], []
 
     def note(self, view: View, exchange: int) -> bool:
         """Note what changed up to `view`; return whether anything did."""
@@ -47,14 +47,14 @@ class GroupChanges:
         joined = [index for index in members if index not in self.members]
         left = [index for index in self.members if index not in members]
         why = "; ".join(f"island {index}: {self.why.get(index, 'lost')}" for index in left)
-        self._found.append(GroupChange(time.time(), exchange, joined, left, members, why))
+        self._untaken.append(GroupChange(time.time(), exchange, joined, left, members, why))
         self.members = members
         return True
 
     def taken(self) -> list[GroupChange]:
         """Return the changes since the last call."""
-        found, self._found = self._found, []
-        return found
+        changes, self._untaken = self._untaken, []
+        return changes
 
 
 @dataclasses.dataclass(frozen=True)

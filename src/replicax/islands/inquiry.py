@@ -38,14 +38,14 @@ def inquire(channel: Channel) -> Distance:
     `OSError` if the connection has ended, `ValueError` if it does not follow the protocol.
     """
     channel.limit(_SECONDS)
-    found = []
+    distances = []
     for _ in range(ROUNDS):
         asked = time.time()
         began = time.monotonic()
         answer = _ask(channel)
         seconds = time.monotonic() - began
-        found.append(Distance(answer.trains, seconds, answer.time - (asked + seconds / 2)))
-    return min(found, key=lambda each: each.round_trip_seconds)
+        distances.append(Distance(answer.trains, seconds, answer.time - (asked + seconds / 2)))
+    return min(distances, key=lambda distance: distance.round_trip_seconds)
 
 
 def bytes_per_second(channel: Channel, round_trip_seconds: float) -> float:
@@ -55,6 +55,7 @@ def bytes_per_second(channel: Channel, round_trip_seconds: float) -> float:
         began = time.monotonic()
         _ask(channel, bytes(size))
         seconds = time.monotonic() - began
+        # This round trip may have been shorter than the one that is known.
         rate = size / max(seconds - round_trip_seconds, seconds / 10)
         if size == _LAST_BYTES or _LAST_BYTES / rate > _LONGEST_SECONDS:
             return rate

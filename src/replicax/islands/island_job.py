@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -88,8 +89,8 @@ class IslandJob:
 
     def take_compared(self) -> dict[str, str]:
         """Return the checksums that were not compared yet, by name."""
-        found, self._compared = self._compared, {}
-        return found
+        checksums, self._compared = self._compared, {}
+        return checksums
 
     def move(self) -> None:
         self.inner.move()
@@ -117,17 +118,17 @@ class IslandJob:
             values = [parts.from_host(arrays) for _ in range(parts.count)]
             return values if parts.add is None else [functools.reduce(parts.add, values)]
         if self.group is None:
-            values, told = follow_first(parts, self.inner)
-            self._take(told)
+            values, status = follow_first(parts, self.inner)
+            self._take(status)
             return values
         try:
             self._enter_own_loop({"parts": parts.count})
+            same = self.take_compared()
             if self.processes == 1:
-                values, _ = self.group.exchange(parts, same=self.take_compared())
+                values, _ = self.group.exchange(parts, same=same)
                 self.status()
             else:
                 leading = functools.partial(LeadingParts, job=self.inner, told=self.status)
-                same = self.take_compared()
                 values, _ = self.group.exchange(parts, same=same, own_parts=leading)
         except (AgreementError, IslandLeftError) as error:  # others are raised in all processes
             fail_followers(error, self.inner)
@@ -162,22 +163,22 @@ class IslandJob:
     ) -> Callable[[], list[list[np.ndarray]]]:
         if self._is_dry:
             return lambda: [arrays]
-        found: list[list[np.ndarray]] | None = None
+        lists: list[list[np.ndarray]] | None = None
         same = self.take_compared()
 
         def find() -> dict[str, Any]:
-            nonlocal found
+            nonlocal lists
             assert self.group is not None
-            own = functools.partial(_own_arrays, arrays)
-            found, _ = self.group.exchange(NOTHING, same=same, topic="a round", own_parts=own)
+            local = functools.partial(_own_arrays, arrays)
+            lists, _ = self.group.exchange(NOTHING, same=same, topic="a round", own_parts=local)
             view = self.group.agreement.complete
             assert view is not None
-            _check_finite(found, view)
+            _check_finite(lists, view)
             return self.status()
 
         def shared() -> list[list[np.ndarray]]:
             self.on_leader("a round", find)
-            return found or [] if self.processes == 1 else shared_lists(found, self.inner)
+            return lists or [] if self.processes == 1 else shared_lists(lists, self.inner)
 
         if not later:
             return shared
@@ -187,7 +188,7 @@ class IslandJob:
         def settled() -> list[list[np.ndarray]]:
             assert self._under_way is not None
             self._under_way.result()
-            return found or []
+            return lists or []
 
         return settled
 
@@ -221,17 +222,17 @@ class IslandJob:
         """
         self._settle()
         self.inner.rest()
-        told: dict[str, Any] = self.inner.broadcast(topic, find)
+        status: dict[str, Any] = self.inner.broadcast(topic, find)
         self.inner.move()
         if self.group is None:
-            self._take(told)
-        return told
+            self._take(status)
+        return status
 
     def status(self) -> dict[str, Any]:
         """Note in the first process where this island stands, and return it for the others."""
         group = self.group
         assert group is not None
-        told = {
+        status = {
             "rank": group.rank,
             "span": group.agreement.span,
             "newcomers": group.newcomers,
@@ -239,24 +240,23 @@ class IslandJob:
             "delayed_seconds": group.pace.delayed_seconds,
         }
         group.pace.delayed_seconds = 0.0
-        self._take(told)
-        return told
+        self._take(status)
+        return status
 
-    def _take(self, told: Mapping[str, Any]) -> None:
-        self.rank, self.newcomers = told["rank"], told["newcomers"]
-        self._span = told["span"][0], told["span"][1]
-        self.changes += [GroupChange(**change) for change in told["changes"]]
-        self.delayed_seconds += told["delayed_seconds"]
+    def _take(self, status: Mapping[str, Any]) -> None:
+        self.rank, self.newcomers = status["rank"], status["newcomers"]
+        self._span = status["span"][0], status["span"][1]
+        self.changes += [GroupChange(**change) for change in status["changes"]]
+        self.delayed_seconds += status["delayed_seconds"]
 
     def finish(self) -> None:
         """Leave the others, as the run is complete or failed."""
-        self._background.shutdown(wait=False)
+        self._background.shutdown(wait=False)  # it may wait for an exchange, which `finish` ends
         if self.group is not None:
             self.group.finish()
 
 
 def _check_finite(arrays: list[list[np.ndarray]], view: View) -> None:
-    """Raise `DivergedError` if what an island sends for a mean is not finite."""
     for (island, _), each in zip(view.members, arrays, strict=True):
         floats = [array for array in each if jnp.issubdtype(array.dtype, jnp.inexact)]
         if not all(np.isfinite(array).all() for array in floats):
@@ -306,8 +306,8 @@ class AllIslands:
             assert job.group is not None
             options: dict[str, Any] = {"topic": topic, "slow": slow, "admits": admits}
             options["same"] = job.take_compared()
-            _, found = job.group.exchange(NOTHING, notes, **options)
-            return {"values": [each for of in found for each in of], **job.status()}
+            _, notes_of = job.group.exchange(NOTHING, notes, **options)
+            return {"values": list(itertools.chain(*notes_of)), **job.status()}
 
         values: list[Any] = job.on_leader(f"{topic} of all islands", find)["values"]
         return values
@@ -323,9 +323,9 @@ class AllIslands:
         return self._job.rank
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        if found := field_differences(self.gather(topic, dict(fields))):
+        if differences := field_differences(self.gather(topic, dict(fields))):
             raise AgreementError(
-                f"the islands disagree on {topic}: {first_of(found)}: "
+                f"the islands disagree on {topic}: {first_of(differences)}: "
                 "start all with the same code, data and arguments"
             )
 

@@ -46,7 +46,7 @@ class IslandListener:
         with self._lock:
             self._closing = True
             strangers, threads = list(self._strangers), self._threads
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # wakes `accept`, which closing the socket does not
             self._listening.shutdown(socket.SHUT_RDWR)
         for stranger in strangers:
             stranger.end()
@@ -71,7 +71,7 @@ class IslandListener:
     def _take(self, connected: socket.socket) -> None:
         stranger = Channel(connected)
         with self._lock:
-            closing = self._closing
+            closing = self._closing  # or `close` finds the stranger, and ends it
             if (leaves := who_leaves(self._strangers, self._most)) is not None:
                 self._strangers.remove(leaves)
                 leaves.end()

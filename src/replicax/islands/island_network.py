@@ -177,7 +177,7 @@ class Network:
             channels.append(channel)
             with self._lock:
                 self._opening.add(channel)
-            if self._closing.is_set():
+            if self._closing.is_set():  # or `close` finds the channel, and ends it
                 raise ConnectionAbortedError(CLOSED_HERE)
             challenge = self._handshakes.dial(channel, other, purpose)
             starts.append(challenge.start)
@@ -268,7 +268,6 @@ class Network:
             channel.close()
 
     def _refusal(self, hello: Greeting) -> str | None:
-        """Return why this connection of an island that knows the secret is refused."""
         index, start = hello.island, hello.start
         if self._closing.is_set():
             return CLOSED_HERE

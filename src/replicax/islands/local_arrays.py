@@ -34,10 +34,10 @@ class LocalArrays(LocalParts[list[np.ndarray]]):
         self, view: View, exchange: int, frames: Frames
     ) -> tuple[list[list[np.ndarray]], list[Any]]:
         """Return the arrays of each member of `view`, in order."""
-        found = []
+        lists = []
         for index, _ in view.members:
             given: list[np.ndarray] = []
             for _, arrays in frames[index]:
                 given += arrays
-            found.append(given or self._arrays)  # this island's own are not among the frames
-        return found, []
+            lists.append(given or self._arrays)  # this island's own are not among the frames
+        return lists, []

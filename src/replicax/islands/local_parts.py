@@ -50,12 +50,12 @@ class LocalParts(Generic[Value]):
         notes = {}
         for index, _ in view.members:
             for frame, arrays in frames[index]:
-                each = len(arrays) // max(len(frame.blocks), 1)
+                per_block = len(arrays) // max(len(frame.blocks), 1)
                 for number, block in enumerate(frame.blocks):
                     if within(block, chosen[index]):
-                        given = arrays[number * each : (number + 1) * each]
-                        own = block in self._known and not given
-                        values[block] = None if own else given
+                        given = arrays[number * per_block : (number + 1) * per_block]
+                        is_own = block in self._known and not given
+                        values[block] = None if is_own else given
                 if frame.view == view.number:
                     notes[index] = json.loads(frame.note)
         return self.result(values), [notes[index] for index, _ in view.members]
@@ -80,6 +80,7 @@ class LocalParts(Generic[Value]):
                 assert self.parts.add is not None
                 halves = (first, size // 2), (first + size // 2, size // 2)
                 self._known[block] = self.parts.add(*map(self._value, halves))
+                # The others have a half that was sent, and expect it of this island.
                 for half in set(halves) - self._sent:
                     self._known.pop(half, None)
         return self._known[block]

@@ -25,13 +25,13 @@ def assigned(view: View, exchange: int, count: int) -> dict[int, set[int]]:
     members = [index for index, _ in view.members]
     kept: list[set[int]] = [set() for _ in members]
     if exchange == view.exchange and view.kept:
-        taken: set[int] = set()
-        for own, parts in zip(kept, view.kept, strict=True):
-            own |= {part for part in parts if part < count} - taken
-            taken |= own
-    missing = [part for part in range(count) if not any(part in own for own in kept)]
+        kept_so_far: set[int] = set()
+        for keeps, parts in zip(kept, view.kept, strict=True):
+            keeps |= {part for part in parts if part < count} - kept_so_far
+            kept_so_far |= keeps
+    missing = [part for part in range(count) if not any(part in keeps for keeps in kept)]
     spans = dealt(missing, len(members))
-    return {m: own | set(span) for m, own, span in zip(members, kept, spans, strict=True)}
+    return {m: keeps | set(span) for m, keeps, span in zip(members, kept, spans, strict=True)}
 
 
 def blocks_of(parts: Collection[int], count: int) -> list[Block]:

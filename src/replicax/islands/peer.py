@@ -87,7 +87,7 @@ class IslandPeer:
 
     def send(self, message: Control) -> None:
         """Queue `message` for the control connection."""
-        text = message_bytes(message)
+        text = message_bytes(message)  # here, where an error reaches the caller
         if self._reason is None:
             self._controls.put(text)
 
@@ -145,7 +145,7 @@ class IslandPeer:
             self._begin("sends", self._send_controls)
             self._begin("sends-arrays", self._send_frames)
             joined(self)
-            self._begin("arrays", self._receive_frames, arrived)
+            self._begin("arrays", self._receive_frames, arrived)  # none arrives before `joined`
             self._heard_at = self._clock.now()
             for message in self._messages():
                 if isinstance(message, Beat):
@@ -189,14 +189,13 @@ class IslandPeer:
 
         name = f"replicax-island-{self.index}-{name}"
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:  # who closes may join whatever it finds
+        with self._lock:  # who closes may join whatever it finds; `leave` counts down
             thread.start()
             self._users += 1
             self.threads.append(thread)
         return thread
 
     def _messages(self) -> Iterator[Control]:
-        """Yield what comes on the control connection, until it ends."""
         while True:
             try:
                 message = read_message(self._control.receive(), CONTROL_DECODER)
@@ -237,6 +236,7 @@ class IslandPeer:
         while self._reason is None and (packed := self._frames.get()) is not None:
             header, views = packed
             try:
+                # A checksum of much data takes a while, for which only this thread waits.
                 self._data.send_bytes([encode(checksum(header, views)), *views])
             except OSError as error:
                 self.fail(_why(error))

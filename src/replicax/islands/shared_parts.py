@@ -64,17 +64,17 @@ def follow_first(parts: Parts[Value], job: Job) -> tuple[list[Value], Any]:
 
     Raises what the first process raised, if it left the others.
     """
-    own = LocalParts(_shared(parts, job), lambda _: None)
+    local = LocalParts(_shared(parts, job), lambda _: None)
     while True:
         job.rest()
         command = job.broadcast(_TOPIC, lambda: None)
         job.move()
         if "chosen" in command:
-            own.sent([(first, size) for first, size in command["sent"]])
-            own.missing(command["chosen"])
+            local.sent([(first, size) for first, size in command["sent"]])
+            local.missing(command["chosen"])
         else:
             values = {(first, size): _empty(of) for (first, size), of in command["values"]}
-            return own.result(values), command["told"]
+            return local.result(values), command["told"]
 
 
 def fail_followers(error: Exception, job: Job) -> None:
@@ -90,14 +90,14 @@ def shared_state(received: ReceivedState | None, job: Job) -> ReceivedState | No
     """Return in all processes the state, or None, that the first has received."""
     packed = None if received is None else packed_run(received.run, received.arrays)
     kinds = job.broadcast("the state of the run", lambda: _kinds(packed))
-    found = packed if job.process == 0 else _empty(kinds)
-    return None if found is None else unpacked_run(_broadcast(found, job))
+    arrays = packed if job.process == 0 else _empty(kinds)
+    return None if arrays is None else unpacked_run(_broadcast(arrays, job))
 
 
-def shared_lists(found: list[list[np.ndarray]] | None, job: Job) -> list[list[np.ndarray]]:
+def shared_lists(lists: list[list[np.ndarray]] | None, job: Job) -> list[list[np.ndarray]]:
     """Return in all processes the arrays that the first has found; None in the others."""
-    kinds = job.broadcast("arrays of all islands", lambda: [_kinds(each) for each in found or ()])
-    given = found or [_empty(each) or [] for each in kinds]
+    kinds = job.broadcast("arrays of all islands", lambda: [_kinds(each) for each in lists or ()])
+    given = lists or [_empty(each) or [] for each in kinds]
     return [_broadcast(each, job) for each in given]
 
 
@@ -108,21 +108,21 @@ def _shared(parts: Parts[Value], job: Job) -> Parts[Value]:
 
 def _broadcast(arrays: Sequence[np.ndarray], job: Job) -> list[np.ndarray]:
     """Return the arrays of process 0, bit for bit; those of the others have the same kinds."""
-    job.in_flight.drain()
+    job.in_flight.drain()  # two programs that communicate may deadlock: see `InFlight.meet`
     return [_same_in_all(np.asarray(array)) for array in arrays]
 
 
 def _same_in_all(array: np.ndarray) -> np.ndarray:
     """Broadcast an array a few bytes at a time, as each device holds a piece twice."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    found = np.empty_like(data)
+    whole = np.empty_like(data)
     for start in range(0, data.size, _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
         # As integers: they are added to zeros, which -0.0 would not survive.
         words = np.pad(piece, (0, -piece.size % 4)).view(np.uint32)
         same = np.asarray(multihost_utils.broadcast_one_to_all(words)).view(np.uint8)
-        found[start : start + piece.size] = same[: piece.size]
-    return found.view(array.dtype).reshape(array.shape)
+        whole[start : start + piece.size] = same[: piece.size]
+    return whole.view(array.dtype).reshape(array.shape)
 
 
 def _kinds(arrays: Sequence[np.ndarray] | None) -> list[Any] | None:

@@ -103,12 +103,12 @@ class Attempt:
 
     def end_with_grace(self) -> list[int]:
         """Terminate the processes that are left, with time to exit; return their numbers."""
-        left = [each.start.number for each in self._processes if each.status is None]
-        if not left or self._ending:
+        numbers = [each.start.number for each in self._processes if each.status is None]
+        if not numbers or self._ending:
             return []
         self._loop.due[self._kill_left] = time.monotonic() + self._loop.grace_seconds
         self._end_left()
-        return left
+        return numbers
 
     @property
     def _left(self) -> list[RunningProcess]:
@@ -126,6 +126,7 @@ class Attempt:
 
     def _listen(self, process: RunningProcess) -> None:
         loop, known, now = self._loop, process.status is not None, time.monotonic()
+        # Its status comes before the last message: the guard still ends what the command left.
         if not process.listen():
             del loop.listening[process]
             if not self._left:  # an escaped process may hold the streams open forever
@@ -135,6 +136,7 @@ class Attempt:
         if process.status == SAVED:  # the others should follow
             loop.due.setdefault(self._end_alone, now + loop.grace_seconds)
         elif process.status != 0:
+            # SIGUSR1, say, ends a program that does not handle it: then it was meant to end all.
             if -process.status in loop.passed and loop.stopped_by is None:
                 loop.stopped_by = -process.status
             if not self._ending:
@@ -143,10 +145,10 @@ class Attempt:
 
     def _end_alone(self) -> None:
         """Terminate the processes that did not stop early with the others, and name them."""
-        if left := self.end_with_grace():
+        if late := self.end_with_grace():
             self._loop.echo.say(
-                f"replicax: the others stopped early; SIGTERM to {processes_text(left)}, which "
-                f"{'has' if len(left) == 1 else 'have'} {self._loop.grace_seconds:g} s to exit",
+                f"replicax: the others stopped early; SIGTERM to {processes_text(late)}, which "
+                f"{'has' if len(late) == 1 else 'have'} {self._loop.grace_seconds:g} s to exit",
                 error=True,
             )
 
@@ -155,7 +157,6 @@ class Attempt:
             process.stop(signal.SIGTERM)
 
     def _kill_left(self) -> None:
-        self._loop.due.pop(self._end_left, None)
         for process in self._left:
             process.stop(signal.SIGKILL)
 
@@ -180,8 +181,8 @@ def judge(loop: EventLoop, ended: Sequence[Ended]) -> Conclusion:
     why = stop_text(stopped_by)
     if failure is None or loop.natural(ended[failure.process]):
         return Conclusion(128 + stopped_by, message=why)
-    told = f"{why}; process {failure.process}: {failure.cause}{failure.see}"
-    return Conclusion(failure.exit_code, failure, told)
+    message = f"{why}; process {failure.process}: {failure.cause}{failure.see}"
+    return Conclusion(failure.exit_code, failure, message)
 
 
 def stop_text(stopped_by: int) -> str:

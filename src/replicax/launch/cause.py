@@ -122,9 +122,10 @@ class Restarts:
             return ""
         if failure and failure.exit_code == USAGE:
             return "exit code 2 is a wrong flag or configuration: a restart will not help"
-        if len(self._last) == SAME_IN_A_ROW and len({each[:2] for each in self._last}) == 1:
+        if len(self._last) == SAME_IN_A_ROW and len({last[:2] for last in self._last}) == 1:
             steps = {step for _, _, step, _ in self._last}
-            if (len(steps) == 1 and None not in steps) or all(each[3] for each in self._last):
+            all_at_once = all(at_once for _, _, _, at_once in self._last)
+            if (len(steps) == 1 and None not in steps) or all_at_once:
                 return f"the same failure {SAME_IN_A_ROW} times in a row: a restart will not help"
         if self._left == 0:
             return f"all {self._total} restarts are used up"
@@ -140,12 +141,12 @@ class Restarts:
 def read_report(path: Path) -> FailureReport | None:
     """Return the report of a process; None if it is missing or malformed."""
     try:
-        told = json.loads(path.read_bytes())
+        fields = json.loads(path.read_bytes())
         return FailureReport(
-            time=float(told["time"]),
-            error=_one_line(str(told["error"])),
-            step=None if told.get("step") is None else int(told["step"]),
-            blames=tuple(int(each) for each in told.get("blames") or ()),
+            time=float(fields["time"]),
+            error=_one_line(str(fields["error"])),
+            step=None if fields.get("step") is None else int(fields["step"]),
+            blames=tuple(int(each) for each in fields.get("blames") or ()),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -157,13 +158,13 @@ def first_failure(processes: Sequence[Ended]) -> Failure | None:
     This is the earliest process that reports a failure of its own, unless another died without a
     report before it. If all reports blame other processes, it is the one they blame.
     """
-    found = [(number, each.report) for number, each in enumerate(processes) if each.report]
-    reports = dict(sorted(found, key=lambda pair: pair[1].time))
-    own = next((number for number, each in reports.items() if not each.blames), None)
+    reported = [(number, each.report) for number, each in enumerate(processes) if each.report]
+    reports = dict(sorted(reported, key=lambda pair: pair[1].time))
+    first = next((number for number, each in reports.items() if not each.blames), None)
     silent = _first_silent(processes, range(len(processes)))
-    if own is not None and (silent is None or reports[own].time <= processes[silent].time):
-        return _failure(processes, own, reports[own].error, reports[own].step)
-    if own is None and reports:
+    if first is not None and (silent is None or reports[first].time <= processes[silent].time):
+        return _failure(processes, first, reports[first].error, reports[first].step)
+    if first is None and reports:
         return _blamed(processes, reports)
     return None if silent is None else _failure(processes, silent, processes[silent].how)
 
@@ -197,7 +198,7 @@ def _failure(
     processes: Sequence[Ended], number: int, cause: str, step: int | None = None
 ) -> Failure:
     end = processes[number]
-    # The exit code of a process that was forced to end has no information.
+    # The exit code of a process that was forced to end says nothing of the failure.
     exit_code = 1 if end.forced or end.well else end.exit_code
     return Failure(number, _one_line(cause), exit_code, step, end.log)
 

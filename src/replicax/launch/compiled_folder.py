@@ -43,6 +43,7 @@ def compiled_folder() -> Iterator[str]:
     _remove_left()
     made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
     with made as path, _opened(path) as descriptor:
+        # The system frees a lock however its holder dies, unlike a file with a pid.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield path
 
@@ -52,6 +53,7 @@ def _remove_left() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _opened(path) as descriptor:
             about = os.fstat(descriptor)
+            # A young one may be that of a launcher that has not locked it yet.
             if about.st_uid == os.geteuid() and time.time() - about.st_ctime > _OLD_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

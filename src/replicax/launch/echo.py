@@ -115,7 +115,7 @@ class Echo:
             return  # None if Python was started without it
         try:
             try:
-                stream.flush()
+                stream.flush()  # what was printed before comes first
                 self._queue.append((stream.fileno(), memoryview(data)))
                 self._bytes += len(data)
             except (AttributeError, OSError, ValueError):  # a notebook's, a test's
@@ -182,9 +182,10 @@ class Output:
         """Process data read from the stream."""
         self._write_log(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        # The last state of a progress bar that is whole: what follows it may be half a line.
         drawing = self._rest.rpartition(b"\r")[0].rpartition(b"\r")[2]
         if len(self._rest) > MOST_LINE_BYTES:
-            if not drawing:
+            if not drawing:  # a line without an end; bars that were redrawn are dropped
                 lines.append(self._rest)
             self._rest = b""
         if lines:

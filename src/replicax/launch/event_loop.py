@@ -28,7 +28,7 @@ def collected_signals() -> Iterator[int]:
     """
     with contextlib.ExitStack() as undone:
         collected, collects = os.pipe()
-        for end in (collected, collects):
+        for end in (collected, collects):  # a flood of signals must not block their handler
             os.set_blocking(end, False)
             undone.callback(os.close, end)
         if threading.current_thread() is threading.main_thread():
@@ -36,6 +36,7 @@ def collected_signals() -> Iterator[int]:
             undone.callback(signal.set_wakeup_fd, woken)
             for number in PASSED:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    # Without a handler in Python, none of its bytes are written.
                     before = signal.signal(number, lambda *_: None)
                     undone.callback(signal.signal, number, before)
         yield collected
@@ -72,7 +73,9 @@ class EventLoop:
     def turn(self) -> None:
         """Wait for an event, and handle it."""
         actions: dict[int, Callable[[], None]] = {self._signals: self._pass_on}
-        actions |= {each.channel: partial(told, each) for each, told in self.listening.items()}
+        actions |= {
+            process.channel: partial(listen, process) for process, listen in self.listening.items()
+        }
         if not self.echo.full:  # otherwise the processes block until the output is written
             actions |= {stream: partial(self._read, stream) for stream in self.reading}
         poll = select.poll()
@@ -99,13 +102,13 @@ class EventLoop:
 
     def natural(self, end: Ended) -> bool:
         """Return whether a process ended as requested: by a forwarded signal, or by force."""
-        told = {-number for number in self.passed} | {128 + number for number in self.passed}
-        return end.well or end.forced or end.status in told
+        statuses = {-number for number in self.passed} | {128 + number for number in self.passed}
+        return end.well or end.forced or end.status in statuses
 
     def send(self, number: int) -> None:
         """Forward a signal to all processes that are left; also from another thread."""
         self.passed.add(number)
-        for process in tuple(self.listening):
+        for process in tuple(self.listening):  # which the loop's own thread may change meanwhile
             process.send(number)
 
     def kill_all(self) -> None:

@@ -45,7 +45,7 @@ class ProcessGuard:
                 signal.signal(number, lambda *_: None)
         self._status: int | None = None
         self._passed = 0
-        guard = os.getpid()
+        guard = os.getpid()  # with another parent, the child knows that this process has died
         self._pid = os.fork()
         if self._pid == 0:
             self._become(command, cores, guard)
@@ -66,7 +66,7 @@ class ProcessGuard:
         elif not (ended and self._nothing_left()):
             self._kill_all()
         if not ended:  # the launcher is gone, or asked to kill it
-            while self._reap() is None:
+            while self._reap() is None:  # SIGKILL is sent, and takes a moment
                 time.sleep(0.001)
             self._say_end()
 
@@ -134,26 +134,26 @@ class ProcessGuard:
         A shell killed by a signal does not pass it to its program: that program gets the signal
         too, and the launcher's grace period.
         """
-        left = _descendants()
+        living = _descendants()
         if self._passed and self._passed != signal.SIGINT:
-            _signal_each(left, self._passed)
+            _signal_each(living, self._passed)
         deadline = time.monotonic() + LEFTOVER_SECONDS
-        while left and (self._passed or time.monotonic() < deadline):
+        while living and (self._passed or time.monotonic() < deadline):
             if select.select([self._channel], [], [], _POLL_SECONDS)[0]:
                 wanted = self._received()
                 if signal.SIGKILL in wanted:
                     return False
                 for self._passed in wanted:
-                    _signal_each(left, self._passed)
+                    _signal_each(living, self._passed)
             self._reap()
-            left = _descendants()
-        return not left
+            living = _descendants()
+        return not living
 
     def _kill_all(self) -> None:
         """Kill all descendants of the guard, including those in other process groups."""
         self._kill_group()
-        while left := _descendants():
-            _signal_each(left, signal.SIGKILL)
+        while living := _descendants():  # again: what is killed may have just forked
+            _signal_each(living, signal.SIGKILL)
             time.sleep(0.001)
             self._reap()
 
@@ -171,8 +171,8 @@ class ProcessGuard:
 
     def _say_end(self) -> None:
         status = self._status or 0
-        told = f"signal {-status}" if status < 0 else f"exit {status}"
-        self._say(f"{told} {time.time():.6f}")
+        how = f"signal {-status}" if status < 0 else f"exit {status}"
+        self._say(f"{how} {time.time():.6f}")
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone
@@ -186,7 +186,6 @@ def _signal_each(processes: list[int], number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Return all living descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -194,13 +193,13 @@ def _descendants() -> list[int]:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(name))
-    found: list[int] = []
+    descendants: list[int] = []
     below = [os.getpid()]
     while below:
         nearest = children.get(below.pop(), [])
-        found += nearest
+        descendants += nearest
         below += nearest
-    return found
+    return descendants
 
 
 if __name__ == "__main__":

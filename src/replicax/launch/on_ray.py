@@ -77,7 +77,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
             flag = f"--{kind.lower()}s-per-process"
             raise ConfigError(f"{flag} {count}; it must be at least {least}: raise it")
         takes |= {kind: count} if count else {}
-    for name, value in _SETTINGS.items():
+    for name, value in _SETTINGS.items():  # before Ray is imported
         os.environ.setdefault(name, value)
     ray = require("ray", "ray")
     address = _connect(ray, options)

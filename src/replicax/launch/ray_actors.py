@@ -94,7 +94,7 @@ class RayWorker:
         echo = Echo(job.islands or job.processes, quiet=False, labels=labels)
         with collected_signals() as signals:  # none: this is not the main thread
             self._loop = EventLoop(echo, signals, GRACE_SECONDS)
-            self._loop.due[self._started.set] = time.monotonic()
+            self._loop.due[self._started.set] = time.monotonic()  # the first turn: it has started
             return _run_on_node(start, folder, self._loop)
 
     def send(self, number: int) -> None:
@@ -130,6 +130,7 @@ class RayProcess:
         self._placed, self._number = placed, number
         self._ended: Ended | None = None
         self._killed_by: int | None = None
+        # Ray answers in a thread of its own: a byte wakes the loop, which polls descriptors.
         self._channel, self._wakes = socket.socketpair()
         self.channel: int = self._channel.fileno()
         self._actor, address = placed.begin(number)
@@ -196,8 +197,8 @@ class RayProcess:
 def ray_reason(error: Exception) -> str:
     """Return an error of Ray in one line, without tracebacks, ids and guesses at causes."""
     lines = str(getattr(error, "cause", None) or error).splitlines()
-    told = " ".join(line for line in lines if line[:1].strip())
-    return told.partition(" Some common causes")[0]
+    shown = " ".join(line for line in lines if line[:1].strip())
+    return shown.partition(" Some common causes")[0]
 
 
 def _run_on_node(start: ProcessStart, folder: str, loop: EventLoop) -> Ended:

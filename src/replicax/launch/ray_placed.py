@@ -39,9 +39,8 @@ class PlacedProcesses:
 
     def supervise(self, loop: EventLoop) -> Conclusion:
         """Run the job to its end, restarts included."""
-        return run_with_restarts(lambda _: self._attempt(loop), Restarts(self._job.restarts), loop)[
-            0
-        ]
+        restarts = Restarts(self._job.restarts)
+        return run_with_restarts(lambda _: self._attempt(loop), restarts, loop)[0]
 
     def _attempt(self, loop: EventLoop) -> Attempt:
         everyone = range(self._job.processes)
@@ -52,6 +51,7 @@ class PlacedProcesses:
         return Attempt(starts, loop, lambda start, _: RayProcess(self, start, start.number))
 
     def begin(self, number: int) -> tuple[Any, Any]:
+        # All wait for the one address: no process starts before process 0 has a node.
         return self._actors[number], self._address
 
     def run(self, actor: Any, start: ProcessStart, number: int, address: str | None) -> Any:
@@ -77,14 +77,13 @@ class PlacedIslands:
 
     def supervise(self, loop: EventLoop) -> Conclusion:
         """Run the islands to their end, by the rules of islands on one host."""
-        each = [
+        islands = [
             Island(number, self._attempts(number, loop), loop)
             for number in range(len(self._addresses))
         ]
-        return IslandSupervisor(each, self._job.restarts, loop).run()
+        return IslandSupervisor(islands, self._job.restarts, loop).run()
 
     def _attempts(self, number: int, loop: EventLoop) -> Callable[[int], Attempt]:
-        """Return a function that prepares the next attempt of an island."""
         secret = self._job_id, self._secret
         start = ProcessStart(self._job, 0, "", *secret, {}, _NOWHERE, _NOWHERE, row=number)
         return lambda _: Attempt([start], loop, lambda start, _: RayProcess(self, start, number))

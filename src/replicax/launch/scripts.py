@@ -146,7 +146,7 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
     islands = job.islands or 0
     # The first pod of each island; Kubernetes expands $(NAME) of a variable that comes before.
     hosts = [f"{job.name}-{group}-{island}-0.{job.name}" for island in range(islands)]
-    own = f"{job.name}-{group}-{'$(REPLICAX_ISLAND)' if islands else 0}-0.{job.name}"
+    first_host = f"{job.name}-{group}-{'$(REPLICAX_ISLAND)' if islands else 0}-0.{job.name}"
     # Kubernetes expands $(NAME) in the words of a command, and reads $$ as $.
     words = [_quoted(word.replace("$", "$$")) for word in job.command]
     return _filled(
@@ -165,7 +165,7 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
             "group": group,
             "replicas": job.islands or 1,
             "addresses": _quoted(",".join(f"{host}:{_ISLAND_PORT}" for host in hosts)),
-            "coordinator": _quoted(f"{own}:{POD_PORT}"),
+            "coordinator": _quoted(f"{first_host}:{POD_PORT}"),
             "port": POD_PORT,
             "island-port": _ISLAND_PORT,
             "limits": "\n                  ".join(asked) or None,
@@ -230,7 +230,6 @@ def _check_name(job: JobSpec, suffix: str) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a quoted YAML string."""
     # JSON strings are valid YAML, but YAML requires more characters to be escaped.
     return "".join(
         c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(text, ensure_ascii=False)

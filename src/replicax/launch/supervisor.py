@@ -76,7 +76,7 @@ def launch(
     began = time.monotonic()
     labels = island_labels(job.islands, job.processes) if job.islands else ()
     echo = Echo(everything, quiet, labels)
-    base["COLUMNS"] = str(width() - echo.prefix_width)
+    base["COLUMNS"] = str(width() - echo.prefix_width)  # so that a table fits beside the prefix
     with compilation_cache(job, base) as base, collected_signals() as signals:
         echo.say(f"launch {_size(job)} · job {job_id}\nlogs   {folder}/")
         loop = EventLoop(echo, signals, grace_seconds)
@@ -102,8 +102,9 @@ def _run_processes(context: LaunchContext, loop: EventLoop) -> tuple[Conclusion,
 
     def prepare(attempt: int) -> Attempt:
         job_id = context.job_id if attempt == 1 else secrets.token_hex(8)
-        own = dataclasses.replace(context, job_id=job_id)
-        return Attempt(own.starts(names, attempt), loop)
+        # Under its own id: a process that is left of the last attempt is a stranger to this one.
+        renewed = dataclasses.replace(context, job_id=job_id)
+        return Attempt(renewed.starts(names, attempt), loop)
 
     return run_with_restarts(prepare, Restarts(context.job.restarts), loop)
 

@@ -25,6 +25,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         with contextlib.suppress(OSError):  # it has ended, as the first use will tell
+            # Small messages go at once, without a wait for the acknowledgement of the last one.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.settimeout(None)
         self._deadline: float | None = None
@@ -102,7 +103,7 @@ class Channel:
 
     def _set_timeout(self) -> None:
         if self._deadline is not None:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0:  # a timeout of 0 would not block, and one below it is an error
                 raise TimeoutError("too slow")
-            self._socket.settimeout(left)
+            self._socket.settimeout(remaining)

@@ -54,7 +54,7 @@ def _read(path: Path, name: str) -> bytes:
         raise ConfigError(f"{name} is not a regular file: name a file with the job's secret")
     try:
         with path.open("rb") as file:
-            key = file.read(_LONGEST_BYTES + 1)
+            key = file.read(_LONGEST_BYTES + 1)  # one more tells that there is more
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}: correct it") from None
     if len(key) > _LONGEST_BYTES:
