@@ -113,10 +113,12 @@ class Group:
             if isinstance(header, State):
                 self._take(peer, header, arrays)
             elif header.exchange > self.agreement.committed:
-                frames = self._frames.setdefault(header.exchange, {})
-                frames.setdefault(peer.index, []).append((header, arrays))
-                self.agreement.receive(peer.index, header)
+                self._keep(peer.index, header, arrays)
             self._look()
+
+    def _keep(self, index: int, frame: Frame, arrays: list[np.ndarray]) -> None:
+        self._frames.setdefault(frame.exchange, {}).setdefault(index, []).append((frame, arrays))
+        self.agreement.receive(index, frame)
 
     def _lost(self, peer: IslandPeer, reason: str) -> None:
         with self._changed:
@@ -132,8 +134,7 @@ class Group:
     def _look(self) -> None:
         """Suspect the members that are not connected, and wake the thread that waits."""
         of = self.agreement
-        before = None
-        # A loss may be all that was missing for the next view, which then has to be looked at.
+        before = None  # a loss may bring the next view at once, which has to be looked at, too
         while of.view is not None and of.exit_reason is None and of.view is not before:
             before = of.view
             for index, start in before.members:
@@ -344,10 +345,7 @@ class Group:
                 if (peer := self.network.peers.get(index)) is not None:
                     peer.send_arrays(frame, arrays)
             with self._changed:
-                self._frames.setdefault(exchange, {}).setdefault(self.place.index, []).append(
-                    (frame, [])
-                )
-                self.agreement.receive(self.place.index, frame)
+                self._keep(self.place.index, frame, [])
                 local.sent(blocks)
                 self._look()
                 self._wait_for(exchange, view, slow=slow)
