@@ -39,12 +39,6 @@ def test_blocks_are_equal_and_keep_threads_of_a_core_together(
     assert core_blocks(processes) == blocks
 
 
-@pytest.mark.usefixtures("eight")
-def test_more_processes_than_cores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--processes 9 on 8 cores"):
-        core_blocks(9)
-
-
 def test_a_system_without_affinity_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     with pytest.raises(ConfigError, match=r"--pin\b.*leave it\b"):

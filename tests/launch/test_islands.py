@@ -1,11 +1,9 @@
 """Islands on this host: who is started again, who is given up, and how it ends."""
 
-import errno
 import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch.launching import launcher, pids, python, run
@@ -100,17 +98,15 @@ def test_one_that_keeps_dying_early_waits_longer_and_is_given_up(tmp_path: Path)
 def test_one_that_the_system_cannot_start_again_has_ended_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = subprocess.Popen
-
-    def once(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if (tmp_path / "starts-0").exists():
-            raise OSError(errno.EAGAIN, "busy")
-        return start(*arguments, **options)
-
-    monkeypatch.setattr(process.subprocess, "Popen", once)
+    start, again = subprocess.Popen, tmp_path / "starts-0"
+    monkeypatch.setattr(
+        process.subprocess,
+        "Popen",
+        lambda command, **options: start("/no/such" if again.exists() else command, **options),
+    )
     outcome = run(python(f"{COUNT}\n    sys.exit(4)"), 1, tmp_path, islands=1, restarts=1)
     assert (outcome.exit_code, outcome.attempts, outcome.failure) == (1, 2, None)
-    assert_mentions(str(outcome.message), "busy", "2 ends")
+    assert_mentions(str(outcome.message), "cannot be started", "2 ends")
 
 
 def test_the_wait_doubles_to_five_seconds_and_is_reset_by_a_long_life(

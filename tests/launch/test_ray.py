@@ -17,24 +17,21 @@ from replicax.launch.job_spec import JobSpec
 from replicax.launch.on_ray import RayOptions, launch_on_ray
 from replicax.launch.process import free_port
 
-JOB = JobSpec(("true",), 2)
-
-
-def test_cores_are_not_pinned_on_ray() -> None:
-    with pytest.raises(ConfigError, match=r"--pin with --on ray; .*--cpus-per-process"):
-        launch_on_ray(JobSpec(("true",), 2, pin=True), RayOptions())
-
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("job", "options", "message"),
     [
-        (RayOptions(gpus_per_process=-1), "--gpus-per-process -1; .* at least 0"),
-        (RayOptions(cpus_per_process=0), "--cpus-per-process 0; .* at least 1"),
+        ({"pin": True}, {}, "--pin with --on ray; .*--cpus-per-process"),
+        ({"islands": 3}, {}, "--processes 2 .*--islands 3 .*--on ray"),
+        ({}, {"gpus_per_process": -1}, "--gpus-per-process -1; .* at least 0"),
+        ({}, {"cpus_per_process": 0}, "--cpus-per-process 0; .* at least 1"),
     ],
 )
-def test_numbers_that_cannot_be_meant(options: RayOptions, message: str) -> None:
+def test_numbers_that_cannot_be_meant(
+    job: dict[str, int], options: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        launch_on_ray(JOB, options)
+        launch_on_ray(JobSpec(("true",), 2, **job), RayOptions(**options))  # type: ignore[arg-type]
 
 
 def test_an_address_where_nothing_listens_is_named() -> None:

@@ -21,7 +21,7 @@ from support.waiting import until
 from replicax.errors import ConfigError
 from replicax.launch import on_ray
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.on_ray import RayOptions, launch_on_ray, run_on_ray
+from replicax.launch.on_ray import run_on_ray
 from replicax.launch.ray_actors import RayProcess, ray_reason
 
 BEGIN = """
@@ -62,11 +62,6 @@ def meanwhile(act: Callable[[], object]) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
-
-
-def test_an_island_on_ray_has_one_process() -> None:
-    with pytest.raises(ConfigError, match=r"--processes 2 .*--islands 3 .*--on ray"):
-        launch_on_ray(JobSpec(("true",), 2, islands=3), RayOptions())
 
 
 def test_each_island_has_a_bundle_and_an_address(

@@ -153,12 +153,6 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
     assert_mentions(str(outcome.message), "same failure 3 times", "not help")
 
 
-def test_what_a_restart_cannot_help_is_not_started_again(tmp_path: Path) -> None:
-    outcome = again_and_again(tmp_path, "sys.exit(2)", restarts=3, processes=1)
-    assert (outcome.exit_code, outcome.attempts) == (2, 1)
-    assert_mentions(str(outcome.message), "wrong flag", "or configuration")
-
-
 def test_processes_that_were_preempted_are_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
