@@ -86,7 +86,7 @@ class Link:
 
         Return why all stop, if known in time.
         """
-        self._failing = True
+        self._failing = True  # so that the verdict does not end this process, which ends itself
         return self._acknowledged(wire.Failed(error, collateral))
 
     def stop_all(self, reason: str, code: int) -> StuckVerdict | None:
@@ -144,7 +144,7 @@ class Link:
                     )
                 return
             now = clock.now()
-            if clock.frozen_seconds > frozen_seconds:
+            if clock.frozen_seconds > frozen_seconds:  # then the loop stood still, but is not stuck
                 self.progress.exclude(clock.frozen_seconds - frozen_seconds)
                 frozen_seconds = clock.frozen_seconds
             if now - heard_at > self._timeouts.silent_seconds:

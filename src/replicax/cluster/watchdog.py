@@ -129,7 +129,7 @@ class LoopProgress:
         begun = max(self.in_flight.entered, self.in_flight.begun)
         seconds = time.monotonic() - max(self._moved_at, noticed_at)
         doing = "idle" if self._idle else "stepping" if begun else "starting"
-        if not self._idle and seconds > 1.0:
+        if not self._idle and seconds > 1.0:  # walking all stacks takes long in a large program
             doing = _activity() or doing
         step_times = list(self._step_times)  # another thread may add to them
         allowed = timeouts.allowed(statistics.median(step_times) if step_times else None)
@@ -202,7 +202,7 @@ class Waiting:
     since: float
     values: dict[int, str] = dataclasses.field(default_factory=dict)
     timeout_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Timeout requested by each of them, if longer than the default."""
+    """Timeout requested by each process, if longer than the default."""
 
 
 class StuckVerdict(Typed):
@@ -221,6 +221,7 @@ def find_stuck(
 ) -> StuckVerdict | None:
     """Return which processes are stuck or silent; None if none is. `waiting` is by topic."""
     running = [member for member in members.values() if not member.ended]
+    # These first, as the steps that they reported are old.
     silent = [member for member in running if now - member.heard_at > silent_seconds]
     if silent:
         seconds = max(now - member.heard_at for member in silent)

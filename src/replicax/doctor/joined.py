@@ -117,7 +117,7 @@ def _is_own(address: str) -> bool:
         with socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.bind((address, 0))
     except OSError as error:
-        return error.errno != errno.EADDRNOTAVAIL
+        return error.errno != errno.EADDRNOTAVAIL  # other errors do not tell whose it is
     return True
 
 

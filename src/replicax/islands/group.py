@@ -328,7 +328,7 @@ class Group:
         alike = json.dumps({"exchange": topic, "parts": parts.count, **(same or {})})
         began, exchange = time.monotonic(), self.agreement.committed + 1
         before, local = self.agreement.view, own_parts(parts, self._note_part)
-        while True:
+        while True:  # once for each view, as the parts of those that are lost are dealt again
             view = self._settled(exchange)
             if view is None:
                 break

@@ -26,7 +26,7 @@ from replicax.net.proof import (
 HANDSHAKE_SECONDS = 5.0
 """Timeout for a whole handshake."""
 LONGEST_HANDSHAKE_BYTES = 4096
-"""The limit for each message of it, which may come from anyone."""
+"""The limit for each message of a handshake, which may come from anyone."""
 Purpose = Literal["control", "data", "inquiry"]
 INQUIRES: Purpose = "inquiry"
 PURPOSES: tuple[Purpose, ...] = ("control", "data")

@@ -214,6 +214,7 @@ class Network:
                 raise ValueError(refusal)
             accept()  # a few bytes, which the system takes at once
             held, waiting = self._held.get(index), self._waiting.pop(index, None)
+            # The first connection of a start waits for the second, and ends what came before it.
             if waiting is None or hello.purpose == "control":
                 if waiting is not None:
                     waiting[1].close()

@@ -47,7 +47,7 @@ class IslandPeer:
         self.over = threading.Event()
         """Whether its loss has been reported."""
         self.rests = False
-        """Whether it says that no progress is to be expected of it."""
+        """Whether the other island says that no progress is to be expected of it."""
         self._moves = 0
         self._own_beat, self._control, self._data = beat, control, data
         self._sent_before, self._received_before = data.sent_bytes, data.received_bytes

@@ -107,7 +107,7 @@ class Echo:
                 self.hurry()
             waiting = select.poll()
             waiting.register(number, select.POLLOUT)
-            if waiting.poll(100):
+            if waiting.poll(100):  # not forever: `interrupted` is asked again
                 self.write()
 
     def _put(self, stream: TextIO | None, data: bytes) -> None:

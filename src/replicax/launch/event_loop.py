@@ -67,7 +67,7 @@ class EventLoop:
         self.listening: dict[RunningProcess, Callable[[RunningProcess], None]] = {}
         """Running processes, and what is called when there is something to listen to."""
         self.reading: dict[int, Output] = {}
-        """Their open streams, by descriptor."""
+        """Open streams of running processes, by descriptor."""
         self._signals = signals
 
     def turn(self) -> None:
@@ -86,6 +86,7 @@ class EventLoop:
             actions[shown_on] = self.echo.write
         waits = [max(at - time.monotonic(), 0) for at in self.due.values()]
         waits += [POLL_SECONDS] if self.echo.full else []
+        # In whole milliseconds, rounded up: too early, nothing would be due.
         for descriptor, _ in poll.poll(math.ceil(1000 * min(waits)) if waits else None):
             actions[descriptor]()
         if self.echo.closed and self.stopped_by is None:

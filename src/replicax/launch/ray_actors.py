@@ -153,6 +153,7 @@ class RayProcess:
 
     def send(self, number: int) -> None:
         """Forward a signal; SIGKILL ends the actor, even if its node does not answer."""
+        # An actor that still waits for an address has no process to send a signal to.
         if self._runs and number != signal.SIGKILL:
             self._actor.send.remote(number)
         else:
