@@ -106,7 +106,7 @@ def test_one_that_the_system_cannot_start_again_has_ended_once_more(
     )
     outcome = run(python(f"{COUNT}\n    sys.exit(4)"), 1, tmp_path, islands=1, restarts=1)
     assert (outcome.exit_code, outcome.attempts, outcome.failure) == (1, 2, None)
-    assert_mentions(str(outcome.message), "cannot be started", "2 ends")
+    assert_mentions(str(outcome.message), "ulimit", "2 ends")
 
 
 def test_the_wait_doubles_to_five_seconds_and_is_reset_by_a_long_life(
