@@ -94,16 +94,16 @@ class RowExaminer:
         context: CallContext,
     ) -> tuple[StepSums, PyTree]:
         """Return what `objective.step_sums` does, with zeros for the gradient."""
-        own, count = rows.number == self.number, rows.size
-        rows = rows.map_rows(self._enter) if own else rows
+        examined, count = rows.number == self.number, rows.size
+        rows = rows.map_rows(self._enter) if examined else rows
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
-            found = objective.loss(model, data, key)
+            values = objective.loss(model, data, key)
             self.weighs |= weighs()
-            return found
+            return values
 
         watched = dataclasses.replace(objective, loss=observed)
-        gather = self.gather if own else _itself
+        gather = self.gather if examined else _itself
         key = context.key
         context = dataclasses.replace(
             context,
@@ -120,7 +120,9 @@ class RowExaminer:
         if self.learns and has_weights(returned):
             names = dict(self.names)  # what is gathered again belongs to another trace
             self._check_weights(
-                objective, params, lambda own: watched.returned(own, extras, rows, context)
+                objective,
+                params,
+                lambda given: watched.returned(given, extras, rows, context),
             )
             self.names = names
         merged = merged_of(returned, rows.mask)
@@ -130,12 +132,12 @@ class RowExaminer:
                 self.see_merged(name, merged[name])
             else:
                 self.see(name, value)
-            self.apart.update(() if own else [*self.names][before:])
-        found = rows_of(returned, rows.size, every=objective.every_row)
+            self.apart.update(() if examined else [*self.names][before:])
+        by_row = rows_of(returned, rows.size, every=objective.every_row)
         zeros = jax.tree.map(_zeros, params)
-        if own:
-            found = jax.tree.map(partial(_call, LEFT, partial(_resized, count=count)), found)
-        return StepSums(zeros, weighted, found, merged), after
+        if examined:
+            by_row = jax.tree.map(partial(_call, LEFT, partial(_resized, count=count)), by_row)
+        return StepSums(zeros, weighted, by_row, merged), after
 
     @staticmethod
     def _check_weights(

@@ -205,20 +205,20 @@ def _verdict(
     alone = lax.map(one, jnp.asarray(division.parts))
     merged = pair.whole.examiner.merged
     by_row = frozenset(wanted) - pair.whole.examiner.scalars - set(pair.whole.outputs) - merged
-    found: dict[str, tuple[jax.Array, ...]] = {}
+    verdicts: dict[str, tuple[jax.Array, ...]] = {}
     for label in wanted:
-        each = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
+        by_trial = zip(*(seen[label] for seen in (*whole, alone)), strict=True)
         if label in merged:
             share = 1 - division.size / batch.size
-            judged = [_judged_merged(share, pinned, of[0]) for _, _, pinned, of in each]
+            judged = [_judged_merged(share, pinned, of[0]) for _, _, pinned, of in by_trial]
         else:
             is_by_row = label in by_row
             eps = _EPS if division.padded else pair.eps
-            judged = [_judged(division, eps, is_by_row, first, *values) for values in each]
+            judged = [_judged(division, eps, is_by_row, first, *values) for values in by_trial]
         mixes, differs, finite = (jnp.stack(flags) for flags in zip(*judged, strict=True))
         flags = jnp.any(mixes), jnp.any(mixes | differs), jnp.all(finite)
-        found[label] = alone[label][0], whole[-1][label][0], *flags
-    return found
+        verdicts[label] = alone[label][0], whole[-1][label][0], *flags
+    return verdicts
 
 
 def _seen(

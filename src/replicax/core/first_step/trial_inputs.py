@@ -67,14 +67,14 @@ def other_inputs(
         same = low == high
         low = jnp.where(same, jnp.minimum(low, 0), low)
         high = jnp.where(same, jnp.maximum(high, 1), high) + (not floating)
-        found = low + share * (high - low)
+        value = low + share * (high - low)
         if len(pads) and floating:  # weights of 0 are right for a maximum, if all are positive
             flags = jnp.all((leaf == 0) | (leaf == 1))
             reach = 3 * jnp.maximum(jnp.abs(low), jnp.abs(high))
-            found = jnp.where((trial == 2) & ~flags, -3 * found, found)
+            value = jnp.where((trial == 2) & ~flags, -3 * value, value)
             reach = jnp.where(trial == 3, reach, reach / 300)
-            found = jnp.where((trial > 2) & ~flags, (2 * share - 1) * reach, found)
-        return jnp.where(change, found.astype(leaf.dtype), leaf)
+            value = jnp.where((trial > 2) & ~flags, (2 * share - 1) * reach, value)
+        return jnp.where(change, value.astype(leaf.dtype), leaf)
 
     def with_padding(leaf: jax.Array) -> jax.Array:
         if not len(pads):
@@ -91,10 +91,10 @@ def other_inputs(
             return drawn(leaf)
         size = jnp.sqrt(jnp.mean(jnp.abs(leaf) ** 2))
         noise = jnp.where(size > 0, size, 0.2) * (uniform(trial, next(numbers), leaf.shape) - 0.5)
-        found = leaf + noise.astype(leaf.dtype)
+        noisy = leaf + noise.astype(leaf.dtype)
         if not jnp.iscomplexobj(leaf):
-            found = jnp.where(jnp.all(leaf >= 0), jnp.abs(found), found)
-        return jnp.where(change, found, leaf)
+            noisy = jnp.where(jnp.all(leaf >= 0), jnp.abs(noisy), noisy)
+        return jnp.where(change, noisy, leaf)
 
     changed = jax.tree.map(moved, dataclasses.replace(state, step=(), seed=()))
     at = jnp.where(change, step, state.step)

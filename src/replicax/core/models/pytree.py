@@ -96,7 +96,6 @@ def _held(model: PyTree) -> PyTree:
 
 
 def _trees(model: PyTree, into: type[PytreeDefinition]) -> list[str]:
-    """Return the name of the tree of each leaf."""
     model, state = (model.model, model.state) if isinstance(model, Stateful) else (model, ())
     trained = [into.tree_of(leaf, False) for leaf in jax.tree.leaves(model)]
     return trained + [into.tree_of(leaf, True) for leaf in jax.tree.leaves(state)]

@@ -189,7 +189,6 @@ class Stage:
         return self.index == self.stages - 1
 
     def _has(self, number: jax.Array) -> jax.Array:
-        """Whether there is a micro-batch `number`."""
         return (number >= 0) & (number < self.micro_batches)
 
     def _shift(self, arrays: Arrays, by: int) -> Arrays:

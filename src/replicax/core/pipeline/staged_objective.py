@@ -137,22 +137,22 @@ class Staged(Objective):
         """
         paths = list(by_path(params))
         specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
-        found: dict[int, str] = {}
+        layers: dict[int, str] = {}
         for place, (path, spec) in enumerate(zip(paths, specs, strict=True)):
             if spec[:1] == _LAYERS[:1]:
-                found[place] = path
+                layers[place] = path
             elif STAGE in axes_of(spec):
                 raise ConfigError(
                     f"the rule for {path} has the spec {spec}; the first dim, that of "
                     "layers, must be split over stages only: write PartitionSpec('stage', ...)"
                 )
-        if not found:
+        if not layers:
             raise ConfigError(
                 f"the rules split none of {len(paths)} parameters over {self.mesh.shape[STAGE]} "
                 "stages, which split layers: place the rule of the layers, (regex, "
                 "PartitionSpec('stage')), before others that match"
             )
-        return found
+        return layers
 
     def _traced(
         self, params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any

@@ -123,7 +123,7 @@ def _shapes_and_once(
 ) -> tuple[StepSums, list[bool]]:
     """Return the shapes of a part's sums, and which extras do not depend on rows."""
     trace = partial(jax.make_jaxpr(part, return_shape=True), extras, jnp.int32(0))
-    one, (shapes, _) = trace(rows)
+    jaxpr, (shapes, _) = trace(rows)
 
     def twice(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         sizes = [2 * size if n == dim else size for n, size in enumerate(leaf.shape)]
@@ -131,7 +131,7 @@ def _shapes_and_once(
 
     of_twice = lambda: trace(jax.tree.map(twice, rows))[0]  # noqa: E731
     counts = len(jax.tree.leaves(extras)), len(jax.tree.leaves(rows))
-    return shapes, free_of_rows(one, *counts, of_twice)
+    return shapes, free_of_rows(jaxpr, *counts, of_twice)
 
 
 def zeros_like(shapes: PyTree) -> PyTree:

@@ -119,18 +119,18 @@ def sums(returned: Any, mask: jax.Array, counts: Any = None) -> dict[str, Weight
             f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
             "floats, and report counts as metrics"
         )
-    found = {
+    weighted = {
         name: weighted_sum(name, value, mask)
         for name, value in named.items()
         if not isinstance(value, PerRow) and _as_metric(value) is None
     }
     if counts is None:
-        return found
+        return weighted
     values = to_sum(jnp.asarray(_values(named[LOSS])))
     shares = mask.astype(values.dtype) / (counts * math.prod(values.shape[1:]))
     mean = weighted_sum(LOSS, named[LOSS], shares)
-    loss = dataclasses.replace(found[LOSS], seeded=mean.total, divisor=mean.weight)
-    return {**found, LOSS: loss}
+    loss = dataclasses.replace(weighted[LOSS], seeded=mean.total, divisor=mean.weight)
+    return {**weighted, LOSS: loss}
 
 
 def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:

@@ -132,7 +132,7 @@ def unless(
     bad: jax.Array, update: Callable[[TrainState], tuple[TrainState, Metrics]], state: TrainState
 ) -> tuple[TrainState, Metrics]:
     """Return `update(state)`, or if `bad` the unchanged state, metrics of 0 and no figures."""
-    left = (
+    unchanged = (
         state,
         jax.tree.map(
             lambda each: StepFigure(jnp.inf, each.latest) if _is_figure(each) else zeros_like(each),
@@ -143,9 +143,9 @@ def unless(
     if cuda_capability() is None:
         # Selecting between two states would be up to 50% slower in a step that is mostly
         # optimizer. With the branches swapped, XLA:CPU keeps two more gradients.
-        return lax.cond(~bad, update, lambda state: (state, left[1]), state)  # type: ignore[no-any-return]
+        return lax.cond(~bad, update, lambda state: (state, unchanged[1]), state)  # type: ignore[no-any-return]
     # On a GPU the selection fuses into the optimizer's kernels; a branch would copy the state.
-    return jax.tree.map(lambda old, new: jnp.where(bad, old, new), left, update(state))  # type: ignore[no-any-return]
+    return jax.tree.map(lambda old, new: jnp.where(bad, old, new), unchanged, update(state))  # type: ignore[no-any-return]
 
 
 def _is_figure(node: Any) -> bool:

@@ -81,9 +81,9 @@ class FixedTree:
         key: jax.Array | None,
         axis: Axis | None,
     ) -> tuple[StepSums, PyTree]:
-        own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
-        rows = batch.size // own
-        start = 0 if axis is None else lax.axis_index(axis) * own
+        count = self.micro_batches(1 if axis is None else lax.axis_size(axis))
+        rows = batch.size // count
+        start = 0 if axis is None else lax.axis_index(axis) * count
 
         def micro_shard(gather: _Gather, number: Any) -> tuple[PyTree, PyTree, PyTree]:
             held = jax.tree.map(
@@ -94,20 +94,20 @@ class FixedTree:
             return (self.wire.rounded(summed), floats), after, sums.rows
 
         def alone(number: Any) -> PyTree:
-            found, after, results = micro_shard(_seen_alone, number)
+            summed, after, results = micro_shard(_seen_alone, number)
             if isinstance(after, Stateful) or results:
                 raise _SeesOthers
-            return found
+            return summed
 
         extras, by_row = state.extras, dict[str, PyTree]()
         try:
-            local, floats = self._tree_sum(alone, 0, own)
+            local, floats = self._tree_sum(alone, 0, count)
         except _SeesOthers:
             gather = in_one_call(partial(_gathered, axis=axis))
             together = jax.vmap(partial(micro_shard, gather), axis_name=_MICRO_SHARDS)
-            each, after, results = together(jnp.arange(own))
+            summed, after, results = together(jnp.arange(count))
             by_row = jax.tree.map(jnp.concatenate, results)
-            local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
+            local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], summed), 0, count)
             extras = jax.tree.map(lambda leaf: leaf[0], after)
         floats = add_in_order(REDUCTIONS["float32"], floats, axis)
         local = dataclasses.replace(local, rows=by_row)

@@ -198,7 +198,7 @@ class HostExecutor:
             item.jaxpr, *([self._shard_dim(var) for var in each] for each in (into, out))
         )
         place: dict[Any, int] = {var: number for number, var in enumerate(out)}
-        own = {var for var in out if self._shard_dim(var) is not None}
+        by_shard = {var for var in out if self._shard_dim(var) is not None}
         # Operands of sums are only held until they are added; `kept` are the other results, of all
         # micro-shards.
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
@@ -219,7 +219,7 @@ class HostExecutor:
             shards = results.finished() if all_known else results.on_demand()
             # A branch may return values that depend on rows and others that do not.
             known.update(
-                (out[n], of_all if out[n] in own else of_all[0])
+                (out[n], of_all if out[n] in by_shard else of_all[0])
                 for n, of_all in zip(kept, shards, strict=True)
             )
 
@@ -233,13 +233,13 @@ def _chosen(arrays: list[jax.Array], numbers: Sequence[int]) -> list[jax.Array]:
 def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[int]:
     """Return the indices of `free` arguments whose memory a result can reuse."""
     kinds = collections.Counter((var.aval.shape, var.aval.dtype) for var in out)
-    taken = []
+    reused = []
     for number, var in enumerate(into):
         kind = (var.aval.shape, var.aval.dtype)
         if var in free and kinds[kind]:
             kinds[kind] -= 1
-            taken.append(number)
-    return taken
+            reused.append(number)
+    return reused
 
 
 # Loops and branches around sums.
@@ -259,8 +259,8 @@ def _scan(
     def turn(*values: Any) -> list[Any]:
         *held, number = values
         rows = [lax.dynamic_index_in_dim(each, number, 0, keepdims=False) for each in held[split:]]
-        found = body(*held[:split], *rows)
-        return [*_as_own(found[:carried], carry_owned), *found[carried:]]
+        after = body(*held[:split], *rows)
+        return [*_as_own(after[:carried], carry_owned), *after[carried:]]
 
     # A carry may be shared before the first turn, and depend on rows after it. Every turn takes
     # what the one before returns, so it is made a value of each micro-shard beforehand.
@@ -285,13 +285,13 @@ def _scan(
 
     def run(values: list[Any]) -> list[Any]:
         carry = begin(values[consts:split])
-        found: list[list[Any]] = [[] for _ in range(length)]
+        results: list[list[Any]] = [[] for _ in range(length)]
         for number in order:
             given = [*values[:consts], *carry, *values[split:], parted.placed(np.int32(number))]
             after = turns(given)
-            carry, found[number] = after[:carried], after[carried:]
-        each = zip(*found, strict=True)
-        return [*carry, *(join(list(row))[0] for join, row in zip(stack, each, strict=True))]
+            carry, results[number] = after[:carried], after[carried:]
+        stacks = zip(stack, zip(*results, strict=True), strict=True)
+        return [*carry, *(join(list(of_turns))[0] for join, of_turns in stacks)]
 
     return run
 

@@ -87,23 +87,23 @@ class MicroShardStep:
 
             return jax.make_jaxpr(run, return_shape=True)(number, *shapes)
 
-        closed, found = traced(count)
+        closed, results = traced(count)
         if count > 1:
             split = [how is not None for how in [0, *into]]
             closed = with_own_draws(closed, split, lambda: traced(count // 2)[0])
-        out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
+        out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, results))]
         of_state = len(jax.tree.leaves(state))
         donated = [False, *(self._donate and n < of_state for n in range(len(into)))]
         each_once = _each_once(_marked(closed, [0, *into], out))
         parted = HostExecutor(self._name, each_once, [0, *into], out, self._collectives, donated)
-        for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
+        for path, wanted, own in zip(by_path(results), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
                     f"{path} depends on rows in the step itself, which differ between the {count} "
                     "micro-shards: take rx.mean of them, rx.value_and_grad of a loss of "
                     "them, or rx.gather them"
                 )
-        return _Compiled(parted, into, out, jax.tree.structure(found))
+        return _Compiled(parted, into, out, jax.tree.structure(results))
 
 
 def _marked(closed: ClosedJaxpr, into: Sequence[ShardDim], out: Sequence[ShardDim]) -> ClosedJaxpr:

@@ -196,19 +196,18 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroSha
         return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], piece)
 
     # Only evaluating a branch tells which of its results are split, and a traced function cannot
-    # return that, so it is put into `found`. All branches must agree: where one returns a piece,
+    # return that, so it is put into a list. All branches must agree: where one returns a piece,
     # such as an updated moment, another may return a whole array, such as zeros.
-    found: list[list[int | None]] = []
+    dims_of_branch: list[list[int | None]] = []
 
     def dims_of(branch: ClosedJaxpr, arrays: list[Any]) -> None:
-        found.append([value.dim for value in of_values(branch, arrays)])
+        dims_of_branch.append([value.dim for value in of_values(branch, arrays)])
 
     arrays = [each.array for each in operands]
     for branch in branches:
         jax.eval_shape(partial(dims_of, branch), arrays)
-    split = [
-        next((dim for dim in dims if dim is not None), None) for dims in zip(*found, strict=True)
-    ]
+    by_result = zip(*dims_of_branch, strict=True)
+    split = [next((dim for dim in dims if dim is not None), None) for dims in by_result]
 
     def run(is_split: bool, branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         pairs = zip(of_values(branch, arrays), split, strict=True)
@@ -216,11 +215,11 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: MicroSha
 
     # Two conds, one of the whole results and one of the pieces: as results of one, whole values
     # would count as different between micro-shards, like everything computed with a piece.
-    taken = [
+    results = [
         iter(lax.switch(index.array, [partial(run, each, branch) for branch in branches], arrays))
         for each in (False, True)
     ]
-    return [_Value(next(taken[dim is not None]), dim) for dim in split]
+    return [_Value(next(results[dim is not None]), dim) for dim in split]
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
