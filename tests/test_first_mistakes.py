@@ -76,10 +76,6 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda dp, state: dp.predict(state, [ROWS]),
         "dp.predict(state, source, function)",
     ),
-    "predict(function, state, batches)": (
-        lambda dp, state: dp.predict(loss, state, [ROWS]),
-        "dp.predict(state, source, function)",
-    ),
     "predict(state, function, batches)": (
         lambda dp, state: dp.predict(state, loss, [ROWS]),
         "dp.predict(state, source, function)",
@@ -107,6 +103,7 @@ STATE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "state, metrics = dp.step(state, batch)",
     ),
     "evaluate(feed, state)": (lambda dp, state: dp.evaluate(dp.feed(ROWS, 8), state), "Feed"),
+    "predict(function, state)": (lambda dp, state: dp.predict(loss, state, [ROWS]), "a function"),
     "evaluate(model, ema)": (lambda dp, state: dp.evaluate(MODEL, [ROWS], ema=True), "dict"),
 }
 DATA: dict[str, tuple[Callable[[Any, Any], Any], str]] = {

@@ -13,7 +13,8 @@ from support.figures import assert_mentions, figures
 from support.processes import SUPPORT, run_job
 
 import replicax as rx
-from replicax.core.data.batch import Batch, pad
+from replicax.core.data.batch import Batch
+from replicax.core.data.rows import OpenedRows
 from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
 from replicax.train.dispatched import Dispatched, RunPosition, dispatched
@@ -25,7 +26,7 @@ from replicax.train.run.step_records import BadSteps
 def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
     """Return a padded batch of the examples 10 * step, 10 * step + 1, ..., in reverse order."""
     index = 10 * step + np.arange(rows)[::-1]
-    host = pad({"x": np.zeros(rows, np.float32)}, size, index)
+    host = OpenedRows({"x": np.zeros(rows, np.float32)}).padded(size, index)
     return jax.tree.map(jnp.asarray, host)
 
 

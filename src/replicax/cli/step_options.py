@@ -12,8 +12,8 @@ from replicax.cli.flags import one_of, shown_as
 from replicax.cli.output import show
 from replicax.cluster.place import find_place
 from replicax.core.between.rounds import OuterSGD
-from replicax.core.data.batch import row_count
 from replicax.core.data.given import leading_rows
+from replicax.core.data.rows import opened
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Job
 from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, fix_threads
@@ -234,7 +234,7 @@ def print_data(recipe: Any) -> None:
 def first_rows(source: Any, rows: int) -> Any:
     """Return the first rows of a source, or of its first batches, as host arrays."""
     first = leading_rows(source, rows)
-    if (count := row_count(first)) < rows:
+    if (count := opened(first).count) < rows:
         raise ConfigError(
             f"the source has {count} rows but {rows} are needed: give it more, or use fewer "
             "--devices"

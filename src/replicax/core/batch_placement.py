@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.data.batch import Batch, described, host_rows, pad, row_count, with_padded_sets
+from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Split
-from replicax.core.data.host_arrays import opened
+from replicax.core.data.rows import OpenedRows, opened
 from replicax.core.data.share import Batches, Share, refuse_sets
 from replicax.core.ground.leaves import PyTree
 from replicax.core.placement.mesh import AnyMesh, by_rows
@@ -30,18 +30,17 @@ class BatchPlacement:
     def described(self, batch: Any) -> Batch:
         """Return the shapes of the batch that a step uses for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
-            batch, size = self._with_padded_sets(batch)
-            batch = described(batch, size)
+            rows, size = self._with_padded_sets(batch)
+            batch = rows.described(size)
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
 
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that a step uses."""
-        data, size = self._with_padded_sets(opened(data))
-        rows = row_count(data)
-        if rows < size or not _are_arrays(data):
-            data = host_rows(data, copy=True)
-        return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
+        rows, size = self._with_padded_sets(data)
+        if rows.count < size or not _are_arrays(rows.data):
+            rows = rows.on_host(copy=True)
+        return Share(by_rows(self.mesh), size).place(rows.padded(size))
 
     def placed_all(self, batches: PyTree | list[Any]) -> Batches:
         """Return the batches of several steps: a list, or a pytree `[steps, rows, ...]`."""
@@ -51,37 +50,37 @@ class BatchPlacement:
             raise DataError("a call of 0 steps; pass at least one batch")
         if all(isinstance(batch, Batch) for batch in batches):
             return Share(by_rows(self.mesh), batches[0].size).place_all(batches)
-        every = [host_rows(batch, copy=True) for batch in batches]
-        size = self._size(max(map(row_count, every)))
-        padded = [pad(data, size, np.arange(row_count(data))) for data in every]
-        return Share(by_rows(self.mesh), size).place_all(padded)
+        every = [opened(batch).on_host(copy=True) for batch in batches]
+        size = self._size(max(rows.count for rows in every))
+        return Share(by_rows(self.mesh), size).place_all([rows.padded(size) for rows in every])
 
-    def _placed_stack(self, stack: PyTree) -> Batches:
-        steps, rows = _steps_and_rows(stack)
+    def _placed_stack(self, stack: OpenedRows) -> Batches:
+        steps, rows = _steps_and_rows(stack.data)
         size = self._size(rows)
-        if rows < size or not _are_arrays(stack):
-            stack = host_rows(stack, copy=True)
+        if rows < size or not _are_arrays(stack.data):
+            stack = stack.on_host(copy=True)
+        data, places = stack.data, np.arange(size) % rows
         if rows < size:
-            stack = jax.tree.map(lambda leaf: leaf[:, np.arange(size) % rows], stack)
-        index = np.broadcast_to(np.arange(size) % rows, (steps, size))
-        return Share(by_rows(self.mesh), size).place_rows(stack, index, np.full(steps, rows))
+            data = jax.tree.map(lambda leaf: leaf[:, places], data)
+        index = np.broadcast_to(places, (steps, size))
+        return Share(by_rows(self.mesh), size).place_rows(data, index, np.full(steps, rows))
 
     def traced(self, data: PyTree) -> Batch:
         """Return rows that are traced as a padded batch."""
-        data = opened(data)
-        refuse_sets([Batch(data, None, None).apart()])
-        rows = row_count(data)
-        return pad(jax.tree.map(jnp.asarray, data), self._size(rows), np.arange(rows)).apart()
+        rows = opened(data)
+        refuse_sets([Batch(rows.data, None, None).apart()])
+        size = self._size(rows.count)
+        return OpenedRows(jax.tree.map(jnp.asarray, rows.data)).padded(size).apart()
 
     def _size(self, rows: int) -> int:
-        """Return the size of a batch of so many rows."""
         return max(self.split.padded(rows), self.rows_of_state or 0)
 
-    def _with_padded_sets(self, data: PyTree) -> tuple[PyTree, int]:
+    def _with_padded_sets(self, data: PyTree) -> tuple[OpenedRows, int]:
         """Return rows with their sets padded, and the size of a batch of them."""
-        rows = row_count(data)
-        size = self._size(rows)
-        return with_padded_sets(data, partial(self.split.padded_set, real=rows, size=size)), size
+        rows = opened(data)
+        size = self._size(rows.count)
+        padded = partial(self.split.padded_set, real=rows.count, size=size)
+        return rows.with_padded_sets(padded), size
 
 
 def _are_arrays(data: PyTree) -> bool:

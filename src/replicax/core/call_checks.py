@@ -13,18 +13,12 @@ import jax
 import numpy as np
 
 from replicax.core.config import Configuration
-from replicax.core.data.batch import Batch, host_rows, values_of_sets
+from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
-from replicax.core.data.host_arrays import opened
+from replicax.core.data.rows import OpenedRows, opened
 from replicax.core.data.share import Batches
 from replicax.core.first_step import row_errors
-from replicax.core.first_step.argument_checks import (
-    check_is_state,
-    check_kind,
-    check_shapes,
-    check_state,
-    placed_as,
-)
+from replicax.core.first_step.argument_checks import check_shapes, check_state, placed_as
 from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
@@ -40,12 +34,26 @@ from replicax.core.step.loss import LOSS
 from replicax.core.step.update import step_key
 from replicax.errors import ConfigError, LossError, StateError
 
-STEP, EVALUATION = "the step", "the evaluation"
 _COMPARED_EVERY = 256
 """Steps between two comparisons of parameters whose bits are promised."""
 _ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
 _traced = jax.disable_jit(False)  # an examination knows functions by the names that jax.jit keeps
 _log = logging.getLogger("replicax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The step, or an evaluation, which is of a loss even if the step is custom."""
+
+    name: str
+    learns: bool
+    """Whether it updates the state, by a gradient or in a custom step."""
+    key: Callable[[TrainState], Any]
+    """Returns the random key that a loss is given."""
+
+
+TRAINING = Phase("the step", learns=True, key=step_key)
+EVALUATION = Phase("the evaluation", learns=False, key=lambda _: None)
 
 
 class CallChecks:
@@ -55,16 +63,20 @@ class CallChecks:
         self.program = program
         self._abstract = program.abstract_state()
         self._examinations: dict[Any, list[LossExamination]] = {}
-        """By what is run, and the shapes of the batch; the first of its own rows, then each set."""
+        """By phase and shapes of the batch; the first of its own rows, then each set."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
         self._fits = False
         self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
+        self._is_custom = program.configuration.step is not None  # never in a program that scores
+        mode, objective = program.configuration.mode, program.split_objective
+        self._apart = mode.per_replica or objective.per_replica
+        """Whether a replica sees only its own rows."""
 
     def check(
-        self, what: str, function: CompiledFunction[Any], state: TrainState, batch: Batch
+        self, phase: Phase, function: CompiledFunction[Any], state: TrainState, batch: Batch
     ) -> Batch:
         """Check the state and the loss, and that all processes agree on `function`.
 
@@ -72,22 +84,20 @@ class CallChecks:
         the others can be split evenly.
         """
         self.check_state(state, batch)
-        if batch.sets and (what != STEP or self.program.configuration.step is None):
-            raise row_errors.sets_of_rows(what)
-        if what == STEP and self.program.rows_of_state not in (None, batch.size):
+        if batch.sets and not self._is_custom:
+            raise row_errors.sets_of_rows(phase.name)
+        if phase.learns and self.program.rows_of_state not in (None, batch.size):
             raise row_errors.other_rows(self.program.rows_of_state, batch.size)
-        examinations, given = self._examination(what, state, batch), batch
-        batch = self._padded_or_not(what, examinations[0], state, batch)
+        examinations, given = self._examination(phase, state, batch), batch
+        batch = self._padded_or_not(phase, examinations[0], state, batch)
         if batch is not given:
-            self._examination(what, state, batch)
+            self._examination(phase, state, batch)
         self._check_padded_sets(examinations, state, batch)
         configuration = self.program.configuration
-        if _agrees(configuration.job):
-            shapes = _shapes(what, batch)
-            if shapes not in self._agreed:
-                text = partial(function.text, state, batch)
-                agree_on_program(configuration, what, (state, batch), text)
-                self._agreed.add(shapes)
+        if _agrees(configuration.job) and (shapes := _shapes(phase, batch)) not in self._agreed:
+            text = partial(function.text, state, batch)
+            agree_on_program(configuration, phase.name, (state, batch), text)
+            self._agreed.add(shapes)
         if (peers := configuration.job.peers) is not None:
             peers.compare("the batch", batch)
             if configuration.mode.bitwise and not int(state.step) % _COMPARED_EVERY:
@@ -104,7 +114,6 @@ class CallChecks:
         if state is self._latest():
             check_unused(state.step)
         else:
-            check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
 
@@ -120,13 +129,12 @@ class CallChecks:
 
         Where the traces do not decide, the values of an earlier step outside of it have to.
         """
-        check_is_state(state)
         check_shapes(state, self._abstract)
         if not isinstance(batch, Batch):
             padded = self.program.batches.traced(batch)
-            examination = self._examination(STEP, state, padded)[0]
-            return self._padded_or_not(STEP, examination, state, padded)
-        if not self._examination(STEP, state, batch)[0].takes_padding:
+            examination = self._examination(TRAINING, state, padded)[0]
+            return self._padded_or_not(TRAINING, examination, state, padded)
+        if not self._examination(TRAINING, state, batch)[0].takes_padding:
             raise LossError(
                 "a value of the loss or step depends on padded rows, and inside a transformation "
                 "it is not known how many an rx.Batch has: pass its rows themselves, batch.data"
@@ -151,12 +159,12 @@ class CallChecks:
             )
         job = self.program.configuration.job
         if job.processes > 1:
-            data = opened(data)
-            every = [data, *values_of_sets(data)]
+            rows = opened(data)
+            every = [rows.data, *rows.sets]
             here = jax.tree.map(lambda leaf: leaf if is_here(leaf) else None, every)
             shapes = _ROWS, *((path, np.shape(leaf)) for path, leaf in by_path(here).items())
             if shapes not in self._agreed:
-                job.agree(_ROWS, describe_leaves(host_rows(here, copy=False)))
+                job.agree(_ROWS, describe_leaves(OpenedRows(here).on_host(copy=False).data))
                 self._agreed.add(shapes)
 
     def check_memory(self, state: TrainState, batch: Batch) -> None:
@@ -191,8 +199,8 @@ class CallChecks:
         size = feed.split.padded(feed.source.batch_size)
         known = (
             examinations[0]
-            for (what, *_), examinations in self._examinations.items()
-            if what == EVALUATION
+            for (phase, *_), examinations in self._examinations.items()
+            if not phase.learns
         )
         examination = next(known, None)
         with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
@@ -201,33 +209,30 @@ class CallChecks:
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
-    def _examination(self, what: str, state: TrainState, batch: Batch) -> list[LossExamination]:
+    def _examination(self, phase: Phase, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Return what is known of batches of these shapes, checking the first."""
-        shapes = _shapes(what, batch)
+        shapes = _shapes(phase, batch)
         if shapes not in self._examinations:
             self._shapes = self._shapes or jax.eval_shape(lambda batch: batch, batch)
-            self._examinations[shapes] = self._examined(what, state, batch)
+            self._examinations[shapes] = self._examined(phase, state, batch)
         return self._examinations[shapes]
 
-    def _trace(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
-        """Trace the loss or the step."""
-        program, configuration = self.program, self.program.configuration
-        apart = configuration.mode.per_replica or program.split_objective.per_replica
-        whole = not (configuration.between.apart or apart)
-        run: LossRun = of_loss(program.objective, step_key if what == STEP else lambda _: None)
-        if what == STEP and configuration.step is not None:
+    def _trace(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
+        program = self.program
+        whole = not (program.configuration.between.apart or self._apart)
+        run: LossRun = of_loss(program.objective, phase.key)
+        if self._is_custom:
             run = partial(run_step, program.custom_step, program.shapes.params)
-        return LossExamination(run, state, batch, learns=what == STEP, whole=whole)
+        return LossExamination(run, state, batch, learns=phase.learns, whole=whole)
 
     @_traced
-    def _examined(self, what: str, state: TrainState, batch: Batch) -> list[LossExamination]:
+    def _examined(self, phase: Phase, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
-        return [self._examined_rows(what, *given) for given in each_set(state, batch)]
+        return [self._examined_rows(phase, *given) for given in each_set(state, batch)]
 
-    def _examined_rows(self, what: str, state: TrainState, batch: Batch) -> LossExamination:
-        program, examination = self.program, self._trace(what, state, batch)
-        own = what == STEP and program.configuration.step is not None
-        if what == STEP and not own and not examination.moves:
+    def _examined_rows(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
+        examination, custom = self._trace(phase, state, batch), self._is_custom
+        if phase.learns and not custom and not examination.moves:
             raise LossError(
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
                 "it from them in floats: without argmax, round, == or stop_gradient"
@@ -235,15 +240,15 @@ class CallChecks:
         if examination.nonlinear:
             raise row_errors.nonlinear(examination.nonlinear)
         self._check_out(rows=examination.returns_rows, merges=examination.merges)
-        apart = program.configuration.mode.per_replica or program.split_objective.per_replica
-        for division, sees in self._divisions(batch.size, own):
-            broken = examination.broken(division, state, batch, hands_on=not (own or apart))
-            alike = own and not division.within and not program.configuration.mode.bitwise
+        hands_on, bitwise = not (custom or self._apart), self.program.configuration.mode.bitwise
+        for division, sees in self._divisions(batch.size):
+            broken = examination.broken(division, state, batch, hands_on=hands_on)
+            alike = custom and not division.within and not bitwise
             if alike and examination.from_key and not broken:
                 broken = [row_errors.Broken(examination.from_key[0], output=True, why="key")]
-            if apart and not broken and examination.gathers_draws:
+            if self._apart and not broken and examination.gathers_draws:
                 raise row_errors.drawn(sees)
-            if broken and broken[0].output and not own:
+            if broken and broken[0].output and not custom:
                 raise row_errors.written(broken[0], sees)
             if broken:
                 raise row_errors.mixes_rows(broken[0], sees, self._fix())
@@ -264,18 +269,19 @@ class CallChecks:
             )
 
     def _padded_or_not(
-        self, what: str, examination: LossExamination, state: TrainState, batch: Batch
+        self, phase: Phase, examination: LossExamination, state: TrainState, batch: Batch
     ) -> Batch:
         """Return `batch`, or its real rows if the loss depends on padded ones."""
-        real = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
-        own, broken = batch.size - real, None
-        if not (own or batch.feed_padding):
+        real, broken = _real_rows(batch), None
+        padded = batch.size - real
+        if not (padded or batch.feed_padding):
             return batch
-        for padding in sorted({own, batch.feed_padding or own} - {0}):
-            key = *_shapes(what, batch), padding
+        # The most that the feed will pad is asked for now, not when its last batch comes.
+        for padding in sorted({padded, batch.feed_padding or padded} - {0}):
+            key = *_shapes(phase, batch), padding
             if key not in self._padding:
                 self._padding[key] = self._depends_on_padding(examination, padding, state, batch)
-            broken = self._padding[key] if padding == own else broken
+            broken = self._padding[key] if padding == padded else broken
         if broken is None:
             return batch
         where = by_rows(self.program.mesh)
@@ -309,39 +315,35 @@ class CallChecks:
         if not batch.sets:
             return
         for examination, given in zip(examinations, each_set(state, batch), strict=True):
-            own = given[1]
-            real = int(np.count_nonzero(own.mask)) if own.rows is None else own.rows
-            key = *_shapes(STEP, batch), own.number, real
-            if own.number and real < own.size and key not in self._padding:
+            rows, real = given[1], _real_rows(given[1])
+            key = *_shapes(TRAINING, batch), rows.number, real
+            if rows.number and real < rows.size and key not in self._padding:
                 if broken := examination.broken(_real(real), *given):
-                    raise row_errors.padded(broken[0], own.size - real, own.size)
+                    raise row_errors.padded(broken[0], rows.size - real, rows.size)
                 self._padding[key] = None
 
     @property
     def _parts(self) -> int:
         return self.program.split.replicas * self.program.split.micro_batches
 
-    def _divisions(self, rows: int, own: bool) -> list[tuple[Division, str]]:
+    def _divisions(self, rows: int) -> list[tuple[Division, str]]:
         """Return which rows are computed without the others, and what computes them."""
         configuration, split = self.program.configuration, self.program.split
         mode, micro = configuration.mode, split.micro_batches
-        apart = mode.per_replica or self.program.split_objective.per_replica
-        replicas = split.replicas if apart else 1
+        replicas = split.replicas if self._apart else 1
         blocks = np.arange(rows).reshape(replicas, -1)
         named = [f"{replicas} replicas"] * (replicas > 1) + [f"{micro} micro-batches"] * (micro > 1)
-        found = []
         if mode.bitwise:
-            found.append(Division(np.arange(rows).reshape(replicas * micro, -1)))
-        elif own:
-            found.append(Division(blocks))
+            divisions = [Division(np.arange(rows).reshape(replicas * micro, -1))]
+        elif self._is_custom:
+            divisions = [Division(blocks)]
             if micro > 1:
-                found.append(Division(_strided(blocks, micro), within=True))
+                divisions.append(Division(_strided(blocks, micro), within=True))
         else:
-            found.append(Division(_strided(blocks, micro)))
-        return [(each, " and ".join(named)) for each in found if len(each.parts) > 1]
+            divisions = [Division(_strided(blocks, micro))]
+        return [(each, " and ".join(named)) for each in divisions if len(each.parts) > 1]
 
     def _fix(self) -> str:
-        """Return how all rows are seen."""
         mode, split = self.program.configuration.mode, self.program.split
         if self.program.split_objective.per_replica:
             return "use a mesh without stages"
@@ -350,8 +352,12 @@ class CallChecks:
         return "gather the rows of all replicas with rx.gather(x)"
 
 
-def _shapes(what: str, batch: Batch) -> tuple[Any, ...]:
-    return what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+def _shapes(phase: Phase, batch: Batch) -> tuple[Any, ...]:
+    return phase, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+
+
+def _real_rows(batch: Batch) -> int:
+    return int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
 
 
 def _real(rows: int) -> Division:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.between.rounds import Rounds
-from replicax.core.call_checks import STEP, CallChecks, agree_on_model
+from replicax.core.call_checks import TRAINING, CallChecks, agree_on_model
 from replicax.core.config import Configuration, resolved
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
@@ -20,12 +20,7 @@ from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.evaluation import ProgramEvaluation
-from replicax.core.first_step.argument_checks import (
-    check_is_state,
-    check_kind,
-    check_order,
-    check_shapes,
-)
+from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_shapes
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
@@ -279,7 +274,7 @@ class DataParallel:
         if isinstance(batch, Batches):
             self._several.prepare(state, batch)
             return batch
-        batch = self._checks.check(STEP, self._checks.program.step, state, batch)
+        batch = self._checks.check(TRAINING, self._checks.program.step, state, batch)
         self._checks.check_memory(state, batch)
         return batch
 
@@ -341,7 +336,6 @@ class DataParallel:
         Raises:
             LossError: an output without rows, or rows that mix where not all of a batch are seen.
         """
-        check_order(state, source)
         state = self.place(state)
         batches = batches_given(source, batch_size, self.feed)
         return self._evaluation.rows(state, batches, function, ema=ema)

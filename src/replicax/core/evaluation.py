@@ -39,7 +39,8 @@ class ProgramEvaluation:
         self, state: TrainState, batches: Any, loss: LossFunction | None, *, ema: bool
     ) -> dict[str, Any]:
         """Return the means over all rows of `batches`, or of each if it is a dict."""
-        state = self._checked(state, ema)
+        check_kind(state)
+        state = self._program.averaged(state) if ema else state
         if isinstance(batches, Mapping):
             return {name: self._means(state, each, loss) for name, each in batches.items()}
         return self._means(state, batches, loss)
@@ -47,7 +48,6 @@ class ProgramEvaluation:
     def _means(
         self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
     ) -> dict[str, float]:
-        """Return the means of `loss`, by default the program's, over all rows of `batches`."""
         program, checks = self._program, self._checks
         if loss is not None or program.configuration.step is not None:
             loss = program.objective.loss if loss is None else loss
@@ -74,15 +74,15 @@ class ProgramEvaluation:
             )
         if _key(function) not in self._predicting:
             check_loss(function, "function")
-        state = self._checked(state, ema)
         check_state(state, self._program.abstract_state())
+        state = self._program.averaged(state) if ema else state
         if _key(function) not in self._predicting:
             program = self._program
             objective = dataclasses.replace(program.split_objective, loss=function)
             mode, mesh = program.configuration.mode, program.mesh
-            found = partial(_predicted, objective=objective)
+            outputs = partial(_predicted, objective=objective)
             compute = lift(
-                found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
+                outputs, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
             checks = CallChecks(program.scoring(_as_loss(function)))
             self._predicting[_key(function)] = compute, checks
@@ -97,9 +97,9 @@ class ProgramEvaluation:
             return compute(state, batch)
 
         parts = []
-        for found, mask in self._results(predict, state, batches):
+        for outputs, mask in self._results(predict, state, batches):
             real = self._on_host(mask) > 0
-            parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], found))
+            parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], outputs))
         if not parts:
             raise ConfigError("predict got 0 batches; pass at least 1")
         for part in parts[1:]:
@@ -110,10 +110,6 @@ class ProgramEvaluation:
                     "them to one shape, or call predict on each batch"
                 )
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-    def _checked(self, state: TrainState, ema: bool) -> TrainState:
-        check_kind(state)
-        return self._program.averaged(state) if ema else state
 
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
@@ -150,7 +146,6 @@ def _key(function: LossFunction) -> Any:
 
 
 def _entry(leaf: np.ndarray) -> str:
-    """Return the shape of one row."""
     return str(list(leaf.shape[1:]))
 
 

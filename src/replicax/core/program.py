@@ -16,7 +16,7 @@ from replicax.core.custom.custom_step import custom_update, keep
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import map_rows_of_state, padded_rows, rows_of_state
-from replicax.core.first_step.argument_checks import check_kind, check_loss
+from replicax.core.first_step.argument_checks import check_loss
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.models.definition import Definition, SplitModel
@@ -271,8 +271,7 @@ class Program:
         )
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return `state` with its parameters replaced by their average."""
-        check_kind(state)
+        """Return `state`, which was checked, with its parameters replaced by their average."""
         with self.configuration.dispatch_context():
             average = jax.jit(
                 average_of,
@@ -309,7 +308,6 @@ def _first_state(
     extras: PyTree,
     seed: jax.Array,
 ) -> TrainState:
-    """Create the state before the first step."""
     replicas = replica_count(mesh)
     of_one = configuration.reduction.init(only_read(params, updater.read))
     state = TrainState(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.call_checks import STEP, CallChecks
+from replicax.core.call_checks import TRAINING, CallChecks
 from replicax.core.data.batch import Batch
 from replicax.core.data.share import Batches
 from replicax.core.first_step.memory_check import check_fits
@@ -63,7 +63,7 @@ class SeveralSteps:
         step, first = self._program.step, {rows: n for n, rows in enumerate(batches.rows)}
         for number in sorted(first.values()):
             batch = self._one(batches, number)
-            if self._checks.check(STEP, step, state, batch) is not batch:
+            if self._checks.check(TRAINING, step, state, batch) is not batch:
                 return None
         if (steps := self._program.steps) is None:
             self._checks.check_memory(state, batch)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.data.batch import Batch, described, row_count
+from replicax.core.data.batch import Batch
 from replicax.core.data.per_row import RowsOfState, map_rows_of_state, resized
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
@@ -98,13 +99,13 @@ def memory_formula(
     """
     program = dp.program(model)
     state, split = program.shapes, program.split
-    data = batch.data if isinstance(batch, Batch) else batch
-    rows = split.padded(row_count(data)) // split.replicas
+    data = opened(batch.data if isinstance(batch, Batch) else batch)
+    rows = split.padded(data.count) // split.replicas
     share = jax.tree.map(shard_of_device, state, program.shardings)
     parameters, optimizer = tree_bytes(share.params), tree_bytes(share.opt_state)
     extras = tree_bytes(share) - parameters - optimizer
-    own_rows = tree_bytes(described(data, rows))
-    part = described(data, rows // split.micro_batches)
+    own_rows = tree_bytes(data.described(rows))
+    part = data.described(rows // split.micro_batches)
     added_up = split.micro_batches > 1
     chosen = dp.configuration
     if chosen.step is None:

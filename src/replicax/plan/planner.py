@@ -12,8 +12,8 @@ import replicax.plan.plan_table  # noqa: F401 - how a plan is printed and shown
 from replicax.analysis.host import measured
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import Schedule
-from replicax.core.data.batch import row_count
 from replicax.core.data.given import batch_given, leading_rows, rows_given, size_given
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shard_axis
 from replicax.core.placement.sharding_rules import Rules
@@ -285,7 +285,7 @@ def plan(
         target = dataclasses.replace(target, chip=measured(target.chip, target.devices))
     if (size := size_given(source, batch_size)) is None:
         batch = batch_given(source)
-        size = row_count(batch)
+        size = opened(batch).count
     else:
         batch = leading_rows(source, 1)
         data_rows = rows_given(source) if data_rows is None else data_rows

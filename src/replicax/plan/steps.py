@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr
 from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.flops import count_flops
 from replicax.analysis.schedule import Schedule, read_schedule
-from replicax.core.data.batch import row_count
 from replicax.core.data.per_row import with_rows
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.traced_for import cuda_capability, traced_for
 from replicax.core.modes.exact.fixed_tree import float_sums
@@ -197,7 +197,7 @@ class StepCache:
 
     def _sized(self, batch: Any) -> Any:
         """Return the model, or a custom step's state with as many rows as `batch`."""
-        return with_rows(self._model, row_count(batch))
+        return with_rows(self._model, opened(batch).count)
 
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Return the bytes of the sums that each device of a replica reduces; see `sums_bytes`."""
@@ -262,7 +262,7 @@ def compiled_for(
     with compiler_for(target) as (compiler, notes):
         if compiler is None:
             raise CompilerError("; ".join(notes).removeprefix("by formula: "))
-        rows = rows_of_a_replica(row_count(batch), dp)
+        rows = rows_of_a_replica(opened(batch).count, dp)
         step = StepCache(model, batch, target, compiler, show).step(dp, rows, target.text)
     if step.compilation is None:
         raise CompilerError(

@@ -12,7 +12,7 @@ import optax
 from replicax.analysis.compiled import inspect
 from replicax.core.between.every_round import RoundStep
 from replicax.core.between.rounds import Rounds
-from replicax.core.data.batch import host_rows, row_count
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Alone
 from replicax.core.ground.leaves import PyTree, numbers
@@ -44,10 +44,10 @@ class RoundsSubject:
         assert given is not None
         self.rounds: Rounds = given.resolved(self.count)
         self.custom = dp.configuration.step is not None
-        rows = host_rows(batch, copy=False)
-        each = row_count(rows) // self.count
-        self.rows = jax.tree.map(lambda leaf: leaf[: each * self.count], rows)
-        self.of_one = jax.tree.map(lambda leaf: leaf[:each], rows)
+        rows = opened(batch).on_host(copy=False)
+        each = rows.count // self.count
+        self.rows = jax.tree.map(lambda leaf: leaf[: each * self.count], rows.data)
+        self.of_one = jax.tree.map(lambda leaf: leaf[:each], rows.data)
         self.alike = jax.tree.map(lambda leaf: np.concatenate([leaf] * self.count), self.of_one)
         quick = quick_options(devices[0].platform)
         self._base = {

@@ -15,9 +15,10 @@ import optax
 from jax.tree_util import keystr
 
 from replicax.analysis.flops import count_flops
-from replicax.core.data.batch import Batch, host_rows, pad, row_count
+from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged, named_values
 from replicax.core.data.per_row import PerRow
+from replicax.core.data.rows import OpenedRows, opened
 from replicax.core.data.share import Share
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
@@ -78,8 +79,8 @@ class Subject:
     def __init__(
         self, dp: DataParallel, model: Any, batch: PyTree, micro_batches: int, seed: int
     ) -> None:
-        self.data = host_rows(batch, copy=False)
-        self.rows = row_count(self.data)
+        rows = opened(batch).on_host(copy=False)
+        self.data, self.rows = rows.data, rows.count
         self.replicas = replica_count(dp.mesh)
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
@@ -226,7 +227,7 @@ class Subject:
     def padded(self) -> Batch:
         """Return a batch whose real rows do not divide, padded with repeated rows of mask 0."""
         real = np.arange(self.real_rows)
-        return pad(self.some(real).data, self.rows, real)
+        return OpenedRows(self.some(real).data).padded(self.rows, real)
 
     @functools.cached_property
     def negated(self) -> Batch:
@@ -252,8 +253,8 @@ class Subject:
 
     def some(self, indices: np.ndarray) -> Batch:
         """Return a batch of the rows at these indices."""
-        data = jax.tree.map(lambda leaf: leaf[indices], self.data)
-        return pad(data, len(indices), indices)
+        rows = OpenedRows(jax.tree.map(lambda leaf: leaf[indices], self.data))
+        return rows.padded(len(indices), indices)
 
     # Properties.
 

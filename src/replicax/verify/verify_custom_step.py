@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.data.batch import Batch, host_rows, pad
+from replicax.core.data.batch import Batch
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.modes.mode_table import Mode
@@ -41,7 +42,7 @@ def verify_custom_step(
     serves as the row weights, so padding is one of the cases.
     """
     rows = len(jax.tree.leaves(data)[0])
-    batch = pad(host_rows(data, copy=True), rows, np.arange(rows))
+    batch = opened(data).on_host(copy=True).padded(rows)
     base = dp.replace(donate=False, accumulate=1)
     whole = {"layout": "replicated", "reduction": "float32"}
     show("one device")

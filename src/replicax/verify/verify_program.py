@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.analysis.compiled import inspect
-from replicax.core.data.batch import row_count, values_of_sets
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.models.definition import CallContext
 from replicax.core.modes.mode_table import MODES, Mode, as_mode
@@ -78,12 +78,13 @@ def verify_program(
     for line in lines_once(platform_of(dp.mesh)):
         alarm(line)
     chosen = _modes(dp, modes)
-    if values_of_sets(batch):
+    given = opened(batch)
+    if given.sets:
         raise ConfigError(
             "verify was given a batch with an rx.RowSet, which it does not cut: compare dp.step "
             "with mode='single', or verify a step without the set"
         )
-    rows = _rows(dp, row_count(batch), micro_batches)
+    rows = _rows(dp, given.count, micro_batches)
     batch = jax.tree.map(lambda leaf: leaf[:rows], batch)
     about = {
         **dp.configuration.names(),

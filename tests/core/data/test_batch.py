@@ -13,12 +13,16 @@ import pytest
 import scipy.sparse
 from support.figures import refused
 
-from replicax.core.data.batch import host_rows, pad, row_count
+from replicax.core.data.rows import OpenedRows, opened
 from replicax.errors import DataError
 
 
+def on_host(data: Any, *, copy: bool = False) -> Any:
+    return opened(data).on_host(copy=copy).data
+
+
 def test_padding_repeats_rows_from_the_first_on_with_mask_zero() -> None:
-    batch = pad({"x": np.array([10, 11, 12])}, 8, np.array([5, 6, 7]))
+    batch = OpenedRows({"x": np.array([10, 11, 12])}).padded(8, np.array([5, 6, 7]))
     assert batch.data["x"].tolist() == [10, 11, 12, 10, 11, 12, 10, 11]
     assert batch.mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert batch.index.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
@@ -39,15 +43,15 @@ def test_padding_repeats_rows_from_the_first_on_with_mask_zero() -> None:
 )
 def test_leaves_without_one_row_dim_are_refused_by_name(data: Any, words: list[str]) -> None:
     with refused(DataError, *words):
-        row_count(data)
+        _ = opened(data).count
 
 
 def test_host_rows_have_the_dtype_that_a_device_holds() -> None:
     given = ["float64", "int64", "uint64", "complex128", "float16", "bfloat16", "uint8", "bool"]
     held = ["float32", "int32", "uint32", "complex64", "float16", "bfloat16", "uint8", "bool"]
-    assert [host_rows(np.ones(3, each), copy=False).dtype for each in given] == held
+    assert [on_host(np.ones(3, each)).dtype for each in given] == held
     limits = [2**31 - 1, -(2**31)]
-    assert host_rows(np.array(limits), copy=False).tolist() == limits
+    assert on_host(np.array(limits)).tolist() == limits
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_integers_that_do_not_fit_are_refused_with_their_range(
     array: np.ndarray, words: list[str]
 ) -> None:
     with refused(DataError, *words):
-        host_rows({"x": array}, copy=False)
+        on_host({"x": array})
 
 
 @pytest.mark.parametrize(
@@ -79,14 +83,14 @@ def test_integers_that_do_not_fit_are_refused_with_their_range(
 )
 def test_what_is_no_number_is_refused_by_name(array: np.ndarray) -> None:
     with pytest.raises(DataError, match=r"\['label'\].*only numbers"):
-        host_rows({"label": array}, copy=False)
+        on_host({"label": array})
 
 
 def test_float64_too_large_for_float32_is_refused_and_infinity_stays() -> None:
     with pytest.raises(DataError, match=r"\['x'\].*float64"):
-        host_rows({"x": np.array([1e300])}, copy=False)
+        on_host({"x": np.array([1e300])})
     given = np.array([np.inf, -np.inf, np.nan])
-    np.testing.assert_array_equal(host_rows(given, copy=False), given.astype(np.float32))
+    np.testing.assert_array_equal(on_host(given), given.astype(np.float32))
 
 
 class Tensor:
@@ -123,19 +127,19 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.promise("outside.batches-of-any-kind")
 def test_a_tensor_of_torch_is_data_without_its_gradient(torch: None) -> None:
     x = np.arange(3, dtype=np.float32)
-    assert host_rows({"x": Tensor(x, "float32", requires_grad=True)}, copy=False)["x"] is x
+    assert on_host({"x": Tensor(x, "float32", requires_grad=True)})["x"] is x
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_dtypes_that_numpy_lacks_keep_their_bits(torch: None, dtype: str) -> None:
     x = jnp.arange(3, dtype=dtype)
-    found = host_rows(Tensor(np.asarray(x), dtype), copy=True)
+    found = on_host(Tensor(np.asarray(x), dtype), copy=True)
     assert (found.dtype, found.tolist()) == (x.dtype, x.tolist())
 
 
 def test_what_numpy_cannot_read_is_refused_by_name(torch: None) -> None:
     with refused(DataError, "['x']"):
-        host_rows({"x": Tensor(np.ones(3), "sparse")}, copy=False)
+        on_host({"x": Tensor(np.ones(3), "sparse")})
 
 
 class Lookup(UserDict[Any, Any]):
@@ -146,35 +150,35 @@ class Lookup(UserDict[Any, Any]):
 @pytest.mark.parametrize("kind", [UserDict, ChainMap, MappingProxyType, OrderedDict])
 def test_any_mapping_is_a_dict(kind: Any) -> None:
     given = kind({"x": np.zeros(3), "more": Lookup({"y": np.ones((3, 2))})})
-    assert row_count(given) == 3
-    assert host_rows(given, copy=False)["more"]["y"].shape == (3, 2)
+    assert opened(given).count == 3
+    assert on_host(given)["more"]["y"].shape == (3, 2)
 
 
 def test_a_mapping_by_number_is_refused() -> None:
     with pytest.raises(DataError, match=r"Lookup\b.*\bkey 0\b"):
-        row_count(Lookup({0: np.zeros(3), 1: np.zeros(3)}))
-    assert row_count({0: np.zeros(3), 1: np.zeros(3)}) == 3
+        opened(Lookup({0: np.zeros(3), 1: np.zeros(3)}))
+    assert opened({0: np.zeros(3), 1: np.zeros(3)}).count == 3
 
 
 def test_names_that_cannot_be_sorted_are_refused() -> None:
     with pytest.raises(DataError, match=r"'int' and 'str'"):
-        row_count({"x": np.zeros(3), 1: np.zeros(3)})
+        opened({"x": np.zeros(3), 1: np.zeros(3)})
 
 
 @pytest.mark.promise("outside.batches-of-any-kind")
 def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
     values = np.arange(4, dtype=np.float32)
-    plain = host_rows(np.ma.masked_array(values, mask=[False] * 4), copy=True)
+    plain = on_host(np.ma.masked_array(values, mask=[False] * 4), copy=True)
     assert type(plain) is np.ndarray
     assert plain.tolist() == values.tolist()
     with pytest.raises(DataError, match=r"\['x'\].* 1 of 4 "):
-        host_rows({"x": np.ma.masked_equal(values, 2)}, copy=True)
+        on_host({"x": np.ma.masked_equal(values, 2)}, copy=True)
 
 
 @pytest.mark.promise("outside.batches-of-any-kind")
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8", ">f2"])
 def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
-    found = host_rows(np.array([1, 200, 3], dtype), copy=False)
+    found = on_host(np.array([1, 200, 3], dtype))
     assert found.dtype.isnative
     assert found.tolist() == [1, 200, 3]
 
@@ -187,7 +191,7 @@ def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
 def test_arrays_that_no_device_holds_are_refused_by_name(leaf: Any) -> None:
     for copy in (True, False):
         with pytest.raises(DataError, match=r"\['x'\]"):
-            host_rows({"x": leaf}, copy=copy)
+            on_host({"x": leaf}, copy=copy)
 
 
 class Picky:
@@ -203,4 +207,4 @@ jax.tree_util.register_pytree_node(Picky, lambda own: ((own.x,), None), lambda _
 
 def test_a_class_that_jax_cannot_make_is_no_batch() -> None:
     with pytest.raises(DataError, match="Picky"):
-        row_count(Picky(np.ones((3, 2))))
+        opened(Picky(np.ones((3, 2))))

@@ -144,7 +144,6 @@ class ExchangedStep:
         return len(self._shapes)
 
     def _shapes_of(self, state: TrainState, batch: Batch) -> Any:
-        """Return the shapes of the sums of a part."""
         leaves, structure = jax.tree.flatten((state, batch))
         key = structure, *((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         if key not in self._shapes:

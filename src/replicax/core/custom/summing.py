@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.custom.known_gradient import FORWARD, of_known_gradient, sums_of_all_replicas
-from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count, row_count
+from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count
 from replicax.core.data.merged import Merged
+from replicax.core.data.rows import opened
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision
 from replicax.core.ground.train_state import TrainState
@@ -188,7 +189,7 @@ def _seen(
             "than those of the batch as rx.RowSet"
         )
     of_set = isinstance(rows, RowSet)
-    count, here, step = row_count(rows.value if of_set else rows), current(), None
+    count, here, step = opened(rows.value if of_set else rows).count, current(), None
     if here is None:
         primitives, rows = _ALONE, rows.value if of_set else rows
         mask, every = map(jnp.asarray, mask_and_count(np.arange(count), count))

@@ -10,26 +10,17 @@ Shapes, here and in this room:
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, register_dataclass, register_pytree_node
+from jax.tree_util import register_dataclass, register_pytree_node
 
-from replicax.core.data.host_arrays import (
-    check_range,
-    device_dtype,
-    host_array,
-    opened,
-    refuse_keys,
-)
+from replicax.core.data.host_arrays import refuse_keys
 from replicax.core.data.loader_state import LoaderState
 from replicax.core.ground.array_table import arrays_html, arrays_text
 from replicax.core.ground.leaves import PyTree
-from replicax.errors import DataError
 from replicax.text.arguments import answered
 
 
@@ -180,14 +171,15 @@ class Batch:
         """
         places = jax.tree_util.tree_leaves_with_path(self.data, is_leaf=_is_marked)
         for path, node in places:
-            for below, leaf in _below(node):
+            value = node.value if isinstance(node, Shared) else ()  # rows were looked at before
+            for below, leaf in jax.tree_util.tree_leaves_with_path(value):
                 refuse_keys((*path, *below), leaf)
         nodes = [node for _, node in places]
         values = tuple(node.value for node in nodes if isinstance(node, Shared))
         sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
         if not (values or sets):
             return self
-        data = _map_marked(lambda node: type(node)(None), self.data)
+        data = map_marked(lambda node: type(node)(None), self.data)
         return dataclasses.replace(self, data=data, shared=values, sets=sets)
 
     def whole(self) -> "Batch":
@@ -199,7 +191,7 @@ class Batch:
         def with_value(node: Shared | RowSet) -> Shared | RowSet:
             return Shared(next(values)) if isinstance(node, Shared) else RowSet(next(sets))
 
-        data = _map_marked(with_value, self.data)
+        data = map_marked(with_value, self.data)
         return dataclasses.replace(self, data=data, shared=(), sets=())
 
     def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
@@ -233,114 +225,18 @@ register_dataclass(
 
 def unshared(data: PyTree) -> PyTree:
     """Return `data` with each `Shared` replaced by its value."""
-    return _map_marked(lambda node: node.value if isinstance(node, Shared) else node, data)
+    return map_marked(lambda node: node.value if isinstance(node, Shared) else node, data)
 
 
-def _map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
+def map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
+    """Return `data` with `function` of each `Shared` and `RowSet`."""
     return jax.tree.map(
         lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
     )
 
 
-def _below(node: Any) -> list[tuple[Any, Any]]:
-    """Return the leaves of the value of a `Shared`, with their paths in it."""
-    shared = isinstance(node, Shared)
-    return jax.tree_util.tree_leaves_with_path(node.value) if shared else []
-
-
 def _is_marked(node: Any) -> bool:
     return isinstance(node, Shared | RowSet)
-
-
-def _is_set(node: Any) -> bool:
-    return isinstance(node, RowSet)
-
-
-def _rows_of_set(node: RowSet) -> int:
-    real = None if node.rows is None else node.rows.rows
-    return row_count(node.value) if real is None else real
-
-
-def values_of_sets(data: PyTree) -> list[PyTree]:
-    """Return the value of each `RowSet` in `data`."""
-    nodes = jax.tree.leaves(data, is_leaf=_is_marked)
-    return [opened(node.value) for node in filter(_is_set, nodes)]
-
-
-def with_padded_sets(data: PyTree, padded: Callable[[int], int]) -> PyTree:
-    """Return `data` with each `RowSet` as a batch of its own; arrays of the host, or shapes.
-
-    `padded` returns the size of a batch of so many rows.
-    """
-    numbers = itertools.count(1)
-
-    def as_batch(node: Shared | RowSet) -> Shared | RowSet:
-        if isinstance(node, Shared) or node.rows is not None:
-            return node
-        value = opened(node.value)
-        rows = row_count(value)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
-            found = described(value, padded(rows))
-        else:
-            found = pad(host_rows(value, copy=True), padded(rows), np.arange(rows))
-        return RowSet(dataclasses.replace(found, number=next(numbers)))
-
-    return _map_marked(as_batch, data)
-
-
-def row_count(data: PyTree) -> int:
-    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf.
-
-    A batch of sets alone has the rows of the largest.
-    """
-    counts: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opened(data)):
-        refuse_keys(path, leaf)
-        if not np.shape(leaf):
-            number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
-            raise DataError(
-                f"batch{keystr(path)} is a {'scalar' if number else type(leaf).__name__}; every "
-                "leaf needs a leading row dim: "
-                "convert a list with np.asarray, stack single rows into batches, or repeat a "
-                "constant for every row"
-            )
-        counts[keystr(path)] = np.shape(leaf)[0]
-    sets = filter(_is_set, jax.tree.leaves(data, is_leaf=_is_set))
-    if not counts and (sizes := list(map(_rows_of_set, sets))):
-        return max(sizes)
-    if not counts:
-        raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
-    (first, rows), *others = counts.items()
-    for name, count in others:
-        if count != rows:
-            raise DataError(
-                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must share "
-                "one leading row dim: give both the same number, or mark one as rx.RowSet"
-            )
-    return rows
-
-
-def host_rows(data: PyTree, *, copy: bool) -> PyTree:
-    """Return `data` as NumPy arrays in the dtypes used on the device, each mapping as a dict.
-
-    A device may read an array long after it was passed, or use its memory directly: arrays that
-    may be written to again must be copied. 64-bit leaves become 32-bit ones unless
-    `jax_enable_x64` is set, as everywhere in JAX; a value out of range raises `DataError`.
-    """
-    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), opened(data))
-
-
-def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
-    """Return a host batch of `size` rows: the rows of `data`, repeated from the first as padding.
-
-    `data` has host arrays `[rows, ...]` with 0 < rows <= size; `index` has each row's source index.
-    """
-    rows = row_count(data)
-    if rows < size:
-        repeat = np.arange(size) % rows
-        data, index = jax.tree.map(lambda leaf: leaf[repeat], (data, index))
-    mask, count = mask_and_count(np.arange(size), rows)
-    return Batch(data, mask, index.astype(np.int32), rows, count=count)
 
 
 def mask_and_count(held: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -349,31 +245,3 @@ def mask_and_count(held: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]
     """
     mask = (held < rows).astype(np.float32)
     return mask, np.full_like(mask, rows)
-
-
-def described(data: PyTree, size: int) -> Batch:
-    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes.
-
-    Its sets have the rows that they have.
-    """
-
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
-
-    data = with_padded_sets(opened(data), lambda rows: rows)
-    one = np.ones(1, np.float32)
-    batch = Batch(data, one, np.ones(1, np.int32), count=one).apart().map_rows(shape)
-    sets = jax.eval_shape(lambda sets: sets, batch.sets)
-    shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
-    return dataclasses.replace(batch, shared=shared, sets=sets)
-
-
-def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
-    given = host_array(path, leaf)
-    array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
-    if dtype == array.dtype:
-        return array
-    check_range(f"batch{keystr(path)}", array, dtype)
-    with np.errstate(over="ignore"):
-        return array.astype(dtype)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax.core.data.batch import Batch, mask_and_count, pad, with_padded_sets
+from replicax.core.data.batch import Batch, mask_and_count
 from replicax.core.data.loader_state import LoaderState
+from replicax.core.data.rows import OpenedRows
 from replicax.core.data.share import FeedItem, Share
 from replicax.core.data.sources import ArraySource, PerProcessSource, Source
 from replicax.core.ground.job import Alone, Job
@@ -281,8 +282,8 @@ class Feed:
                     )
             host = data if source.batches is None or source is not self.source else None
             padded = partial(self._padded_set, real=rows or 0, size=share.size)
-            data = with_padded_sets(data, padded)
-            batch = pad(data, share.size // job.processes, index * job.processes + job.process)
+            mine = OpenedRows(data).with_padded_sets(padded)
+            batch = mine.padded(share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
             every = np.full_like(mask, sum(counts))
             state = None if before is None else dataclasses.replace(before, again=1)

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.data.batch import Batch, row_count
+from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed
 from replicax.core.data.grain_elements import is_grain
 from replicax.core.data.host_arrays import is_array_like
+from replicax.core.data.rows import opened
 from replicax.core.data.sources import PerProcess, Source, as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.leaves import PyTree
@@ -74,7 +75,7 @@ def opened_source(source: Any, rows: int) -> Source:
 
 def rows_given(source: Any) -> int | None:
     """Return the rows of a source, if they are known."""
-    return row_count(source) if _are_shapes(source) else opened_source(source, 1).rows
+    return opened(source).count if _are_shapes(source) else opened_source(source, 1).rows
 
 
 def _are_shapes(source: Any) -> bool:

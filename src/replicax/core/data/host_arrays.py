@@ -1,51 +1,16 @@
 """Arrays of the user's data, from any library, as NumPy arrays."""
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from replicax.core.ground.leaves import PyTree, is_random_key, takes
+from replicax.core.ground.leaves import is_random_key
 from replicax.errors import DataError
 
 Path = tuple[Any, ...]
-
-
-def opened(data: PyTree) -> PyTree:
-    """Return `data` with each mapping, such as an HDF5 group or a `UserDict`, as a dict.
-
-    So are tables with columns, such as a `DataFrame`. Mappings that JAX knows as pytrees are left
-    as they are.
-    """
-
-    def opened_leaf(path: Path, leaf: Any) -> Any:
-        if not (isinstance(leaf, Mapping) or has_columns(leaf)):
-            return leaf
-        unnamed = [name for name in leaf if not isinstance(name, str)]
-        if unnamed:  # more likely rows by number than columns by name
-            raise DataError(
-                f"batch{keystr(path)} is a {type(leaf).__name__} with the key {unnamed[0]!r}; a "
-                "mapping holds columns by name: pass a dict, whose keys may be anything"
-            )
-        return opened({name: leaf[name] for name in leaf})
-
-    try:
-        jax.tree.structure(data)
-    except ValueError as error:
-        raise DataError(
-            f"the batch has a dict with keys that JAX cannot sort ({error.__cause__ or error}): "
-            "use keys of one type, such as strings"
-        ) from None
-    found = jax.tree_util.tree_map_with_path(opened_leaf, data)
-    if not takes(found, object()):  # as in a tree of shardings like it
-        raise DataError(
-            f"the batch, a {type(data).__name__}, has a class whose constructor looks at its "
-            "arguments, and JAX makes it of other things than arrays too: pass a dict"
-        )
-    return found
 
 
 def has_columns(data: Any) -> bool:
@@ -82,6 +47,17 @@ def host_array(path: Path, leaf: Any) -> np.ndarray:
         )
     device_dtype(path, array)
     return array
+
+
+def device_array(path: Path, leaf: Any, *, copy: bool) -> np.ndarray:
+    """Return `leaf` as a NumPy array in the dtype that it has on a device, or raise `DataError`."""
+    given = host_array(path, leaf)
+    array, dtype = np.array(given, copy=True) if copy else given, device_dtype(path, given)
+    if dtype == array.dtype:
+        return array
+    check_range(f"batch{keystr(path)}", array, dtype)
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
 
 
 def device_dtype(path: Path, array: np.ndarray) -> np.dtype:

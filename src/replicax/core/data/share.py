@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.data.batch import Batch, host_rows, mask_and_count
+from replicax.core.data.batch import Batch, mask_and_count
 from replicax.core.data.loader_state import LoaderState
+from replicax.core.data.rows import opened
 from replicax.core.ground.leaves import PyTree, is_here, whole_on_host
 from replicax.errors import ConfigError, DataError
 
@@ -132,7 +133,7 @@ class Share:
     def _placed(self, batch: Batch, dim: int) -> Batch:
         """Return a host batch on the devices; its rows are dim `dim`."""
         arrays = (batch.data, batch.mask, batch.index, batch.count)
-        shared = host_rows(batch.shared, copy=True)
+        shared = opened(batch.shared).on_host(copy=True).data
         mesh = self.sharding.mesh
         where = NamedSharding(mesh, PartitionSpec(*[None] * dim, *self.sharding.spec))
         everywhere = NamedSharding(mesh, PartitionSpec())

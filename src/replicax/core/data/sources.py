@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from replicax.core.data.batch import host_rows, row_count
 from replicax.core.data.grain_elements import batch_size_in, check_rows, is_grain
-from replicax.core.data.host_arrays import has_columns, host_array, is_array_like, opened
+from replicax.core.data.host_arrays import has_columns, host_array, is_array_like
 from replicax.core.data.loader_state import Loader, LoaderState
+from replicax.core.data.rows import OpenedRows, opened
 from replicax.core.ground.job import Job
 from replicax.core.ground.leaves import PyTree, describe_leaves
 from replicax.errors import ConfigError, DataError
@@ -167,10 +167,10 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
         return IterableSource(batches, size, any_size=grain)
     if grain:
         return GrainSource(data, len(data), size, shuffle, seed)
-    data = opened(data)
-    rows = row_count(data)  # first: it rejects leaves that are not arrays
-    arrays = jax.tree_util.tree_map_with_path(host_array, data)
-    return ArraySource(arrays, rows, size, shuffle, seed)
+    rows = opened(data)
+    count = rows.count  # first: it rejects leaves that are not arrays
+    arrays = jax.tree_util.tree_map_with_path(host_array, rows.data)
+    return ArraySource(arrays, count, size, shuffle, seed)
 
 
 def can_shuffle(data: Any) -> bool:
@@ -218,7 +218,8 @@ class ArraySource(_Ordered):
 
     def taken(self, index: np.ndarray) -> PyTree:
         """Return the rows at `index`, of any shape, as new arrays."""
-        return host_rows(jax.tree.map(lambda leaf: leaf[index], self._data), copy=False)
+        rows = OpenedRows(jax.tree.map(lambda leaf: leaf[index], self._data))
+        return rows.on_host(copy=False).data
 
     def fingerprint(self) -> dict[str, Any]:
         some = np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64))
@@ -242,7 +243,7 @@ class GrainSource(_Ordered):
             picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
             rows, size = picked.map(lambda place: all_rows[int(place)]), len(held)
         for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
-            yield RowsRead(host_rows(data, copy=True), np.asarray(index))
+            yield RowsRead(opened(data).on_host(copy=True).data, np.asarray(index))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._about(self._data[0])
@@ -292,12 +293,11 @@ class IterableSource(Source):
         batches = self._loader.read(saved, number)
         before = self._state(number, start)
         for batch in batches:
-            data = host_rows(batch, copy=True)
-            rows = row_count(data)
-            if not rows:
+            rows = opened(batch).on_host(copy=True)
+            if not rows.count:
                 raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
-            yield RowsRead(data, np.arange(start, start + rows), before)
-            start += rows
+            yield RowsRead(rows.data, np.arange(start, start + rows.count), before)
+            start += rows.count
             before = self._state(number, start)
         if not start and self._was_read:
             raise DataError(

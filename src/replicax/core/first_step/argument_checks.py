@@ -98,15 +98,6 @@ def check_is_state(state: Any) -> None:
     raise StateError(f"the state is a {type(state).__name__}; it must be an rx.TrainState: {fix}")
 
 
-def check_order(state: Any, source: Any) -> None:
-    """Raise `ConfigError` if `predict` is called with its function first, as it once was."""
-    if isinstance(source, TrainState) and callable(state):
-        raise ConfigError(
-            "predict got (function, state, ...), its former order: write "
-            "dp.predict(state, source, function)"
-        )
-
-
 def check_kind(state: Any) -> None:
     """Raise `StateError` if `state` is not a state, is a tracer, or was donated."""
     check_is_state(state)
@@ -115,10 +106,11 @@ def check_kind(state: Any) -> None:
 
 
 def check_state(state: TrainState, abstract: TrainState) -> None:
-    """Raise `StateError` if the shapes or shardings of `state` are not those of `abstract`.
+    """Raise `StateError` as `check_kind`, or if shapes or shardings are not those of `abstract`.
 
     Dtypes may differ, as `jax.jit` accepts any.
     """
+    check_kind(state)
     check_outside_jit(state)
     check_shapes(state, abstract)
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
@@ -132,7 +124,8 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
 
 def check_shapes(state: TrainState, abstract: TrainState) -> None:
-    """Raise `StateError` if the shapes of `state` are not those of `abstract`."""
+    """Raise `StateError` if `state` is no state, or its shapes are not those of `abstract`."""
+    check_is_state(state)
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
@@ -140,7 +133,6 @@ def check_shapes(state: TrainState, abstract: TrainState) -> None:
 
 
 def _difference(state: TrainState, abstract: TrainState) -> str:
-    """Return what differs in one line."""
     found, wanted = (
         {path: getattr(leaf, "shape", ()) for path, leaf in by_path(tree).items()}
         for tree in (state, abstract)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-from replicax.core.data.batch import Batch, row_count
+from replicax.core.data.batch import Batch
+from replicax.core.data.rows import opened
 from replicax.core.ground.leaves import PyTree, by_dtype, in_one_call
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import numbers_on
@@ -137,7 +138,7 @@ def row_weights(rows: PyTree) -> jax.Array:
     """
     here = _seeing("row_weights", rows)
     if here is None:
-        return jnp.ones(row_count(rows), jnp.float32)
+        return jnp.ones(opened(rows).count, jnp.float32)
     _check_trace("row_weights", here)
     here.weighs = True
     return here.mask
@@ -167,7 +168,7 @@ def row_numbers(rows: PyTree) -> jax.Array:
         LossError: the loss sees some of the rows of a stage, or of a part that jobs exchange.
     """
     if (here := _seeing("row_numbers", rows)) is None:
-        return numbers_on(None, row_count(rows))
+        return numbers_on(None, opened(rows).count)
     _check_trace("row_numbers", here)
     numbers = here.context.row_numbers or partial(numbers_on, here.context.axis)
     if here.context.part and here.context.row_numbers is None:
@@ -205,13 +206,11 @@ def weighs() -> bool:
 
 def _seeing(name: str, rows: PyTree) -> LossContext | None:
     here = _current.get()
-    if here is not None:
-        count, seen = row_count(rows), here.mask.shape[0]
-        if count != seen:
-            raise LossError(
-                f"rx.{name} got {count} rows, but the loss sees {seen}: pass arrays with "
-                "one entry per row of the batch"
-            )
+    if here is not None and (count := opened(rows).count) != (seen := here.mask.shape[0]):
+        raise LossError(
+            f"rx.{name} got {count} rows, but the loss sees {seen}: pass arrays with one entry per "
+            "row of the batch"
+        )
     return here
 
 

@@ -14,8 +14,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from replicax.core.custom.custom_step import keep
-from replicax.core.data.batch import Batch, described, row_count
+from replicax.core.data.batch import Batch
 from replicax.core.data.per_row import RowsOfState, map_rows_of_state, real_rows, resized
+from replicax.core.data.rows import opened
 from replicax.core.data.sources import PerProcessSource, Source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree, kind, numbers, shapes_by_path
@@ -65,9 +66,10 @@ def program_fingerprint(
         dataclasses.replace(inner, losses=(), reduction=()),
     )
     digests = {"model": _digest(_described(real_rows((plain.params, plain.extras))))}
-    data = batch.whole().data if isinstance(batch, Batch) else batch
+    rows = opened(batch.whole().data if isinstance(batch, Batch) else batch)
     # A loss may require the number of rows of a batch.
-    tries = [described(data, rows) for rows in (ROWS, dp.split.padded(size or row_count(data)))]
+    sizes = ROWS, dp.split.padded(size or rows.count)
+    tries = [rows.described(count) for count in sizes]
     tries = [*_with_shapes(tries[0], traced), *tries]
     for attempt in tries[:-1]:
         with contextlib.suppress(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from replicax.analysis.flops import count_flops
-from replicax.core.data.batch import described
+from replicax.core.data.rows import opened
 from replicax.train.dispatched import RunPosition
 from replicax.train.folder.program_fingerprint import some_rows
 from replicax.train.hooks.hook import Running
@@ -102,7 +102,8 @@ def _chosen(run: Running, intervals: Sequence[int]) -> tuple[int, float]:
     program = dp.program(run.state)
     if program.steps is None:
         return 1, math.nan
-    batch = program.batches.described(described(rows, dp.split.padded(run.source.batch_size)))
+    size = dp.split.padded(run.source.batch_size)
+    batch = program.batches.described(opened(rows).described(size))
     size, held = (
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         for tree in (batch, program.shapes)

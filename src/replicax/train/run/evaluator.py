@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from replicax.core.data.batch import Batch, described
+from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, GaveUpError
-from replicax.core.data.host_arrays import opened
+from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
@@ -82,8 +82,8 @@ def as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
     if eval_source is None or isinstance(eval_source, Evaluation):
         return eval_source
     if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
-        rows: Any = jax.tree.structure(opened(source))
-        sets = opened(eval_source).items()
+        rows: Any = jax.tree.structure(opened(source).data)
+        sets = opened(eval_source).data.items()
         named = [name for name, each in sets if rows == jax.tree.structure(each)]
         if named:
             raise ConfigError(
@@ -146,7 +146,7 @@ class Evaluator:
             if (rows := some_rows(feed.source)) is None:
                 return None
             try:
-                batch = described(rows, feed.source.batch_size)
+                batch = opened(rows).described(feed.source.batch_size)
                 returned = jax.eval_shape(
                     lambda params, extras, step, batch: values_by_name(
                         objective.returned(params, extras, batch, CallContext(step=step))[0]
