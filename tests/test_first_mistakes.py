@@ -72,10 +72,7 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "feed(path)": (lambda dp, state: dp.feed("rows.npz", 8), "str"),
     "feed(rows)": (lambda dp, state: dp.feed(ROWS), "batch_size="),
     "evaluate(feed, 8)": (lambda dp, state: evaluate(dp, state, dp.feed(ROWS, 8)), "Feed"),
-    "predict(state, batches)": (
-        lambda dp, state: dp.predict(state, [ROWS]),
-        "dp.predict(state, source, function)",
-    ),
+    "predict(state, batches)": (lambda dp, state: dp.predict(state, [ROWS]), "source, function)"),
     "predict(state, function, batches)": (
         lambda dp, state: dp.predict(state, loss, [ROWS]),
         "dp.predict(state, source, function)",

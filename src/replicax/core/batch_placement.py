@@ -38,7 +38,7 @@ class BatchPlacement:
     def placed(self, data: PyTree) -> Batch:
         """Return rows as a padded batch with the sharding that a step uses."""
         rows, size = self._with_padded_sets(data)
-        if rows.count < size or not _are_arrays(rows.data):
+        if rows.count < size or not _are_arrays(rows.data):  # else they stay on their devices
             rows = rows.on_host(copy=True)
         return Share(by_rows(self.mesh), size).place(rows.padded(size))
 

@@ -68,6 +68,7 @@ class CallChecks:
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
         self._fits = False
+        # Weak: a state that the caller lets go must free its arrays.
         self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
         self._is_custom = program.configuration.step is not None  # never in a program that scores
@@ -90,7 +91,7 @@ class CallChecks:
             raise row_errors.other_rows(self.program.rows_of_state, batch.size)
         examinations, given = self._examination(phase, state, batch), batch
         batch = self._padded_or_not(phase, examinations[0], state, batch)
-        if batch is not given:
+        if batch is not given:  # without its padding it is another program
             self._examination(phase, state, batch)
         self._check_padded_sets(examinations, state, batch)
         configuration = self.program.configuration

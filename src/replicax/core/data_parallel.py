@@ -212,7 +212,7 @@ class DataParallel:
         state = self._checks.taken(state)
         batch = self.prepare(state, placed)
         self.job.move()
-        self.job.in_flight.enter()
+        self.job.in_flight.enter()  # before the dispatch, which may wait for other processes
         state, means, rows = self._checks.program.step(state, batch)
         self.job.in_flight.add(means[LOSS])
         self._checks.check_result(state, means)

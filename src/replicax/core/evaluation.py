@@ -74,6 +74,7 @@ class ProgramEvaluation:
             )
         if _key(function) not in self._predicting:
             check_loss(function, "function")
+        # Not left to `checks`: `predict` takes what they raise for outputs without rows.
         check_state(state, self._program.abstract_state())
         state = self._program.averaged(state) if ema else state
         if _key(function) not in self._predicting:

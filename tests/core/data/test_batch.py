@@ -178,9 +178,8 @@ def test_a_masked_array_is_refused_if_it_hides_a_value() -> None:
 @pytest.mark.promise("outside.batches-of-any-kind")
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8", ">f2"])
 def test_bytes_in_another_order_are_the_same_numbers(dtype: str) -> None:
-    found = on_host(np.array([1, 200, 3], dtype))
-    assert found.dtype.isnative
-    assert found.tolist() == [1, 200, 3]
+    native = on_host(np.array([1, 200, 3], dtype))
+    assert (native.dtype.isnative, native.tolist()) == (True, [1, 200, 3])
 
 
 @pytest.mark.parametrize(

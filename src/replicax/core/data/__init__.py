@@ -4,7 +4,7 @@ Read in this order:
 
     batch.py         `Batch`, rows with their mask and index, of one size; `Shared` and `RowSet`
     host_arrays.py   arrays of other libraries as NumPy arrays
-    rows.py          `OpenedRows`: what a user passed, with dicts for mappings, to be counted and padded
+    rows.py          `OpenedRows`: what a user passed, opened, to be counted and padded
     grain_elements.py   whether the elements of a Grain dataset are rows
     loader_state.py  the state of a loader, from which it goes on, as JSON
     sources.py       arrays, Grain data sets and iterables, opened for an epoch by one process

@@ -93,7 +93,7 @@ class _Held:
 
     value: PyTree
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> bool:  # by identity: arrays would be read from devices
         return isinstance(other, _Held) and self.value is other.value
 
     def __hash__(self) -> int:

@@ -140,9 +140,11 @@ def _difference(state: TrainState, abstract: TrainState) -> str:
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
     if paths:
         path = min(paths, key=lambda path: list(MADE_BY).index(_field(path)))
-        said = [_shown(shapes.get(path)) for shapes in (found, wanted)]
+        shapes = found.get(path), wanted.get(path)
+        said = ["is not there" if each is None else f"has the shape {each}" for each in shapes]
     else:  # for example, two optimizers without arrays
-        path = next(f".{name}" for name in MADE_BY if _differ(state, abstract, name))
+        of_field = lambda tree, name: jax.tree.structure(getattr(tree, name))  # noqa: E731
+        path = next(f".{n}" for n in MADE_BY if of_field(state, n) != of_field(abstract, n))
         said = ["has one structure", "another"]
     made_by, fix = MADE_BY[_field(path)], "use its own, from dp.init"
     if made_by == "optimizer":
@@ -153,18 +155,9 @@ def _difference(state: TrainState, abstract: TrainState) -> str:
     )
 
 
-def _differ(state: TrainState, other: TrainState, field: str) -> bool:
-    trees: list[Any] = [jax.tree.structure(getattr(each, field)) for each in (state, other)]
-    return bool(trees[0] != trees[1])
-
-
 def _field(path: str) -> str:
     """Return the field of a state that a path begins with; `.params['w']` is of `params`."""
     return path[1:].replace("[", ".").partition(".")[0]
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "is not there" if shape is None else f"has the shape {shape}"
 
 
 def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:

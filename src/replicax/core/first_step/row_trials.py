@@ -251,7 +251,8 @@ def _judged(
     """
     finite = jnp.any(jnp.isfinite(pinned)) & jnp.any(jnp.isfinite(alone))
     if not by_row:
-        differs = _gap(jnp.mean(alone, axis=0), pinned) > min(_OF_SUMS * eps, _COARSEST)
+        means = jnp.mean(alone, axis=0).reshape(1, -1), pinned.reshape(1, -1)
+        differs = _gap_of_rows(*means) > min(_OF_SUMS * eps, _COARSEST)
         return differs, differs, finite
     parts = jnp.asarray(division.parts)
     mine, flat = parts[first], alone.reshape(-1, *alone.shape[2:])
@@ -278,11 +279,6 @@ def _judged_merged(
     gap = jnp.sum(jnp.where(same, 0, jnp.abs(one - other)))
     differs = ~(gap <= max(_COARSEST * share, _OF_SUMS * _EPS) * jnp.sum(jnp.abs(other)))
     return differs, differs, finite
-
-
-def _gap(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the largest difference, as a share of the largest value; 0 between equal NaNs."""
-    return _gap_of_rows(one.reshape(1, -1), other.reshape(1, -1))
 
 
 def _gap_of_rows(one: jax.Array, other: jax.Array) -> jax.Array:

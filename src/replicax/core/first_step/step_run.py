@@ -31,7 +31,7 @@ def each_set(state: TrainState, batch: Batch) -> Iterator[tuple[TrainState, Batc
 
 
 def _with_set_back(batch: Batch) -> Batch:
-    """Return the batch of which `batch` is a set, as yielded by `_each_set`."""
+    """Return the batch of which `batch` is a set, as yielded by `each_set`."""
     [whole], place = batch.shared, batch.number - 1
     sets = list(whole.sets)
     sets.insert(place, dataclasses.replace(batch, shared=()))

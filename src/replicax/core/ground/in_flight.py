@@ -109,7 +109,7 @@ class InFlight:
         if self._met is not None:
             self._met.block_until_ready()
         found = run()
-        self._met = min(found, key=lambda leaf: leaf.nbytes)
+        self._met = min(found, key=lambda leaf: leaf.nbytes)  # kept until the next: the smallest
         return found
 
     def drain(self) -> None:
@@ -122,7 +122,7 @@ class InFlight:
         """Wait for the oldest call; re-raise any error from its devices."""
         try:
             self._unfinished[0][0].block_until_ready()
-        finally:
+        finally:  # a call that failed ended as well: the next wait is for the one after it
             with self._lock:
                 self._waited_for = self._unfinished.popleft()[1]
 

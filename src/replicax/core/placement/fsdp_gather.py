@@ -222,11 +222,11 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     layers = {n: each for n, each in enumerate(stacks) if isinstance(each, _Split)}
 
     def body(carry: list[jax.Array], rows: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-        own: list[Any] = list(rows)
+        of_layer: list[Any] = list(rows)
         for number, stack in layers.items():
-            own[number] = _Split(rows[number], stack.place.of_layer())
-        found = _evaluate(params["jaxpr"], [*consts, *carry, *own], in_loop=True)
-        return found[: len(carry)], found[len(carry) :]
+            of_layer[number] = _Split(rows[number], stack.place.of_layer())
+        results = _evaluate(params["jaxpr"], [*consts, *carry, *of_layer], in_loop=True)
+        return results[: len(carry)], results[len(carry) :]
 
     arrays = [each.part if isinstance(each, _Split) else each for each in stacks]
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}

@@ -81,7 +81,9 @@ class ExchangedPrograms(CollectivePrograms):
         def gather(values: list[MicroShardValues]) -> list[jax.Array]:
             def compute(part: int) -> list[np.ndarray]:
                 found = [whole_on_host(as_global(each[part])) for each in values]
-                return [_along(*pair, self.mesh.size) for pair in zip(found, dims, strict=True)]
+                pairs, count = zip(found, dims, strict=True), self.mesh.size
+                # Along dim 0 lie the pieces of all devices, which belong along `dim`.
+                return [np.concatenate(np.split(array, count), dim) for array, dim in pairs]
 
             each = self.exchange(Parts(self.shares, compute, None, _itself, _itself))
             joined = zip(zip(*each, strict=True), dims, strict=True)
@@ -114,11 +116,6 @@ class _ExchangedSum(TreeSum):
 
         [total] = self._exchange(Parts(self._count, part, add, jax.device_get, placed))
         return self._cut(total)
-
-
-def _along(array: np.ndarray, dim: int, count: int) -> np.ndarray:
-    """Return the pieces of `count` devices, which `array` has along dim 0, along `dim`."""
-    return np.concatenate(np.split(array, count), dim)
 
 
 def _itself(arrays: list[np.ndarray]) -> list[np.ndarray]:
