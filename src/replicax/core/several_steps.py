@@ -65,7 +65,7 @@ class SeveralSteps:
             batch = self._one(batches, number)
             if self._checks.check(TRAINING, step, state, batch) is not batch:
                 return None
-        if (steps := self._program.steps) is None:
+        if (steps := self._program.steps) is None:  # then each step needs what one alone does
             self._checks.check_memory(state, batch)
         else:
             compiled = steps.compiled(state, batches.stack)

@@ -55,6 +55,7 @@ class RoundStep:
         self._add = compiled(arithmetic.added, donate_argnums=0)
         self._outer_step = compiled(arithmetic.stepped, static_argnums=4)
         self._next = jax.jit(lambda step: step + 1)
+        # The last state, by its array of the step number, which would be waited for; held weakly.
         self._at: tuple[Any, int] = (lambda: None, 0)
         self._round_loss: jax.Array | None = None
         self._under_way: tuple[int, int, Callable[[], list[Sent]]] | None = None
@@ -64,6 +65,7 @@ class RoundStep:
         if self._under_way is not None and not 0 <= self._under_way[1] - step < self._rounds.delay:
             self._under_way[2]()  # of a state that the caller has left
             self._under_way = None
+        # A state from elsewhere, such as a checkpoint, may be in the middle of a round.
         if self._at[0]() is not state.step or (step - 1) % self._rounds.interval == 0:
             self._begin()
         own, metrics = self.transport.advance(state.islands, batch)

@@ -365,5 +365,5 @@ def prefetched(
             yield item
     finally:
         closing.set()
-        room.release()
+        room.release()  # in this order: the thread wakes, and looks whether to end
         thread.join(timeout=patience_seconds)
