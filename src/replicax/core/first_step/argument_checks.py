@@ -143,7 +143,7 @@ def _difference(state: TrainState, abstract: TrainState) -> str:
         shapes = found.get(path), wanted.get(path)
         said = ["is not there" if each is None else f"has the shape {each}" for each in shapes]
     else:  # for example, two optimizers without arrays
-        of_field = lambda tree, name: jax.tree.structure(getattr(tree, name))  # noqa: E731
+        of_field: Any = lambda tree, name: jax.tree.structure(getattr(tree, name))  # noqa: E731
         path = next(f".{n}" for n in MADE_BY if of_field(state, n) != of_field(abstract, n))
         said = ["has one structure", "another"]
     made_by, fix = MADE_BY[_field(path)], "use its own, from dp.init"
