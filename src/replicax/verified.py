@@ -23,7 +23,7 @@ def verify(
     source: Any,
     *,
     batch_size: Int32Count | None = None,
-    modes: Sequence[str | Mode] | None = None,
+    modes: Sequence[str | Mode] | str | None = None,
     micro_batches: Count = checks.MICRO_BATCHES_TRIED,
     target: str | Target | None = None,
     seed: Seed = 0,
@@ -33,11 +33,11 @@ def verify(
 ) -> Verification:
     """Check that the step of `dp` computes the same on its devices as on one.
 
-    Loss, metrics, gradient, parameters and the model's other arrays are compared leaf by leaf, in
-    every mode that the model allows, with a full batch, a padded one, unequal weights, and several
-    micro-batches; differences beyond rounding fail. It also checks communication, duplicated work,
-    parameters without gradient, unequal copies, determinism, recompilation, and sums of many terms
-    in 16-bit floats.
+    Loss, metrics, gradient, parameters and the model's other arrays are compared leaf by leaf, with
+    a full batch, a padded one, unequal weights, and several micro-batches, in the mode of `dp` or
+    in those asked for; differences beyond rounding fail. It also checks communication, duplicated
+    work, parameters without gradient, unequal copies, determinism, recompilation, and sums of many
+    terms in 16-bit floats.
 
     The step is compiled about a dozen times and run about a hundred times, with few rows.
 
@@ -53,7 +53,8 @@ def verify(
             source's first rows, as many as show everything. Without it, the source is the batch,
             and run as it is, but for rows that do not divide evenly among the replicas and
             `micro_batches`.
-        modes: those to compare; by default all that one process and `dp`'s mesh allow.
+        modes: those to compare, or `"all"`: all that one process and `dp`'s mesh allow. By default
+            that of `dp`.
         micro_batches: number of micro-batches to compare with 1 and with `dp.accumulate`.
         target: hardware to compile for when inspecting those sums, as for `rx.plan`: `h100:8`. By
             default the attached devices. It does not affect the other checks.

@@ -37,7 +37,7 @@ from replicax.text.wording import first_line
 from replicax.train.files.fingerprint import sha256
 from replicax.verify.program_cases import program_text
 from replicax.verify.verification import GrowingTable, Verification
-from replicax.verify.verify_program import rows_needed
+from replicax.verify.verify_program import ALL, rows_needed
 
 HOST_DEVICES = 8
 _MOST_CONSTANTS = 1 << 20
@@ -68,8 +68,8 @@ NOT_EVALUATED = (
 class VerifyOptions(JsonOptions, StepOptions, RoundOptions, ModeOptions, DeviceOptions):
     """Options of `replicax verify` for any recipe."""
 
-    modes: Annotated[str | None, several_of(MODES, "all")] = None
-    """Modes to compare with one device; an unsupported one is skipped unless --mode names it."""
+    modes: Annotated[str | None, several_of([*MODES, ALL], "that of --mode")] = None
+    """Modes to compare with one device, or all; one that does not support the model is skipped."""
     target: Annotated[str | None, shown_as("TARGET", "the attached devices")] = None
     """Hardware to compile for when looking for sums in 16 bits, such as h100:8."""
     surrogates: Annotated[str | None, shown_as("NAMES", "none")] = None
@@ -116,7 +116,8 @@ def verify(arguments: list[str]) -> int:
     else:
         parsed = parse_with_recipe("verify", VerifyOptions, arguments)
         options, check = parsed.options, partial(_of_recipe, parsed)
-        options.fix_threads(*MODES)  # all modes are compared
+        asked = MODES if options.modes == ALL else words(options.modes or "")
+        options.fix_threads(options.mode, *asked)
     check_alone(
         "verify",
         "it reads all devices' copies, so it needs a single process: run it alone, with --devices",
@@ -165,7 +166,7 @@ def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
         dp,
         model,
         batch,
-        modes=None if options.modes is None else words(options.modes),
+        modes=ALL if options.modes == ALL else options.modes and words(options.modes),
         batch_size=recipe.batch_size,
         target=options.target,
         seed=options.seed,
@@ -176,10 +177,11 @@ def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
     alone = [*_of_recipe_alone(dp, recipe, model, batch, by_key)]
     for check in alone:
         table.add(check)
-    table.finish()
     checks = [*verification.checks, *alone]
     about = {**parsed.about(), **verification.about}
-    return dataclasses.replace(verification, checks=checks, about=about)
+    verification = dataclasses.replace(verification, checks=checks, about=about)
+    table.finish(verification.summary)
+    return verification
 
 
 def _of_recipe_alone(

@@ -39,14 +39,25 @@ class Verification:
         return f"Verification(ok={self.ok}, {checks_summary(self.checks)})"
 
     def __str__(self) -> str:
-        return table_text(merged_checks(self.checks), checks_summary(self.checks))
+        return table_text(merged_checks(self.checks), self.summary)
 
     def _repr_html_(self) -> str:
-        return html_of([checks_grid(merged_checks(self.checks))], checks_summary(self.checks))
+        return html_of([checks_grid(merged_checks(self.checks))], self.summary)
 
     def print(self) -> None:
         """Print the table, in color on a terminal."""
-        print_table(merged_checks(self.checks), checks_summary(self.checks))
+        print_table(merged_checks(self.checks), self.summary)
+
+    @property
+    def summary(self) -> str:
+        """The number of each verdict, and how to compare the modes that nobody asked for."""
+        lines = [checks_summary(self.checks)]
+        if others := self.about.get("other_modes"):
+            lines.append(
+                f"{' and '.join(self.about['modes'])} alone; --modes all (modes='all') "
+                f"compares {', '.join(others)}, too"
+            )
+        return "\n".join(lines)
 
     @property
     def ok(self) -> bool:
@@ -80,11 +91,11 @@ class GrowingTable:
         rows = merged_checks(self._checks)
         self._print(rows if check.verdict in (FAIL, NOTE) else rows[:-1])
 
-    def finish(self) -> None:
-        """Print the last row and the sum of all."""
+    def finish(self, summary: str) -> None:
+        """Print the last row, and a summary."""
         self._print(merged_checks(self._checks))
         self._write("")
-        self._write(checks_summary(self._checks))
+        self._write(summary)
 
 
 def failed_on_one_device(error: Exception) -> Check:

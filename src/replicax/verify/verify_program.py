@@ -47,6 +47,7 @@ from replicax.verify.traffic import CompiledCase, check_traffic, check_work, rea
 from replicax.verify.verification import Verification, failed_on_one_device
 from replicax.verify.verify_custom_step import verify_custom_step
 
+ALL = "all"
 MICRO_BATCHES_TRIED = 4
 ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
@@ -59,7 +60,7 @@ def verify_program(
     model: Any,
     batch: Any,
     *,
-    modes: Sequence[str | Mode] | None = None,
+    modes: Sequence[str | Mode] | str | None = None,
     micro_batches: int = MICRO_BATCHES_TRIED,
     batch_size: int | None = None,
     elsewhere: Elsewhere | None = None,
@@ -92,6 +93,7 @@ def verify_program(
         "replicas": replica_count(dp.mesh),
         "platform": dp.mesh.devices.flat[0].platform,
         "modes": [mode.name for mode in chosen],
+        "other_modes": [name for name in MODES if name != dp.mode.name] if modes is None else [],
         "micro_batches": micro_batches,
         "rows": rows,
     }
@@ -103,7 +105,7 @@ def verify_program(
         dp = dp.replace(rounds=None)  # the rest is about the steps of an island
     look = verify_custom_step
     if dp.configuration.step is None:
-        look = partial(_checks, chosen=modes is not None, surrogates=surrogates)
+        look = partial(_checks, chosen=modes not in (None, ALL), surrogates=surrogates)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (batch_size or rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -269,11 +271,13 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
     return sorted(cases, key=lambda case: (case.mode != own.mode, case != own))
 
 
-def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
-    """Return the chosen modes; by default all, those of one device last."""
+def _modes(dp: DataParallel, modes: Sequence[str | Mode] | str | None) -> list[Mode]:
+    """Return the chosen modes: by default the step's own; of all, those of one device last."""
     if modes is None:
+        return [dp.mode]
+    if modes == ALL:
         return sorted(MODES.values(), key=lambda mode: mode.most_devices == 1)
-    return list(dict.fromkeys(map(as_mode, modes)))
+    return list(dict.fromkeys(map(as_mode, [modes] if isinstance(modes, str) else modes)))
 
 
 def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
