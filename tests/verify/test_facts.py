@@ -14,7 +14,7 @@ from replicax.core.jaxprs.row_counts import FROM_STEP_KEY
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.facts import examine_subject
-from replicax.verify.subject import Subject
+from replicax.verify.plain_step import warm_subject
 
 
 def draws(function: Any) -> bool:
@@ -65,7 +65,7 @@ def test_functions(function: Any, found: bool) -> None:
 )
 def test_losses(loss: Any, model: Any, found: bool) -> None:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
-    assert examine_subject(Subject(dp, model(), zoo.data(), 1, 0)).constant_key == found
+    assert examine_subject(warm_subject(dp, model(), zoo.data(), 1, 0)).constant_key == found
 
 
 def test_a_profiler_goes_on_once_devices_were_watched() -> None:

@@ -16,9 +16,9 @@ from replicax.errors import LossError
 from replicax.text.checks import Check
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine_subject
+from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.stages import run_stages
-from replicax.verify.subject import Subject
 
 
 def data_parallel(loss: Any, optimizer: Any, **options: Any) -> rx.DataParallel:
@@ -40,9 +40,8 @@ def test_a_step_that_can_be_taken_and_not_skipped_fails() -> None:
     for _ in range(2):
         state, _ = dp.step(state, zoo.data())
     verification = rx.verify(dp, zoo.network(), zoo.data(), modes=["jit"], micro_batches=1)
-    (check,) = verification.checks
-    assert (check.case, check.verdict) == ("one device", "fail")
-    assert "opt_state[1][0]" in check.found
+    assert verification.failed[0].case == "jit, full"
+    assert all("opt_state[1][0]" in check.found for check in verification.failed)
 
 
 @EXHAUSTIVE
@@ -69,7 +68,7 @@ def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
 @pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "exact"]))
 def test_a_step_that_is_skipped_fails(mode: str) -> None:
     dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode=mode)
-    of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    of = warm_subject(dp, zoo.network(), zoo.data(), 1, 0)
     facts = examine_subject(of)
     checks: list[Check] = list(run_stages(ProgramCases(of, facts).stages(of.own), print))
     if dp.mode.bitwise:
@@ -83,4 +82,4 @@ def test_a_step_that_is_skipped_fails(mode: str) -> None:
 def test_a_loss_that_is_never_finite_is_refused() -> None:
     dp = data_parallel(lambda *given: zoo.good(*given) / 0, optax.adam(1e-2))
     with pytest.raises(LossError, match="step 1"):
-        Subject(dp, zoo.network(), zoo.data(), 1, 0)
+        warm_subject(dp, zoo.network(), zoo.data(), 1, 0)

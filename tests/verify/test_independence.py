@@ -10,12 +10,12 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.verify.facts import examine_subject
 from replicax.verify.independence import ADDED_UP, DEPENDENT, INDEPENDENT, WEIGHTED_SCALAR
-from replicax.verify.subject import Subject
+from replicax.verify.plain_step import warm_subject
 
 
 def kind(loss: Any) -> str:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
-    return examine_subject(Subject(dp, zoo.network(), zoo.data(), 1, 0)).rows.kind
+    return examine_subject(warm_subject(dp, zoo.network(), zoo.data(), 1, 0)).rows.kind
 
 
 def nearly_equal_weights(model: Any, batch: Any, key: Any) -> Any:

@@ -14,7 +14,7 @@ from verify import zoo_recipes as zoo
 from replicax.core.modes.mode_table import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
-from replicax.verify.plain_step import PlainStep
+from replicax.verify.plain_step import PlainStep, warm_subject
 from replicax.verify.program_cases import FULL, ProgramCases
 from replicax.verify.stages import run_stages
 from replicax.verify.subject import Case, Subject
@@ -23,7 +23,7 @@ from replicax.verify.subject import Case, Subject
 def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
     arguments = {"mode": "shard_map", "devices": devices, **entry.arguments}
     dp = parallel(entry.loss, entry.optimizer(), **arguments)
-    return Subject(dp, entry.model(), zoo.data(), zoo.MICRO_BATCHES, 0)
+    return warm_subject(dp, entry.model(), zoo.data(), zoo.MICRO_BATCHES, 0)
 
 
 def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
@@ -37,13 +37,12 @@ def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str,
 
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forgotten mask leaves full batches right."""
-    of = subject(zoo.Entry())
-    facts = examine_subject(of)
-    sums = loss_module.sums
+    facts, sums = examine_subject(subject(zoo.Entry())), loss_module.sums
     monkeypatch.setattr(
         "replicax.core.step.objective.sums",
-        lambda returned, mask: sums(returned, jax.numpy.ones_like(mask)),
+        lambda returned, mask, *more: sums(returned, jax.numpy.ones_like(mask), *more),
     )
+    of = subject(zoo.Entry())
     found = verdicts(of, of.own, facts=facts)
     assert found == {
         "shard_map, full": "pass",

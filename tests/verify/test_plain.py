@@ -18,7 +18,7 @@ from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
 from replicax.verify.facts import Facts
 from replicax.verify.independence import INDEPENDENT, Independence
-from replicax.verify.plain_step import PlainStep
+from replicax.verify.plain_step import PlainStep, warm_subject
 from replicax.verify.program_cases import FULL, NEGATED, PADDED, ProgramCases
 from replicax.verify.subject import Subject
 from replicax.verify.verify_program import check_evaluated
@@ -64,7 +64,7 @@ def straight_through(model: Any, batch: Any, key: Any) -> Any:
 
 
 def subject(loss: Any, batch: Any = BATCH) -> Subject:
-    return Subject(parallel(loss, optax.sgd(0.1), mode="single"), START, batch, 1, 0)
+    return warm_subject(parallel(loss, optax.sgd(0.1), mode="single"), START, batch, 1, 0)
 
 
 FACTS = Facts(

@@ -20,6 +20,7 @@ from replicax.core.step.coded import Coded
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.text.checks import Check
 from replicax.verify.facts import examine_subject
+from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.residual import check_residual
 from replicax.verify.stages import run_stages
@@ -36,7 +37,7 @@ def make(
 ) -> Subject:
     options |= {"devices": zoo.DEVICES, "mode": mode, "reduction": reduction}
     dp = parallel(loss, optax.adam(1e-2), **options)
-    return Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    return warm_subject(dp, zoo.network(), zoo.data(), 1, 0)
 
 
 def checks(subject: Subject) -> list[Check]:

@@ -41,7 +41,7 @@ def test_a_growing_table_is_the_whole_table() -> None:
     for check in checks:
         table.add(check)
         before.append(len(lines))
-    table.finish()
+    table.finish(Verification(checks).summary)
     assert lines == str(Verification(checks)).splitlines()
     assert before[: len(PASSED)] == [0] * len(PASSED)  # still one line
     assert before[len(PASSED)] == before[-1] > 0  # a failure is printed at once

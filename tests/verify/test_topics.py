@@ -10,6 +10,7 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.verify.facts import examine_subject
+from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import determinism
 from replicax.verify.subject import Subject
@@ -18,7 +19,7 @@ from replicax.verify.subject import Subject
 def cases_of(entry: zoo.Entry, **arguments: Any) -> tuple[Subject, ProgramCases]:
     arguments = {"mode": "single", **arguments}
     dp = rx.DataParallel(entry.loss, entry.optimizer(), **arguments)
-    subject = Subject(dp, entry.model(), zoo.data(), 1, 0)
+    subject = warm_subject(dp, entry.model(), zoo.data(), 1, 0)
     return subject, ProgramCases(subject, examine_subject(subject))
 
 

@@ -18,6 +18,7 @@ import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes.mode_table import MODES
 from replicax.verify.facts import examine_subject
+from replicax.verify.plain_step import warm_subject
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (
     CompiledCase,
@@ -35,7 +36,7 @@ def with_offset(model: Any, batch: Any, key: Any) -> Any:
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     dp = parallel(zoo.good, zoo.Entry().optimizer(), mode="shard_map")
-    return Subject(dp, zoo.network(), zoo.data(), 2, 0)
+    return warm_subject(dp, zoo.network(), zoo.data(), 2, 0)
 
 
 def program(case: Case, count: int, size: int, flops: int = 100) -> CompiledCase:
@@ -98,7 +99,7 @@ def test_work_is_that_of_all_devices(
     mesh = rx.make_mesh(data, 4 // data, devices=jax.devices()[:4])
     layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
-    of = Subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
+    of = warm_subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
     programs = read_programs(of, [of.own, of.single])
     (check, _) = check_work(of, programs, programs[of.single].step)
     assert check.verdict == verdict
@@ -108,7 +109,7 @@ def test_work_is_that_of_all_devices(
 def test_a_frozen_parameter_is_not_reduced() -> None:
     """The optimizer does not read its gradient, so it is never computed."""
     dp = parallel(zoo.good, zoo.frozen_optimizer(), mode="shard_map")
-    of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    of = warm_subject(dp, zoo.network(), zoo.data(), 1, 0)
     (check,) = check_traffic(of, examine_subject(of), read_programs(of, [of.own]))
     assert check.verdict == "pass"
     assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 12)
@@ -129,7 +130,7 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
 def test_a_layout_sends_what_it_has_to(how: How, most: float, inside: bool) -> None:
     """Multiples of the bytes of one all-reduce of the gradient; traffic in a replica is apart."""
     dp, rows = data_parallel(TOWER, how), {name: leaf[:48] for name, leaf in TOWER.source.items()}
-    of = Subject(dp, TOWER.model(), rows, 1, 0)
+    of = warm_subject(dp, TOWER.model(), rows, 1, 0)
     programs = read_programs(of, [of.own, of.single])
     (sent,) = check_traffic(of, examine_subject(of), {of.own: programs[of.own]})
     (work, _) = check_work(of, programs, programs[of.single].step)

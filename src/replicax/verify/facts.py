@@ -19,7 +19,8 @@ from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import UNDECIDED, Independence, examine_rows
-from replicax.verify.subject import Subject
+from replicax.verify.plain_step import PlainStep
+from replicax.verify.subject import Subject, results_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,14 @@ class Facts:
 
 def examine_subject(subject: Subject) -> Facts:
     """Examine the loss and the model on one device."""
-    first, second = (subject.measured(subject.single, subject.full) for _ in range(2))
-    reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
-    other = subject.measured(subject.single, subject.full, reseeded)
+    reference = PlainStep(subject)
+
+    def measured(seed: int) -> Leaves:
+        state = dataclasses.replace(subject.state, seed=np.uint32(seed))
+        return results_of(state, *reference(state, subject.full))
+
+    seed = int(subject.state.seed)
+    first, second, other = measured(seed), measured(seed), measured(seed ^ 1)
     repeatable = same_bits(first, second)
     batch = jax.tree.map(jnp.asarray, subject.full.apart())
     with devices_asked() as asked:

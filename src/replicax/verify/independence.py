@@ -59,6 +59,9 @@ def examine_rows(
 ) -> Independence:
     """Compare the loss on quarters of the rows of `batch`, a multiple of 4, with that on all."""
     division = Division(np.arange(batch.size).reshape(4, -1))
+    if examination.proves(division):
+        text = ONE_NUMBER if LOSS in examination.scalars else INDEPENDENT_ROWS
+        return Independence(INDEPENDENT, text, gathers=examination.gathers)
     try:
         tested = examination.tested(division, state, batch)
     except Undecided as reason:
@@ -86,7 +89,7 @@ def _kind(name: str, tested: Tested, eps: float) -> Independence:
     if alone.ndim == 1:
         return _kind_of_number(tested, alone, float(whole), near)
     if not tested.found.differs:
-        return Independence(INDEPENDENT, "row values do not depend on which rows are present")
+        return Independence(INDEPENDENT, INDEPENDENT_ROWS)
     parts, alone = len(alone), alone.reshape(whole.shape)
     for times, factor, words in (
         (f"{parts} times", parts, ("divides", "large")),
@@ -106,8 +109,7 @@ def _kind_of_number(
     tested: Tested, alone: np.ndarray, whole: float, near: Callable[[Any, Any], bool]
 ) -> Independence:
     if not tested.found.differs:
-        text = "the loss is one number, the mean over rows of equal weight"
-        return Independence(INDEPENDENT, text)
+        return Independence(INDEPENDENT, ONE_NUMBER)
     if near(whole, np.sum(alone)):
         text = "the loss of all rows is the sum of the losses of their quarters"
         return Independence(ADDED_UP, text, SUM_FOR_MEAN)
@@ -123,6 +125,8 @@ def _dependent(share: float) -> Independence:
     return Independence(DEPENDENT, text, DEPENDS)
 
 
+INDEPENDENT_ROWS = "row values do not depend on which rows are present"
+ONE_NUMBER = "the loss is one number, the mean over rows of equal weight"
 MEAN_OF_MEANS = (
     "mean of means: a scalar loss is the mean over rows of unequal weight, and such means cannot "
     "be averaged over replicas or micro-batches; return rx.Weighted(values, weights), whose "

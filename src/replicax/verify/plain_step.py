@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
+from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -67,6 +68,11 @@ class PlainStep:
         mean: jax.Array = self.loss.means(params, extras, batch, key, step)[0][LOSS]
         return mean
 
+    def compiled(self, batch: Batch) -> jax.stages.Compiled:
+        """Return the program of `gradient` for a batch."""
+        found: jax.stages.Compiled = self._begun(self.subject.state, self.given(batch)).result()
+        return found
+
     def given(self, batch: Batch) -> Batch:
         """Return the rows that it gets of a batch."""
         real = np.flatnonzero(np.asarray(batch.mask))
@@ -116,3 +122,20 @@ class PlainStep:
             return made.lower(*self._arguments(state, batch), np.float32(1))
 
         return self.subject.begun((self, batch.size), lowered)
+
+
+def warm_subject(
+    dp: DataParallel, model: Any, batch: PyTree, micro_batches: int, seed: int
+) -> Subject:
+    """Return a subject after its first steps, whose own step and reference are being compiled.
+
+    Raises:
+        LossError: see `Subject.warm`.
+    """
+    subject = Subject(dp, model, batch, micro_batches, seed)
+    reference = PlainStep(subject)
+    reference.compile_ahead(subject.full)
+    subject.compile_ahead(subject.own, subject.full)
+    reference.compile_ahead(subject.padded)
+    subject.warm(reference)
+    return subject

@@ -101,7 +101,8 @@ class Subject:
         self.parallel = functools.cache(self._parallel)
         self.abstract = functools.cache(self._abstract)
         self._reduction = functools.cache(self._first_reduction)
-        self.state = self._warm_state()
+        self.state = self._first_state()
+        """The state before the step that is compared: the first one, until `warm`."""
 
     # Running.
 
@@ -150,9 +151,7 @@ class Subject:
     def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
         """Return the results of one step by path: loss, metrics, gradient and changes."""
         before = self.state if state is None else state
-        after, metrics = self.run(case, batch, before)
-        found = named_results(step_changes({"state": before}, {"state": after, "metrics": metrics}))
-        return {path: value for path, value in found.items() if not path.startswith("state")}
+        return results_of(before, *self.run(case, batch, before))
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
         """Return the step of a case, traced anew."""
@@ -272,7 +271,7 @@ class Subject:
     @functools.cached_property
     def objective(self) -> Objective:
         """Return the loss on the model."""
-        return self.parallel(self.single).program(self._model).objective
+        return self.parallel(self.own).program(self._model).objective
 
     def _work(self, program: Program) -> int:
         """Return the FLOPs of one step on one device."""
@@ -323,25 +322,38 @@ class Subject:
 
         return jax.jit(apply, compiler_options=self.quick)
 
-    def _warm_state(self) -> TrainState:
-        dp = self.parallel(self.single)
+    def _first_state(self) -> TrainState:
+        """Return the first state, on one device; with a loss scale, the first without overflow."""
+        dp = self.parallel(self.own)
         state = dp.init(self._model, seed=self._seed)
-        batch = self.batch_on(self.single, self.full)
-        state = settled(lambda state: dp.step(state, batch), state)
+        if state.scale:
+            batch = self.batch_on(self.own, self.full)
+            state = settled(lambda state: dp.step(state, batch), state)
+        placed: TrainState = jax.device_put(state, self.first_device)
+        return placed
+
+    def warm(self, step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> None:
+        """Do the steps before the comparison with `step`, that of one device.
+
+        Raises:
+            LossError: the loss or its gradient is not finite.
+        """
+        state = self.state
         for number in range(1, WARM_STEPS + 1):
-            state, metrics = dp.step(state, batch)
-            if metrics[NOT_FINITE]:
+            try:
+                state, _ = step(state, self.full)
+            except SkippedStepError:
                 raise LossError(
-                    f"the loss is {float(metrics[LOSS])} in step {number}, or its gradient is not "
-                    "finite, so a run would skip the step: check the batch and the initial "
-                    "parameters (jax_debug_nans finds the operation)"
-                )
+                    f"the loss or its gradient is not finite in step {number}, so a run would skip "
+                    "the step: check the batch and the initial parameters (jax_debug_nans finds "
+                    "the operation)"
+                ) from None
         if state.scale:  # larger weights must not overflow
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
         # The gradient recorded in the last warm-up step is not a result.
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
-        return dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
+        self.state = dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
 
 
 NAMES = (
@@ -350,6 +362,12 @@ NAMES = (
     ("['state'].opt_state[0]", "gradient"),
     ("['state']", "state"),
 )
+
+
+def results_of(before: TrainState, after: TrainState, metrics: Metrics) -> Leaves:
+    """Return the results of a step by path: loss, metrics, gradient and changes."""
+    found = named_results(step_changes({"state": before}, {"state": after, "metrics": metrics}))
+    return {path: value for path, value in found.items() if not path.startswith("state")}
 
 
 def as_arrays(metrics: Metrics, mask: Any) -> Metrics:

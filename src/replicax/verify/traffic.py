@@ -237,22 +237,22 @@ def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def check_work(
-    subject: Subject, programs: dict[Case, CompiledCase], single: CompiledStep
+    subject: Subject, programs: dict[Case, CompiledCase], of_one: CompiledStep
 ) -> Iterator[Check]:
     """Yield a row for each program, comparing the FLOPs on all devices with those of one."""
     for case, program in programs.items():
         name, flops = str(case), program.step.flops
-        if not single.flops or not flops:
+        if not of_one.flops or not flops:
             yield Check("redundant work", name, SKIP, NO_PRODUCTS)
             continue
         dp = subject.parallel(case)
         ticks, staged = ticks_of(dp), dp.mesh.shape.get(STAGE, 1) > 1
-        times = flops * case.devices / single.flops * case.micro_batches / ticks
+        times = flops * case.devices / of_one.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, summed over {case.devices}"
         text += _analysed(case)
         if staged:
             text += f"; {ticks} pipeline ticks, each counted as if no stage were idle"
-        figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
+        figures = {"flops_per_device": flops, "flops_of_one": of_one.flops, "ticks": ticks}
         verdict, more, cause = judge_work(
             times,
             case.devices,

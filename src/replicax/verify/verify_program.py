@@ -37,6 +37,7 @@ from replicax.verify.exactness import (
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.plain import PlainLoss, plain_means
+from replicax.verify.plain_step import PlainStep, warm_subject
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.reduced import check_reduced
 from replicax.verify.round_checks import check_rounds
@@ -148,8 +149,7 @@ def _checks(
 ) -> Iterator[Check]:
     show("one device")
     try:
-        subject = Subject(dp, model, batch, micro_batches, seed)
-        subject.compile_ahead(subject.own, subject.full)
+        subject = warm_subject(dp, model, batch, micro_batches, seed)
         facts = examine_subject(subject)
     except Exception as error:  # the user's loss
         yield failed_on_one_device(error)
@@ -244,8 +244,8 @@ def _traffic(
         if program.unreduced is not None:
             yield check_reduced(program.unreduced, str(case))
     yield from check_traffic(subject, facts, programs)
-    single = inspect(subject.compiled(subject.single, subject.full))
-    yield from check_work(subject, programs, single)
+    of_one = inspect(PlainStep(subject).compiled(subject.full))
+    yield from check_work(subject, programs, of_one)
 
 
 DRAWN_FROM_A_CONSTANT = (

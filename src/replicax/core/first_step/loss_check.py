@@ -122,6 +122,11 @@ class LossExamination:
         places = Follow((1, 1), {SUMMED: GIVEN})(jaxpr, jaxpr, inputs)
         return [name for name, place in zip(self._one.outputs, places, strict=False) if place]
 
+    def proves(self, division: Division) -> bool:
+        """Whether the traces show that no value of the loss differs on parts of `division`."""
+        _, labels = self._left_open(division)
+        return not (labels or self._declares)
+
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
         """Return what differs on parts of `division`, and names or labels of what may."""
         outputs, labels = self._left_open(division)
