@@ -38,6 +38,9 @@ class Facts:
     rows: Independence
     takes_padding: bool
     """Whether the loss ignores padded rows or accounts for them."""
+    padding_is_proven: bool
+    """Whether the traces show that padded rows change nothing, so that weights of 0 leave them out
+    as well as their absence does."""
     weighs: bool
     """Whether the loss excludes padding itself, with `rx.row_weights`."""
     scalars: frozenset[str]
@@ -61,17 +64,19 @@ def examine_subject(subject: Subject) -> Facts:
     with devices_asked() as asked:
         examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
     random = not repeatable or not same_bits(first, other)
+    writes = any(
+        is_float(value) and bool(np.any(value))
+        for path, value in first.items()
+        if path.startswith("extras")
+    )
     return Facts(
         repeatable,
         repeatable and random,
-        any(
-            is_float(value) and bool(np.any(value))
-            for path, value in first.items()
-            if path.startswith("extras")
-        ),
+        writes,
         examination.draws_alone,
         _rows(subject, examination),
         examination.takes_padding or examination.weighs,
+        examination.takes_padding and not examination.weighs and not writes,
         examination.weighs,
         examination.scalars,
         asked,

@@ -121,7 +121,7 @@ class PlainStep:
             made = jax.jit(self.traced, compiler_options=self.subject.quick)
             return made.lower(*self._arguments(state, batch), np.float32(1))
 
-        return self.subject.begun((self, batch.size), lowered)
+        return self.subject.begun((self.replicas, self.parts, batch.size), lowered)
 
 
 def warm_subject(
@@ -136,6 +136,5 @@ def warm_subject(
     reference = PlainStep(subject)
     reference.compile_ahead(subject.full)
     subject.compile_ahead(subject.own, subject.full)
-    reference.compile_ahead(subject.padded)
     subject.warm(reference)
     return subject

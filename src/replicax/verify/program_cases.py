@@ -94,7 +94,7 @@ class ProgramCases:
         if facts.writes or (facts.random and case.micro_batches > 1):
             # Results depend on how rows are batched.
             return PlainStep(subject, parts=case.micro_batches, real_rows=False)
-        return PlainStep(subject)
+        return PlainStep(subject, real_rows=not facts.padding_is_proven)
 
     def stages(self, case: Case) -> list[VerifyStage]:
         """Return the stages of a case, one for each batch."""
@@ -218,7 +218,9 @@ class ProgramCases:
 
     def traces(self, trial: ProgramTrial) -> Check:
         """Check that tracing twice gives the same program."""
-        first, second = (program_text(trial.trace(self._subject.full)) for _ in range(2))
+        subject, case = self._subject, trial.case
+        traces = (subject.trace(case, subject.full, anew=anew).jaxpr for anew in (False, True))
+        first, second = map(program_text, traces)
         if first == second:
             text = "tracing the loss again gives the same program"
             return Check("determinism", "two traces", PASS, text)

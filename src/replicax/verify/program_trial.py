@@ -94,7 +94,7 @@ class ProgramTrial(Trial):
         }
 
     def trace(self, batch: Batch) -> Any:
-        """Return the step's jaxpr, traced afresh."""
+        """Return the step's jaxpr."""
         return self.subject.trace(self.case, batch).jaxpr
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:

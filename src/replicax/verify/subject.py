@@ -36,11 +36,12 @@ from replicax.core.step.objective import Objective
 from replicax.core.step.reduction import Reduction, Wire
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.verify.difference import Leaves, coarsest_eps, step_changes
+from replicax.verify.difference import Leaves, coarsest_eps, equations, step_changes
 
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
+_HALF = (jnp.bfloat16, jnp.float16)
 _LONG = 2 * 10**8
 """FLOPs of a step above which it pays to optimize the program, as it runs dozens of times."""
 _OPTIMIZED = {"xla_backend_optimization_level": "1"}
@@ -153,12 +154,23 @@ class Subject:
         before = self.state if state is None else state
         return results_of(before, *self.run(case, batch, before))
 
-    def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
-        """Return the step of a case, traced anew."""
+    def trace(self, case: Case, batch: Batch, *, anew: bool = False) -> jax.stages.Traced:
+        """Return the step of a case as traced when it first ran, or `anew`."""
         dp = self.parallel(case)
-        fresh = dp.replace()
-        fresh.abstract_state(self._model)
-        return fresh.trace(self.placed(case, self.state), self.batch_on(case, batch))
+        if anew:
+            dp = dp.replace()
+            dp.abstract_state(self._model)
+        return dp.trace(self.placed(case, self.state), self.batch_on(case, batch))
+
+    def has_no_16_bits(self) -> bool:
+        """Whether the trace of the program's own step has no 16-bit floats."""
+        try:
+            jaxpr = self.trace(self.own, self.full).jaxpr.jaxpr
+        except Exception:  # the user's loss; parity reports it
+            return False
+        inside = (out.aval for each in equations(jaxpr) for out in each.outvars)
+        avals = (*inside, *(each.aval for each in jaxpr.invars))
+        return all(getattr(aval, "dtype", None) not in _HALF for aval in avals)
 
     def compiled(self, case: Case, batch: Batch) -> jax.stages.Compiled:
         """Return the compiled step that `run` uses; raises the errors of `run`."""
@@ -311,10 +323,13 @@ class Subject:
 
     # Helpers.
 
-    @functools.cached_property
-    def apply(self) -> Any:
-        """The optimizer's update: parameters and its state after a gradient, of a loss."""
+    def apply(self, params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
+        """Return parameters and the optimizer's state after an update on one device."""
+        # All on one device, or wherever arrays come from, it would be compiled again.
+        return self._apply(*jax.device_put((params, opt_state, gradient, loss), self.first_device))
 
+    @functools.cached_property
+    def _apply(self) -> Any:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
             value = {"value": loss} if self._updater.takes_value else {}
             updates, after = self._optimizer.update(gradient, opt_state, params, **value)

@@ -52,6 +52,8 @@ ALL = "all"
 MICRO_BATCHES_TRIED = 4
 ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
+Looked = tuple[Iterator[Check], Callable[[], bool]]
+"""Rows, and whether the step is known to have no 16-bit floats."""
 _AHEAD = 3
 """Cases whose programs are being compiled, from the one that is compared."""
 
@@ -104,9 +106,9 @@ def verify_program(
         rounds = check_rounds(dp, model, batch, seed, show)
     if dp.configuration.arguments["rounds"] is not None:
         dp = dp.replace(rounds=None)  # the rest is about the steps of an island
-    look = verify_custom_step
+    look = _of_custom_step
     if dp.configuration.step is None:
-        look = partial(_checks, chosen=modes not in (None, ALL), surrogates=surrogates)
+        look = partial(_of_program, chosen=modes not in (None, ALL), surrogates=surrogates)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (batch_size or rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -117,10 +119,11 @@ def verify_program(
     @cache
     def sums() -> list[Check]:
         show("sums")
-        return list(check_sums(dp, model, shapes, elsewhere))
+        return list(check_sums(dp, model, shapes, elsewhere, without))
 
+    others, without = look(dp, model, batch, chosen, micro_batches, seed, show)
     checks = list[Check]()
-    for check in chain(rounds, look(dp, model, batch, chosen, micro_batches, seed, show)):
+    for check in chain(rounds, others):
         checks.append(with_sums_as_cause(check, sums))
         found(checks[-1])
     for check in sums():
@@ -135,7 +138,11 @@ def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES_TRIED) -> i
     return shards * ROWS_OF_ONE
 
 
-def _checks(
+def _of_custom_step(*given: Any) -> Looked:
+    return verify_custom_step(*given), lambda: False
+
+
+def _of_program(
     dp: DataParallel,
     model: Any,
     batch: Any,
@@ -146,14 +153,19 @@ def _checks(
     *,
     chosen: bool,
     surrogates: Collection[str],
-) -> Iterator[Check]:
+) -> Looked:
     show("one device")
     try:
         subject = warm_subject(dp, model, batch, micro_batches, seed)
         facts = examine_subject(subject)
     except Exception as error:  # the user's loss
-        yield failed_on_one_device(error)
-        return
+        return iter([failed_on_one_device(error)]), lambda: False
+    cases_of = ProgramCases(subject, facts, surrogates)
+    stages = _stages(subject, facts, cases_of, modes, replica_counts(dp), chosen=chosen)
+    return chain(_on_one_device(subject, facts), run_stages(stages, show)), subject.has_no_16_bits
+
+
+def _on_one_device(subject: Subject, facts: Facts) -> Iterator[Check]:
     own = subject.own
     depends = facts.rows.kind == DEPENDENT
     splits = own.mode.per_replica or own.micro_batches > 1
@@ -163,9 +175,6 @@ def _checks(
     yield from check_devices_asked(facts.asked)
     if LOSS not in facts.scalars:
         yield from check_evaluated(subject)
-    cases_of = ProgramCases(subject, facts, surrogates)
-    stages = _stages(subject, facts, cases_of, modes, replica_counts(dp), chosen=chosen)
-    yield from run_stages(stages, show)
 
 
 def _stages(
