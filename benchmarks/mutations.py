@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,14 @@ def mutant(source: str, operator: str, occurrence: int) -> str:
     return "".join(lines[: node.lineno - 1] + gone + lines[node.end_lineno :])
 
 
-def draw(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` changes; a line is drawn first, then a kind of change, then a change of that kind."""
+def draw(count: int, seed: int, among: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """`count` changes; a line is drawn first, then a kind of change, then a change of that kind.
+
+    `among`: the files to change, by default all.
+    """
     chance = random.Random(seed)
     files = sorted((ROOT / "src" / "replicax").rglob("*.py"))
+    files = [path for path in files if not among or path.relative_to(ROOT).as_posix() in among]
     lines = [
         (path, line)
         for path in files
