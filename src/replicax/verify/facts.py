@@ -18,7 +18,7 @@ from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
-from replicax.verify.independence import UNDECIDED, Independence, examine_rows
+from replicax.verify.independence import UNDECIDED, Independence, examine_rows, proven
 from replicax.verify.plain_step import PlainStep
 from replicax.verify.subject import Subject, results_of
 
@@ -49,9 +49,29 @@ class Facts:
     """Device queries that the loss calls."""
 
 
-def examine_subject(subject: Subject) -> Facts:
-    """Examine the loss and the model on one device."""
-    reference = PlainStep(subject)
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """What the traces of a loss tell."""
+
+    examination: LossExamination
+    rows: Independence | None
+    """How rows depend on one another; None if numbers have to decide."""
+    asked: list[str]
+
+
+def trace_loss(subject: Subject) -> TracedLoss:
+    """Trace the loss with several numbers of rows."""
+    batch = jax.tree.map(jnp.asarray, subject.full.apart())
+    with devices_asked() as asked:
+        examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
+    whole = subject.rows if subject.rows % 4 == 0 else None
+    return TracedLoss(examination, proven(examination, whole) if whole else None, asked)
+
+
+def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts:
+    """Examine the loss and the model on one device, after the first steps of `subject`."""
+    reference, traced = PlainStep(subject), traced or trace_loss(subject)
+    examination = traced.examination
 
     def measured(seed: int) -> Leaves:
         state = dataclasses.replace(subject.state, seed=np.uint32(seed))
@@ -60,9 +80,6 @@ def examine_subject(subject: Subject) -> Facts:
     seed = int(subject.state.seed)
     first, second, other = measured(seed), measured(seed), measured(seed ^ 1)
     repeatable = same_bits(first, second)
-    batch = jax.tree.map(jnp.asarray, subject.full.apart())
-    with devices_asked() as asked:
-        examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
     random = not repeatable or not same_bits(first, other)
     writes = any(
         is_float(value) and bool(np.any(value))
@@ -74,12 +91,12 @@ def examine_subject(subject: Subject) -> Facts:
         repeatable and random,
         writes,
         examination.draws_alone,
-        _rows(subject, examination),
+        traced.rows or _rows(subject, examination),
         examination.takes_padding or examination.weighs,
         examination.takes_padding and not examination.weighs and not writes,
         examination.weighs,
         examination.scalars,
-        asked,
+        traced.asked,
     )
 
 

@@ -54,14 +54,19 @@ class Independence:
         return Check("parity", _CASE, verdict, self.text, self.cause)
 
 
+def proven(examination: LossExamination, rows: int) -> Independence | None:
+    """Return that quarters of so many rows are independent, if the traces show it."""
+    if not examination.proves(Division(np.arange(rows).reshape(4, -1))):
+        return None
+    text = ONE_NUMBER if LOSS in examination.scalars else INDEPENDENT_ROWS
+    return Independence(INDEPENDENT, text, gathers=examination.gathers)
+
+
 def examine_rows(
     examination: LossExamination, state: TrainState, batch: Batch, eps: float
 ) -> Independence:
     """Compare the loss on quarters of the rows of `batch`, a multiple of 4, with that on all."""
     division = Division(np.arange(batch.size).reshape(4, -1))
-    if examination.proves(division):
-        text = ONE_NUMBER if LOSS in examination.scalars else INDEPENDENT_ROWS
-        return Independence(INDEPENDENT, text, gathers=examination.gathers)
     try:
         tested = examination.tested(division, state, batch)
     except Undecided as reason:

@@ -127,14 +127,11 @@ class PlainStep:
 def warm_subject(
     dp: DataParallel, model: Any, batch: PyTree, micro_batches: int, seed: int
 ) -> Subject:
-    """Return a subject after its first steps, whose own step and reference are being compiled.
+    """Return a subject after its first steps.
 
     Raises:
         LossError: see `Subject.warm`.
     """
     subject = Subject(dp, model, batch, micro_batches, seed)
-    reference = PlainStep(subject)
-    reference.compile_ahead(subject.full)
-    subject.compile_ahead(subject.own, subject.full)
-    subject.warm(reference)
+    subject.warm(PlainStep(subject))
     return subject

@@ -325,17 +325,24 @@ class Subject:
 
     def apply(self, params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
         """Return parameters and the optimizer's state after an update on one device."""
-        # All on one device, or wherever arrays come from, it would be compiled again.
-        return self._apply(*jax.device_put((params, opt_state, gradient, loss), self.first_device))
+        given = jax.device_put((params, opt_state, gradient, loss), self.first_device)
+        return self._begun_update(*given).result()(*given)
 
-    @functools.cached_property
-    def _apply(self) -> Any:
+    def _begun_update(self, *given: Any) -> Future[jax.stages.Compiled]:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
             value = {"value": loss} if self._updater.takes_value else {}
             updates, after = self._optimizer.update(gradient, opt_state, params, **value)
             return optax.apply_updates(params, updates), after
 
-        return jax.jit(apply, compiler_options=self.quick)
+        made = jax.jit(apply, compiler_options=self.quick)
+        return self.begun("update", functools.partial(made.lower, *given))
+
+    def compile_update_ahead(self) -> None:
+        """Begin to compile the optimizer's update on one device."""
+        gradient, inner = self.state.opt_state
+        given = self.state.params, inner, gradient, np.float32(0)
+        with contextlib.suppress(Exception):  # raised again by `apply`
+            self._begun_update(*jax.device_put(given, self.first_device))
 
     def _first_state(self) -> TrainState:
         """Return the first state, on one device; with a loss scale, the first without overflow."""

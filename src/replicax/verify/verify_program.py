@@ -34,10 +34,10 @@ from replicax.verify.exactness import (
     on_devices,
     replica_counts,
 )
-from replicax.verify.facts import Facts, examine_subject
+from replicax.verify.facts import Facts, examine_subject, trace_loss
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.plain import PlainLoss, plain_means
-from replicax.verify.plain_step import PlainStep, warm_subject
+from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.reduced import check_reduced
 from replicax.verify.round_checks import check_rounds
@@ -156,20 +156,36 @@ def _of_program(
 ) -> Looked:
     show("one device")
     try:
-        subject = warm_subject(dp, model, batch, micro_batches, seed)
-        facts = examine_subject(subject)
+        subject = Subject(dp, model, batch, micro_batches, seed)
+        PlainStep(subject).compile_ahead(subject.full)
+        traced = trace_loss(subject)
     except Exception as error:  # the user's loss
         return iter([failed_on_one_device(error)]), lambda: False
-    cases_of = ProgramCases(subject, facts, surrogates)
-    stages = _stages(subject, facts, cases_of, modes, replica_counts(dp), chosen=chosen)
-    return chain(_on_one_device(subject, facts), run_stages(stages, show)), subject.has_no_16_bits
+
+    def checks() -> Iterator[Check]:
+        if traced.rows is not None:
+            yield traced.rows.check(fails=False)
+        try:
+            subject.compile_update_ahead()
+            subject.compile_ahead(subject.own, subject.full)
+            subject.warm(PlainStep(subject))
+            facts = examine_subject(subject, traced)
+        except Exception as error:  # the user's loss
+            yield failed_on_one_device(error)
+            return
+        if traced.rows is None:
+            depends, own = facts.rows.kind == DEPENDENT, subject.own
+            splits = own.mode.per_replica or own.micro_batches > 1
+            yield facts.rows.check(fails=depends and splits)
+        yield from _on_one_device(subject, facts)
+        cases_of = ProgramCases(subject, facts, surrogates)
+        counts = replica_counts(dp)
+        yield from run_stages(_stages(subject, facts, cases_of, modes, counts, chosen=chosen), show)
+
+    return checks(), subject.has_no_16_bits
 
 
 def _on_one_device(subject: Subject, facts: Facts) -> Iterator[Check]:
-    own = subject.own
-    depends = facts.rows.kind == DEPENDENT
-    splits = own.mode.per_replica or own.micro_batches > 1
-    yield facts.rows.check(fails=depends and splits)
     if facts.constant_key and not facts.rows.positional:
         yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
@@ -200,8 +216,8 @@ def _stages(
         return ()
 
     def begun(number: int) -> int:
-        """Return how many cases are being compiled when one is compared: at first, only that."""
-        return number + _AHEAD if number else 1
+        """Return how many cases are being compiled when one is compared: at first, few."""
+        return number + _AHEAD if number else _AHEAD - 1
 
     for number, case in enumerate(cases):
         later = cases[begun(number - 1) if number else 0 : begun(number)]
