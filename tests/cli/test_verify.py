@@ -84,8 +84,10 @@ class OnlyTrained(NeedsKey):
 def test_what_only_a_recipe_tells(main: Main, recipe: str, row: tuple[str, str] | None) -> None:
     Path("my_unkeyed.py").write_text(UNKEYED)
     spec = f"my_unkeyed.py:{recipe}"
-    code, out, _ = main("verify", spec, "--devices", 2, "--modes", "jit", "--json")
-    failed = [each for each in json.loads(out)["checks"] if each["verdict"] == "fail"]
+    code, out, _ = main("verify", spec, "--devices", 2, "--json")
+    found = json.loads(out)
+    failed = [each for each in found["checks"] if each["verdict"] == "fail"]
+    assert (found["about"]["modes"], len(found["about"]["other_modes"])) == (["jit"], 4)
     assert [(each["subject"], each["case"]) for each in failed] == ([row] if row else [])
     assert code == len(failed)
 

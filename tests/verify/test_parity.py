@@ -43,6 +43,7 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda returned, mask, *more: sums(returned, jax.numpy.ones_like(mask), *more),
     )
     of = subject(zoo.Entry())
+    assert facts.padding_is_proven
     found = verdicts(of, of.own, facts=facts)
     assert found == {
         "shard_map, full": "pass",

@@ -6,7 +6,10 @@ from support.training import parallel
 from verify import zoo_recipes as zoo
 
 import replicax as rx
+from replicax.core.modes.mode_table import MODES
+from replicax.verify.subject import Subject
 from replicax.verify.verification import Verification
+from replicax.verify.verify_program import modes_of
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,28 @@ def test_exact_gives_one_digest(plain: Verification) -> None:
 def test_about(plain: Verification) -> None:
     assert plain.about["devices"] == 4
     assert plain.about["rows"] == zoo.ROWS
+    assert plain.about["other_modes"] == []
+
+
+@pytest.mark.parametrize(("modes", "count"), [(None, 1), ("all", len(MODES)), ("jit", 1)])
+def test_modes(modes: str | None, count: int) -> None:
+    dp = parallel(zoo.good, zoo.Entry().optimizer(), mode="shard_map")
+    chosen = modes_of(dp, modes)
+    assert len(chosen) == count
+    assert (dp.mode in chosen) == (modes != "jit")
+
+
+def test_the_first_row_comes_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(Subject, "warm", fails)
+    dp = parallel(zoo.good, zoo.Entry().optimizer(), devices=2)
+    found = rx.verify(dp, zoo.network(), zoo.data(), micro_batches=1)
+    assert [(check.case, check.verdict) for check in found.checks] == [
+        ("rows left out", "pass"),
+        ("one device", "fail"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def verify_program(
     started = time.monotonic()
     for line in lines_once(platform_of(dp.mesh)):
         alarm(line)
-    chosen = _modes(dp, modes)
+    chosen = modes_of(dp, modes)
     given = opened(batch)
     if given.sets:
         raise ConfigError(
@@ -296,7 +296,7 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
     return sorted(cases, key=lambda case: (case.mode != own.mode, case != own))
 
 
-def _modes(dp: DataParallel, modes: Sequence[str | Mode] | str | None) -> list[Mode]:
+def modes_of(dp: DataParallel, modes: Sequence[str | Mode] | str | None) -> list[Mode]:
     """Return the chosen modes: by default the step's own; of all, those of one device last."""
     if modes is None:
         return [dp.mode]
