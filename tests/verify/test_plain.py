@@ -74,6 +74,7 @@ FACTS = Facts(
     constant_key=False,
     rows=Independence(INDEPENDENT, ""),
     takes_padding=True,
+    padding_is_proven=False,
     weighs=True,
     scalars=frozenset(),
     asked=[],
