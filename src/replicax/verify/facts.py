@@ -51,7 +51,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
-    """What the traces of a loss tell."""
+    """Properties of a loss that its traces show."""
 
     examination: LossExamination
     rows: Independence | None

@@ -69,8 +69,7 @@ class LossExamination:
         self._seen: dict[str, list[Location]] = {}
         self._doubting: dict[str, Follow] = {}
         self._causes: dict[Follow, dict[str, tuple[Cause, ...]]] = {}
-        self._padding = NOTHING_SHOWN
-        self._declares = False
+        self._padding, self._declares = NOTHING_SHOWN, False
 
     @cached_property
     def moves(self) -> bool:
@@ -124,8 +123,7 @@ class LossExamination:
 
     def proves(self, division: Division) -> bool:
         """Whether the traces show that no value of the loss differs on parts of `division`."""
-        _, labels = self._left_open(division)
-        return not (labels or self._declares)
+        return not (self._left_open(division)[1] or self._declares)
 
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
         """Return what differs on parts of `division`, and names or labels of what may."""
