@@ -29,7 +29,8 @@ from timing import environment, ratios, save, spread
 from replicax.bench.machine import Neighbours
 from replicax.bench.numbers import around
 from replicax.cluster import variables
-from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
+from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
+from replicax.core.modes.exact.fixed_tree import THREADS_VARIABLE
 from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.islands.messages import Frame
 from replicax.net.secret import SECRET

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicax.cluster.variables import PROCESS_ID
-from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, THREADS_VARIABLE
+from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
+from replicax.core.modes.exact.fixed_tree import THREADS_VARIABLE
 from replicax.islands.island_variables import ISLAND
 
 PROGRAM = Path(__file__).with_name("islands_fit.py")

@@ -17,7 +17,7 @@ from support.cases import Case
 
 import replicax as rx
 from replicax.core.ground.job import Job
-from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS
+from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
 from replicax.train.files.fingerprint import sha256
 from replicax.verify.simulated_islands import SimulatedIslands
 

@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 from replicax.text.table import fold_lines, for_stream, printable
 
@@ -84,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
+        from replicax.cluster.failure import end  # imports JAX, which --help does without
+
         code = _explain(error)
         end(error, code)
         return code

@@ -16,7 +16,8 @@ from replicax.core.data.given import leading_rows
 from replicax.core.data.rows import opened
 from replicax.core.ground.codecs import CODECS
 from replicax.core.ground.job import Job
-from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS, fix_threads
+from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
+from replicax.core.modes.exact.fixed_tree import fix_threads
 from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.core.placement.layout import LAYOUTS, Layout
 from replicax.core.placement.mesh import replica_count

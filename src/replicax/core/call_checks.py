@@ -105,6 +105,12 @@ class CallChecks:
                 peers.compare("the parameters", state.params)
         return batch
 
+    def checked_step(self, state: TrainState, batch: Batch) -> Batch:
+        """Check a step as `check` does, and that it fits in memory; return the batch to compute."""
+        batch = self.check(TRAINING, self.program.step, state, batch)
+        self.check_memory(state, batch)
+        return batch
+
     def taken(self, state: TrainState) -> TrainState:
         """Return a state of any `DataParallel` as this program takes it: placed by its layout."""
         return state if state is self._latest() else placed_as(state, self._abstract)

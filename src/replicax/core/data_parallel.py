@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from replicax.core.between.rounds import Rounds
-from replicax.core.call_checks import TRAINING, CallChecks, agree_on_model
 from replicax.core.config import Configuration, resolved
 from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.batch import Batch
@@ -19,20 +18,18 @@ from replicax.core.data.given import batches_given
 from replicax.core.data.per_row import as_result, real_rows
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
-from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_shapes
 from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
-from replicax.core.modes.exact.fixed_tree import MICRO_SHARDS
+from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
 from replicax.core.modes.mode_table import Mode
 from replicax.core.placement.dispatch_context import serialized
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.program import Program, parts_of, program_of
-from replicax.core.several_steps import SeveralSteps
 from replicax.core.step.base import Apply
 from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import LossFunction
@@ -40,6 +37,11 @@ from replicax.core.step.optimizer import Trainable
 from replicax.core.step.reduction import Reduction
 from replicax.errors import ConfigError, StateError
 from replicax.text.arguments import Count, Int32Count, Natural, Seed, typed, typed_but
+
+if TYPE_CHECKING:  # imported on first use: they need twice as many modules as the rest
+    from replicax.core.call_checks import CallChecks
+    from replicax.core.evaluation import ProgramEvaluation
+    from replicax.core.several_steps import SeveralSteps
 
 
 class DataParallel:
@@ -128,6 +130,8 @@ class DataParallel:
             ConfigError: nothing to train, a different model structure, or too little memory.
             DataError: a 64-bit number that has no 32-bit value, without `jax_enable_x64`.
         """
+        from replicax.core.call_checks import agree_on_model
+
         definition, params, extras = self.configuration.split_model(model, self.mesh)
         program = self._adopt((definition, params, extras))
         jax.block_until_ready((params, extras))  # allocate before checking memory
@@ -274,9 +278,7 @@ class DataParallel:
         if isinstance(batch, Batches):
             self._several.prepare(state, batch)
             return batch
-        batch = self._checks.check(TRAINING, self._checks.program.step, state, batch)
-        self._checks.check_memory(state, batch)
-        return batch
+        return self._checks.checked_step(state, batch)
 
     @typed_but("state", "loss")
     def evaluate(
@@ -470,15 +472,21 @@ class DataParallel:
         return self._program
 
     @cached_property
-    def _checks(self) -> CallChecks:
+    def _checks(self) -> "CallChecks":
+        from replicax.core.call_checks import CallChecks
+
         return CallChecks(self._known)
 
     @cached_property
-    def _evaluation(self) -> ProgramEvaluation:
+    def _evaluation(self) -> "ProgramEvaluation":
+        from replicax.core.evaluation import ProgramEvaluation
+
         return ProgramEvaluation(self._known, self._checks)
 
     @cached_property
-    def _several(self) -> SeveralSteps:
+    def _several(self) -> "SeveralSteps":
+        from replicax.core.several_steps import SeveralSteps
+
         return SeveralSteps(self._known, self._checks)
 
     def _traced_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:

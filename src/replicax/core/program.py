@@ -22,8 +22,6 @@ from replicax.core.ground.train_state import TrainState, Uncompared
 from replicax.core.models.definition import Definition, SplitModel
 from replicax.core.models.pytree import CustomState
 from replicax.core.modes.step_builder import Jitted, StepSpec
-from replicax.core.pipeline.staged_objective import Staged
-from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.placement.layout import on_devices_of
 from replicax.core.placement.mesh import (
     STAGE,
@@ -91,6 +89,8 @@ class Program:
         """`objective` on parameters split according to the layout."""
         config, whole = self.configuration, self.objective
         if self.mesh.shape.get(STAGE, 1) > 1:
+            from replicax.core.pipeline.staged_objective import Staged
+
             return Staged(
                 *(whole.definition, whole.loss, whole.precision, whole.read),
                 mesh=self.mesh,
@@ -100,6 +100,8 @@ class Program:
             )
         if not config.layout.splits_params:
             return whole
+        from replicax.core.placement.fsdp_gather import Gathering
+
         axis = shard_axis(self.mesh)
         gathering = Gathering(self.shardings.params, axis, config.mode.per_replica)
         return dataclasses.replace(whole, gathering=gathering)

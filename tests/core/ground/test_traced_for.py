@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from replicax.core.ground import traced_for as module
 from replicax.core.ground.traced_for import cuda_capability, traced_for
 
 
@@ -35,7 +35,9 @@ def test_a_function_is_traced_anew_for_other_devices_and_once_for_each() -> None
 def test_attached_devices_tell_theirs(
     version: str, capability: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "get_backend", lambda: SimpleNamespace(platform_version=version))
+    monkeypatch.setattr(
+        jax.extend.backend, "get_backend", lambda: SimpleNamespace(platform_version=version)
+    )
     devices = [SimpleNamespace(compute_capability="9.0")]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert cuda_capability() == capability

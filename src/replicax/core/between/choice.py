@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from replicax.core.between.every_round import EveryRound
-from replicax.core.between.every_step import EveryStep
 from replicax.core.between.rounds import Rounds
 from replicax.core.between.seam import Between
 from replicax.core.ground.job import Job
@@ -27,6 +25,11 @@ def as_between(
     `rounds` are those that were given; without them, jobs exchange sums in every step.
     """
     peers = job.peers
+    if peers is None and rounds is None:
+        return Between()
+    from replicax.core.between.every_round import EveryRound
+    from replicax.core.between.every_step import EveryStep
+
     count, exchange = (1, None) if peers is None else (peers.count, peers.exchange)
     each_step: Between = Between()
     if peers is not None and exchange is not None:

@@ -4,7 +4,6 @@ A model that selects kernels by GPU queries this, so that it is planned exactly 
 """
 
 import jax
-from jax.extend.backend import get_backend
 
 traced_for = jax.make_user_context("attached")
 """`with traced_for(capability)`: the CUDA compute capability of the described devices, or None if
@@ -16,6 +15,8 @@ def cuda_capability() -> float | None:
     described: float | str | None = traced_for.value
     if not isinstance(described, str):
         return described
+    from jax.extend.backend import get_backend  # not before: jax.extend imports Pallas
+
     if "cuda" not in get_backend().platform_version:
         return None
     return float(jax.local_devices()[0].compute_capability)

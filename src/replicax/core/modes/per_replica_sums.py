@@ -14,8 +14,6 @@ from typing import Any
 import jax
 
 from replicax.core.data.batch import Batch
-from replicax.core.first_step.examiner import of_loss
-from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.ground.train_state import TrainState
@@ -58,6 +56,9 @@ def where_rows_are_apart(
 
 
 def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
+    from replicax.core.first_step.examiner import of_loss  # only on GPUs
+    from replicax.core.first_step.loss_check import LossExamination
+
     if jax.tree.leaves(state.extras):
         return False
     for rows in (batch, _of_other_rows(batch)):

@@ -13,7 +13,6 @@ from replicax.core.data.batch import Batch
 from replicax.core.data.merged import joined_parts
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.row_free import free_of_rows
 from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import Axis, numbers_on
 from replicax.core.step.base import StepSums, SumsFunction
@@ -122,6 +121,8 @@ def _shapes_and_once(
     dim: int,
 ) -> tuple[StepSums, list[bool]]:
     """Return the shapes of a part's sums, and which extras do not depend on rows."""
+    from replicax.core.jaxprs.row_free import free_of_rows
+
     trace = partial(jax.make_jaxpr(part, return_shape=True), extras, jnp.int32(0))
     jaxpr, (shapes, _) = trace(rows)
 
@@ -129,9 +130,8 @@ def _shapes_and_once(
         sizes = [2 * size if n == dim else size for n, size in enumerate(leaf.shape)]
         return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
-    of_twice = lambda: trace(jax.tree.map(twice, rows))[0]  # noqa: E731
     counts = len(jax.tree.leaves(extras)), len(jax.tree.leaves(rows))
-    return shapes, free_of_rows(jaxpr, *counts, of_twice)
+    return shapes, free_of_rows(jaxpr, *counts, lambda: trace(jax.tree.map(twice, rows))[0])
 
 
 def zeros_like(shapes: PyTree) -> PyTree:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.rows import opened
@@ -49,6 +48,8 @@ def inside(
     mask: jax.Array, context: CallContext, primitives: tuple[Any, Batch] | None = None
 ) -> Iterator[LossContext]:
     """Enter a context in which the functions below refer to these rows."""
+    from jax.extend.core import get_opaque_trace_state  # not before: it imports Pallas
+
     here = LossContext(mask, context, get_opaque_trace_state(), primitives)
     token = _current.set(here)
     # The sums of a step belong to its trace, so no cache may pass them to another trace.
@@ -216,6 +217,8 @@ def _seeing(name: str, rows: PyTree) -> LossContext | None:
 
 def _check_trace(name: str, here: LossContext) -> None:
     """Raise `LossError` if a JAX cache might keep the returned value beyond the step."""
+    from jax.extend.core import get_opaque_trace_state
+
     if get_opaque_trace_state() != here.trace:
         raise LossError(
             f"rx.{name} was called inside a function that the loss passes to jax.jit, jax.grad, "

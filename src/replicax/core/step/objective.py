@@ -11,7 +11,6 @@ from replicax.core.data.batch import Batch, unshared
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.models.definition import CallContext, Definition
-from replicax.core.placement.fsdp_gather import Gathering
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum, call, merged_of, rows_of, sums
 from replicax.core.step.loss_context import inside
@@ -28,10 +27,9 @@ class Objective:
     loss: LossFunction
     precision: Precision
     read: tuple[bool, ...] | None = None
-    """For each parameter, whether its gradient is used; None for all. Unused gradients are neither
-    computed nor reduced."""
-    gathering: Gathering | None = None
-    """How the loss gets whole parameters if the layout splits them."""
+    """Which parameters have a gradient that is used, computed and reduced; None for all."""
+    gathering: Callable[..., tuple[Any, Any]] | None = None
+    """How the loss gets whole parameters if the layout splits them: a `Gathering`."""
     every_row: bool = False
     """Whether all values that have rows are returned by row, not only those marked so."""
     per_replica: ClassVar[bool] = False

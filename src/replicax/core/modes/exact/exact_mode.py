@@ -9,9 +9,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from replicax.core.modes.exact.fixed_tree import FixedTree, check_threads
-from replicax.core.modes.exact.micro_shard_function import on_micro_shard
-from replicax.core.modes.exact.micro_shard_step import MicroShardStep
 from replicax.core.modes.exact.ordered_reduction import reduce_in_order
 from replicax.core.modes.mapping import Mode, shard_map
 from replicax.core.modes.step_builder import StepSpec, jitted, mapped
@@ -19,6 +16,9 @@ from replicax.core.placement.mesh import AnyMesh, replica_count
 from replicax.core.step.base import Accumulator, CompiledFunction
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.errors import ConfigError
+
+MICRO_SHARDS = 8
+"""Default number of micro-shards."""
 
 
 def fixed_tree(
@@ -31,6 +31,8 @@ def fixed_tree(
             f"mode='exact' with reduction={getattr(reduction, 'name', reduction)!r}; it sums in a "
             f"fixed order: use one of {', '.join(plain)}, or mode='shard_map'"
         )
+    from replicax.core.modes.exact.fixed_tree import FixedTree, check_threads
+
     tree, replicas = FixedTree(micro_shards, reduction), replica_count(mesh)
     own = tree.micro_batches(replicas)
     if own < accumulate:
@@ -46,6 +48,10 @@ def fixed_tree(
 
 def _build(parts: StepSpec) -> CompiledFunction[Any]:
     """Return the program of `parts`, as the micro-shards of attached devices compute it."""
+    # Imported here for short imports, as in other rooms: a third of the room, for this mode alone.
+    from replicax.core.modes.exact.micro_shard_function import on_micro_shard
+    from replicax.core.modes.exact.micro_shard_step import MicroShardStep
+
     whole, function = jitted(parts, mapped(parts)), on_micro_shard(parts)
     if not isinstance(parts.mesh, Mesh):
         return whole

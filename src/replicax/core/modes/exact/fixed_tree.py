@@ -26,9 +26,6 @@ from replicax.core.step.base import StepSums, SumsFunction
 from replicax.core.step.reduction import REDUCTIONS, Wire
 from replicax.errors import ConfigError
 
-MICRO_SHARDS = 8
-"""Default number of micro-shards."""
-
 _MICRO_SHARDS = "micro_shards"
 """Name of the axis over a replica's micro-shards."""
 _Gather = Callable[[list[jax.Array]], list[jax.Array]]
