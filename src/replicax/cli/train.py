@@ -10,6 +10,7 @@ import jax
 import replicax as rx
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
+from replicax.cli.initial_model import initial_model
 from replicax.cli.output import run_folder, show
 from replicax.cli.program_cache import keep_programs
 from replicax.cli.sharding import print_sharding
@@ -271,7 +272,7 @@ def _run(
         if said is not None:
             show(*labelled("cache", said))
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
-    model = recipe.model(jax.random.key(start.seed))
+    model = initial_model(dp, recipe, start.seed)
     if start.init_from is not None:
         model = rx.load_weights(model, start.init_from, rename=weight_names(recipe))
     if compute.accumulate is None:

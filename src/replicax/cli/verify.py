@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import replicax as rx
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
+from replicax.cli.initial_model import model_program
 from replicax.cli.output import JsonOptions, Live
 from replicax.cli.program_cache import keep_programs
 from replicax.cli.step_options import (
@@ -26,7 +26,6 @@ from replicax.cli.step_options import (
     make_host_devices,
 )
 from replicax.core.ground.job import Alone
-from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import CallContext
 from replicax.core.modes.mode_table import MODES, as_mode
 from replicax.errors import ConfigError
@@ -40,8 +39,6 @@ from replicax.verify.verification import GrowingTable, Verification
 from replicax.verify.verify_program import ALL, rows_needed
 
 HOST_DEVICES = 8
-_MOST_CONSTANTS = 1 << 20
-"""Most numbers that the program of an initial model may hold."""
 _USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
@@ -202,27 +199,11 @@ def _of_recipe_alone(
 
 
 def _model(dp: rx.DataParallel, recipe: Any, key: jax.Array) -> tuple[Any, bool]:
-    """Return a recipe's model, and whether it depends only on the key.
-
-    All arrays are computed in one program, which compiles in a tenth of the time of an operation at
-    a time; unless the recipe needs their values, or brings most of them along.
-    """
-    split, definitions = dp.configuration.split_model, []
-
-    def traced() -> Any:
-        def arrays(key: jax.Array) -> Any:
-            definition, *parts = split(recipe.model(key), dp.mesh)
-            definitions.append(definition)
-            return parts
-
-        options = quick_options(dp.mesh.devices.flat[0].platform)
-        return jax.jit(arrays, compiler_options=options).trace(key)
-
-    with contextlib.suppress(Exception):  # it needs values, or fails: then it does below
-        first, second = traced(), traced()
-        same = program_text(first.jaxpr) == program_text(second.jaxpr)
-        if sum(np.size(each) for each in first.jaxpr.consts) <= _MOST_CONSTANTS:
-            return definitions[0].merge(*first.lower().compile()(key)), same
+    """Return a recipe's model, and whether it depends only on the key."""
+    one, other = (model_program(dp, recipe, key) for _ in range(2))
+    if one is not None and other is not None:
+        return one(key), program_text(one.traced.jaxpr) == program_text(other.traced.jaxpr)
+    split = dp.configuration.split_model
     first, second = recipe.model(key), recipe.model(key)
     digests = {sha256(split(model, dp.mesh)[1:]) for model in (first, second)}
     return first, len(digests) == 1
