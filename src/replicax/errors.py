@@ -21,7 +21,7 @@ Every message is one line: the numbers that disagree, the rule, and the fix.
 """
 
 import difflib
-import importlib
+import importlib.util
 import json
 import shlex
 from collections.abc import Iterable, Mapping
@@ -214,6 +214,16 @@ def require(module: str, extra: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise missing(package, extra) from error
+
+
+def check_found(module: str, extra: str) -> None:
+    """Raise `MissingDependencyError` if an optional `module` is not found; it is not imported."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package that has it
+        found = None
+    if found is None:
+        raise missing(module.partition(".")[0], extra)
 
 
 def require_package(module: str, use: str) -> Any:

@@ -5,7 +5,6 @@
 The chunks are uncompressed, so that their sizes are known before anything is read.
 """
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +47,7 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
 
 def check_storable(state: TrainState) -> None:
     """Raise `ConfigError` if TensorStore, which writes checkpoints, lacks an array's dtype."""
-    require("orbax.checkpoint", "checkpoints")
-    known = importlib.import_module("tensorstore").dtype
+    known = require("tensorstore", "checkpoints").dtype
     for name, leaf in _named(real_rows(state)).items():
         try:
             known(_shape(leaf).dtype.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
-from replicax.errors import CheckpointError, require
+from replicax.errors import CheckpointError, check_found
 from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import ArrayEntry, Position
 from replicax.train.checkpoints.saver import Saver
@@ -57,7 +57,7 @@ class FolderOptions:
 
     def store(self) -> Store:
         if self.saving.wanted:
-            require("orbax.checkpoint", "checkpoints")
+            check_found("orbax.checkpoint", "checkpoints")
         return Store(self.path / CHECKPOINTS, self.saving.keep, self.saving.keep_every)
 
 

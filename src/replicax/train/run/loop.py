@@ -1,7 +1,9 @@
 """The loop of a run: a batch, the step, hooks and records, an evaluation, a checkpoint."""
 
 import contextlib
+import importlib
 import math
+import threading
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -202,6 +204,8 @@ class Loop:
             program = program_fingerprint(self._dp, state, batch.first, traced=storage.traced)
             storage.check_program(program)  # before the compilation, which may take minutes
         self._parts.display.status("compiling the step")
+        if self._parts.settings.resumable:  # beside the compilation, not in the first save
+            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
         self._dp.prepare(state, batch)
         if self._dp.mode.bitwise and self._parts.settings.run_dir is not None:
             compiled = self._dp.program(state).step.compiled(state, batch.first)

@@ -57,7 +57,7 @@ class OpenRun:
         parts.hooks("before_run")
         # Completes the configuration, which the islands compare and the folder keeps.
         self.calls = self._described(run)
-        # Traces, and the import of Orbax, before the islands meet: others would wait for this one.
+        # Traces before the islands meet: others would wait for this one.
         # A state that is used up, as in a notebook that calls again, will do to resume.
         donated = was_donated(now.state) and parts.settings.is_known()
         self._never_finite = set() if donated else params_not_finite(now.state)
