@@ -10,7 +10,8 @@
 
 Each recipe starts without JAX's persistent cache, with an empty one, and with that one again. All
 are interleaved; the three must evaluate alike after two steps. Writes
-`results/start.json`: medians of wall and CPU seconds, and the programs that were compiled and read.
+`results/start.json`: medians of wall and CPU seconds, of the programs that were compiled and read
+with a cache, and of all until the first step has finished.
 """
 
 import argparse
@@ -80,7 +81,11 @@ def child(arguments: list[str], began: float) -> None:
 
     events = {"cache_hits": "read", "cache_misses": "compiled"}  # after /jax/compilation_cache/
     jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: counts.update([event])
+    )
     timed(train, "print_data", "data")
+    timed(train, "initial_model", "model")
     timed(train, "in_micro_batches", "memory")
     timed(DataParallel, "init", "model")
     timed(CallChecks, "check", "examine")
@@ -92,7 +97,6 @@ def child(arguments: list[str], began: float) -> None:
         kind = type(found.recipe)
         timed(kind, "train_source", "data")
         timed(kind, "eval_source", "data")
-        timed(kind, "model", "model")
         enter("other")
         return found
 
@@ -108,7 +112,7 @@ def child(arguments: list[str], began: float) -> None:
             enter(None)
             first.update(phases, wall=time.time() - began, cpu=time.process_time())
             told = {text: counts[f"/jax/compilation_cache/{name}"] for name, text in events.items()}
-            first.update(told)
+            first.update(told, programs=counts["/jax/core/compile/backend_compile_duration"])
         return metrics
 
     Run.step = finished  # type: ignore[method-assign]

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 import replicax as rx
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.models.definition import Definition
 
 _MOST_CONSTANTS = 1 << 20
-"""Most numbers that the program may hold."""
+"""Most numbers that a program may hold; a recipe that brings more is computed by operation."""
 _MOST_QUICK = 1 << 22
 """Most numbers that are computed by code that was not optimized: more take longer than that."""
 
@@ -31,17 +32,17 @@ class ModelProgram:
 
     def __call__(self, key: jax.Array) -> Any:
         """Return the model of a key."""
-        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.traced.out_info))
+        closed, parts = self.traced.jaxpr, self.traced.out_info
+        if sum(np.size(each) for each in closed.consts) > _MOST_CONSTANTS:
+            leaves = jaxpr_as_fun(closed)(key)
+            return self.definition.merge(*jax.tree.unflatten(jax.tree.structure(parts), leaves))
+        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
         options = quick_options(self.platform) if numbers <= _MOST_QUICK else None
-        compiled = self.traced.lower().compile(options)
-        return self.definition.merge(*compiled(key))
+        return self.definition.merge(*self.traced.lower().compile(options)(key))
 
 
 def model_program(dp: rx.DataParallel, recipe: Any, key: jax.Array) -> ModelProgram | None:
-    """Return the program of a recipe's model; None if it has no use.
-
-    The recipe may need values of arrays, or fail, or bring most of its arrays along.
-    """
+    """Return the program of a recipe's model; None if that needs values of arrays, or fails."""
     definitions: list[Definition] = []
 
     def arrays(key: jax.Array) -> Any:
@@ -51,8 +52,7 @@ def model_program(dp: rx.DataParallel, recipe: Any, key: jax.Array) -> ModelProg
 
     with contextlib.suppress(Exception):  # of the recipe, which raises it again outside of a trace
         traced = jax.jit(arrays).trace(key)
-        if sum(np.size(each) for each in traced.jaxpr.consts) <= _MOST_CONSTANTS:
-            return ModelProgram(traced, definitions[0], dp.mesh.devices.flat[0].platform)
+        return ModelProgram(traced, definitions[0], dp.mesh.devices.flat[0].platform)
     return None
 
 
