@@ -100,6 +100,15 @@ def test_flags_reach_the_plan(main: Main, monkeypatch: pytest.MonkeyPatch) -> No
     assert (asked["wished_rows"], asked["noise_scale"]) == (96, 7)  # it has no tokens: rows
     assert asked["changes"] is None
     assert not asked["by_formula"]
+    assert asked["compile_alternatives"] is False
+
+
+@pytest.mark.parametrize(("names", "wanted"), [((), True), (("a=1, b",), ["a=1", "b"])])
+def test_changes_to_compile(
+    names: tuple[str, ...], wanted: Any, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = given(main, monkeypatch, *LINE, "--compile-alternatives", *names, "--target", "cpu:2")
+    assert asked["compile_alternatives"] == wanted
 
 
 def test_a_recipe_tells_its_tokens_its_size_and_its_own_remat(

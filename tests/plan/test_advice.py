@@ -62,6 +62,13 @@ def test_then_the_change_that_fits_and_needs_least() -> None:
     assert re.search(r"with 14 GB", said)
 
 
+def test_a_change_near_the_limit_is_to_be_compiled() -> None:
+    near = dataclasses.replace(FSDP, unclear=True)
+    assert first(TOO_LARGE, largest=None, alternatives=(near, REMAT)).startswith("remat: ")
+    said = first(TOO_LARGE, largest=None, alternatives=(near,))
+    assert said.endswith("--compile-alternatives layout=fsdp")
+
+
 def test_then_a_smaller_batch() -> None:
     assert re.fullmatch(r"a batch .*2,048 rows, 8 per\b.*device, fits", first(TOO_LARGE))
 

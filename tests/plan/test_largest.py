@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from replicax.plan.largest import MOST_QUESTIONS, MOST_ROWS, RESOLUTION, largest_rows
+from replicax.plan.largest import CLOSE_ENOUGH, MOST_QUESTIONS, MOST_ROWS, RESOLUTION, largest_rows
 from replicax.plan.planned import Need
 
 GB = 10**9
@@ -55,7 +55,8 @@ def search(
             size = max(CAPACITY + 1, min(size, math.ceil(told(rows))))
         return Need(rows, size, fits, True, size if exact else None)
 
-    largest, too_large = largest_rows(ask, CAPACITY, start, guess, unit)
+    first = ask(max(unit, start // unit * unit))
+    largest, too_large = largest_rows(ask, CAPACITY, first, guess, unit)
     assert largest is None or largest.fits
     assert too_large is None or not too_large.fits
     return Found(
@@ -80,24 +81,25 @@ def assert_sound(found: Found, memory: Memory, unit: int) -> None:
     fitting = [rows for rows in found.asked if memory(rows) <= CAPACITY]
     assert found.fits == max(fitting, default=None)
     refused = min(set(found.asked) - set(fitting), default=None)
-    # Not asked for: far beyond the capacity, on the line through two answers.
-    by_formula = refused is None and found.too_large is not None and len(fitting) > 1
-    assert found.too_large == refused or by_formula
+    if found.too_large != refused:  # on the line beyond what fits
+        assert found.too_large not in found.asked
+        assert found.fits < found.too_large
+        assert refused is None or found.too_large < refused
     assert (found.fits is None) == (memory(unit) > CAPACITY)
 
 
 def assert_resolved(found: Found, memory: Memory, unit: int) -> None:
     if found.fits is not None:
-        more = found.fits + resolution(found.fits, unit)
+        more = found.fits + found.fits // CLOSE_ENOUGH + 2 * resolution(found.fits, unit)
         assert more > MOST_ROWS or memory(more) > CAPACITY
 
 
 @pytest.mark.parametrize("start", [8, 100_000])
-def test_a_straight_line_is_found_in_three_questions(start: int) -> None:
+def test_a_straight_line_takes_one_question_beside_the_first(start: int) -> None:
     found = search(lambda rows: 2 * GB + 10 * MB * rows, start=start, guess=10 * MB)
     # (16 - 2) GB / 10 MB = 1400 rows fit exactly. Their 32nd is 32, rounded to a power of two, of
-    # which 1376 is a multiple and 1408 the next one.
-    assert found == Found(1376, 1408, [start, 1376, 1408])
+    # which 1376 is a multiple and 1408 the next one, which no one asks for.
+    assert found == Found(1376, 1408, [start, 1376])
 
 
 def test_no_more_rows_are_asked_for_than_the_data_have() -> None:
@@ -107,7 +109,7 @@ def test_no_more_rows_are_asked_for_than_the_data_have() -> None:
         asked.append(rows)
         return Need(rows, rows, True, True)
 
-    fits, too_large = largest_rows(ask, CAPACITY, 64, 1.0, unit=2, most=1000)
+    fits, too_large = largest_rows(ask, CAPACITY, ask(64), 1.0, unit=2, most=1000)
     assert (fits.rows, too_large, max(asked)) == (1000, None, 1000)
 
 
@@ -116,9 +118,7 @@ def test_a_compiler_that_computes_again_near_the_capacity_is_not_asked_for_milli
         return GB + 500 * MB * rows if rows < 29 else 14.5 * GB + 20 * MB * (rows - 29)
 
     found = search(memory, start=4, guess=540 * MB)
-    assert_sound(found, memory, 1)
-    assert_resolved(found, memory, 1)
-    assert max(found.asked) < 1000
+    assert found == Found(28, 31, [4, 28])
 
 
 def test_where_a_compiler_computes_again_exact_answers_cross_the_capacity() -> None:
@@ -130,20 +130,9 @@ def test_where_a_compiler_computes_again_exact_answers_cross_the_capacity() -> N
     assert len(found.asked) <= 5
 
 
-def test_rows_far_beyond_the_capacity_are_not_asked_for() -> None:
-    found = search(lambda rows: 7 * GB * rows, start=1, guess=7 * GB)
-    assert found == Found(2, 3, [1, 2])  # 21 of 16 GB
-    assert search(lambda rows: 6 * GB * rows, start=1, guess=6 * GB).asked == [1, 2, 3]
-
-
-def test_rows_that_will_be_asked_for_are_told_before() -> None:
-    told: list[int] = []
-
-    def ask(rows: int) -> Need:
-        return Need(rows, 2 * GB + 10 * MB * rows, rows <= 1400, True)
-
-    largest_rows(ask, CAPACITY, 8, 10.0 * MB, soon=told.append)
-    assert told == [1408]
+def test_rows_near_the_capacity_take_no_question() -> None:
+    found = search(lambda rows: 100 * MB * rows, start=150, guess=100 * MB)
+    assert found == Found(150, 164, [150])  # the slope may be 30% less
 
 
 @pytest.mark.parametrize(
@@ -176,7 +165,7 @@ def test_a_compiler_that_tells_too_little_does_not_hide_what_fits(
     found = search(memory, start=start, guess=wrong * CAPACITY / most, told=told)
     assert_sound(found, memory, 1)
     assert found.fits is not None
-    assert most - resolution(most, 1) < found.fits <= most
+    assert most - max(resolution(most, 1), most // CLOSE_ENOUGH) < found.fits <= most
 
 
 UNITS = st.sampled_from([1, 2, 3, 7, 8, 64])
@@ -189,7 +178,7 @@ WRONG = st.floats(1e-3, 1e3)
 @given(
     fixed=st.floats(0, 20 * GB),
     slope=st.floats(1.0, 10 * GB),
-    wrong=WRONG,
+    wrong=st.floats(0.5, 1.3),
     start=STARTS,
     unit=UNITS,
 )
@@ -200,6 +189,7 @@ def test_any_straight_line(fixed: float, slope: float, wrong: float, start: int,
     found = search(memory, start=start, guess=wrong * slope, unit=unit)
     assert_sound(found, memory, unit)
     assert_resolved(found, memory, unit)
+    assert found.too_large is None or memory(found.too_large) > CAPACITY
 
 
 @pytest.mark.promise("plan.largest-batch")

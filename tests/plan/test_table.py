@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan.plans import FORMULA, KINDS, make_plan, plan_of, scaled
 
-from replicax.plan.plan_table import plan_lines, shown_counts
+from replicax.plan.plan_table import PLAN_PARTS, plan_lines, shown_counts
 from replicax.plan.planned import LATER_PARTS
 from replicax.plan.target import parse_target
 
@@ -161,8 +161,10 @@ def test_a_terminal_holds_every_line_and_the_answers_come_first(kind: str) -> No
 def test_the_parts_of_a_plan_are_its_table_and_the_answer_needs_no_other() -> None:
     for kind in KINDS:
         plan = plan_of(kind)
-        parts = {part: plan_lines(plan, part) for part in ("", *LATER_PARTS)}
+        parts = {part: plan_lines(plan, part) for part in PLAN_PARTS}
         assert [*itertools.chain(*parts.values())][:-1] == str(plan).splitlines()
+        soon = replace(plan, speeds=plan.speeds[:1], left=("", *LATER_PARTS))
+        assert bool(parts["soon"]) < bool(plan_lines(soon, "soon"))
         if plan.fits:  # then nothing that is found later changes it
             before = replace(
                 plan, speeds=plan.speeds[:1], largest=None, too_large=None, alternatives=()

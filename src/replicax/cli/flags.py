@@ -73,6 +73,16 @@ def shown_as(value: str, default: str | None = None) -> Any:
     return tyro.conf.arg(metavar=value, help_behavior_hint=hint)
 
 
+ALL_OR_NAMES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=(0, 1),
+    metavar="[NAMES]",
+    instance_from_str=lambda got: None if got == ["None"] else "".join(got),
+    is_instance=lambda it: it is None or isinstance(it, str),
+    str_from_instance=lambda it: ["None"] if it is None else [it],
+)
+"""The annotation of a flag with comma-separated names, or alone: then it is an empty string."""
+
+
 def words(text: str) -> list[str]:
     """Return the words of a comma-separated value."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -9,15 +9,15 @@ from typing import Annotated, Any, get_args, get_type_hints
 import jax
 
 import replicax as rx
-from replicax.cli.flags import parse_with_recipe, shown_as
+from replicax.cli.flags import ALL_OR_NAMES, parse_with_recipe, shown_as, words
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.plan_failures import plan_failures
 from replicax.cli.step_options import ModeOptions, StepOptions, data_lines, make_host_devices
 from replicax.core.modes.mode_table import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.memory_formula import Transformer
-from replicax.plan.plan_table import plan_lines
-from replicax.plan.planned import LATER_PARTS, Plan
+from replicax.plan.plan_table import PLAN_PARTS, plan_lines
+from replicax.plan.planned import Plan
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.text.arguments import Count, Positive
@@ -45,6 +45,8 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """The network between islands: "100 Mbit/s, 20 ms", or of each pair: "a-b=1Gbit,8ms; ..."."""
     by_formula: bool = False
     """Do not run the target's compiler."""
+    compile_alternatives: Annotated[str | None, ALL_OR_NAMES] = None
+    """Compile the changes too, all or those named (layout=fsdp,model=2), not the step alone."""
     run: Annotated[str | None, shown_as("NAME", "plan, recipe and time")] = None
     """Name of the folder in runs/."""
 
@@ -69,7 +71,7 @@ def plan(arguments: list[str]) -> int:
         return dataclasses.replace(planned, about={**about, **planned.about})
 
     def show_plan(planned: Plan) -> None:
-        for part in ("", *LATER_PARTS):
+        for part in PLAN_PARTS:
             if part not in (*planned.left, *printed):
                 printed.append(part)
                 options.say(*plan_lines(named(planned), part))
@@ -94,6 +96,7 @@ def plan(arguments: list[str]) -> int:
             islands=options.islands,
             network=options.network,
             by_formula=options.by_formula,
+            compile_alternatives=_wanted(options.compile_alternatives),
             show=show,
             show_plan=show_plan,
         )
@@ -144,6 +147,11 @@ def _transformer(recipe: Any) -> Transformer | None:
     if not all(isinstance(getattr(recipe, name, None), int) for name in names):
         return None
     return Transformer(recipe.context, recipe.heads, recipe.width // recipe.heads)
+
+
+def _wanted(names: str | None) -> bool | list[str]:
+    """Return the changes to compile: none without the flag, all with the flag alone."""
+    return False if names is None else words(names) or True
 
 
 def _noise_scale(text: str | None) -> float | None:

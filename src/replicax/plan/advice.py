@@ -5,7 +5,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,11 +19,11 @@ from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.objective import LossFunction
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
+from replicax.plan.calibrated import Calibrated, step_seconds
 from replicax.plan.exported import WITHOUT_CUDNN
 from replicax.plan.forecast import steps_to_a_loss
-from replicax.plan.largest import FORMULA_ERROR, MOST_ROWS
+from replicax.plan.largest import MOST_ROWS
 from replicax.plan.planned import Alternative, BatchAdvice, Need, Plan
-from replicax.plan.speed import speed, work
 from replicax.plan.step_traffic import read_traffic
 from replicax.plan.steps import StepCache, TargetStep, rows_of_a_replica
 from replicax.plan.target import Target
@@ -33,31 +32,35 @@ from replicax.text.wording import first_line, size_text, time_text
 REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices per replica to try, all on one host, by the axis that its rules split it over."""
-COMPILING_SECONDS = 30.0
-"""Rough limit on compiling changes, in the time of the unchanged step; one is always compiled."""
-_WRONG = 1 + FORMULA_ERROR
+COMPILE_FLAG = "--compile-alternatives"
+Wanted = bool | Sequence[str]
+"""Changes to compile: all or none, or their names."""
 _MICRO_BATCHES = 4
 """Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
 
 def alternatives(
-    steps: StepCache,
-    dp: DataParallel,
+    formula: Calibrated,
     asked: Need,
     more: Mapping[str, DataParallel] | None,
     rules: Rules = (),
+    wanted: Wanted = False,
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
     """Return the memory that each change to a step frees, and why some changes could not be tried.
 
     `more` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
-    tried. `rules` split layers and stages if `dp` has no rules.
+    tried. `rules` split layers and stages if `dp` has no rules. Changes are by formula, except
+    those that are `wanted` compiled.
     """
+    dp, steps = formula.dp, formula.steps
     results: list[Alternative] = []
-    notes, left, unclear = [], [], _Unclear(steps, dp, asked)
-    for change, other in _changes(dp, steps, asked.rows, more, rules):
+    notes, left = [], []
+    tried = dict(_changes(dp, steps, asked.rows, more, rules))
+    compiled = to_compile(tried, wanted)
+    for change, other in tried.items():
         try:
             other = other if isinstance(other, DataParallel) else _held(dp, **other)
-            compared = _compared(unclear, dp, other, asked, change)
+            compared = _compared(formula, other, asked, change, change in compiled)
             results += [compared] if compared else []
             left += [] if compared else [change]
         except ReplicaxError as error:
@@ -70,77 +73,71 @@ def alternatives(
     if not asked.fits and not any(each.need.fits for each in results):
         change, most = _together(dp, steps.target, more)
         if most is not dp:
-            results += filter(None, [_compared(unclear, dp, most, asked, change)])
+            results += filter(None, [_compared(formula, most, asked, change, bool(compiled))])
     if left:
-        notes.append(f"not compiled, for time: {'; '.join(left)}. Plan one to know what it takes")
+        flag = f"{COMPILE_FLAG} {','.join(map(_short, left))}"
+        notes.append(f"not compiled, and no formula tells: {'; '.join(left)}. Ask with {flag}")
     return tuple(results), tuple(notes)
 
 
-class _Unclear:
-    """The steps among changes of one step for which the formula cannot tell whether they fit.
+def change_names(
+    dp: DataParallel,
+    steps: StepCache,
+    rows: int,
+    more: Mapping[str, DataParallel] | None,
+    rules: Rules,
+) -> list[str]:
+    """Return the names of the changes that `alternatives` tries."""
+    return [name for name, _ in _changes(dp, steps, rows, more, rules)]
 
-    Those are compiled, as many as take about `COMPILING_SECONDS`.
+
+def to_compile(changes: Iterable[str], wanted: Wanted) -> set[str]:
+    """Return the changes to compile: all, none, or those that begin with a wanted name.
+
+    Raises:
+        ConfigError: no change has a wanted name.
     """
+    if isinstance(wanted, bool):
+        return set(changes if wanted else ())
+    begun = {name: {each for each in changes if _begins(each, name)} for name in wanted}
+    for name, found in begun.items():
+        if not found:
+            names = ", ".join(dict.fromkeys(map(_short, changes))) or "none"
+            raise ConfigError(
+                f"compile_alternatives: no change is named {name!r}; name one of those that are "
+                f"tried, {names}, or leave the names out to compile all"
+            )
+    return set().union(*begun.values())
 
-    def __init__(self, steps: StepCache, dp: DataParallel, asked: Need) -> None:
-        self.steps, self.as_is = steps, steps.step(dp, asked.rows)
-        self.room = steps.target.chip.usable_bytes
-        took = self.as_is.compilation.seconds if self.as_is.compilation else COMPILING_SECONDS
-        self._left = max(1, int(COMPILING_SECONDS / max(took, 1e-3)))
 
-    @cached_property
-    def slower(self) -> float:
-        """The time of the unchanged step, relative to that by formula."""
-        alone = dataclasses.replace(self.as_is, program=None, compilation=None)
-        took, counted = _seconds(self.steps, self.as_is), _seconds(self.steps, alone)
-        return took / counted if took and counted else 1.0
+def _begins(change: str, name: str) -> bool:
+    return re.match(rf"{re.escape(name)}(?:$|[ ,])", change) is not None
 
-    def step(self, dp: DataParallel, rows: int, change: str) -> tuple[TargetStep | None, str]:
-        """Return a step, compiled if it must be, and a note on what the formula cannot tell.
 
-        Only a compiler can tell what a device stores of split layers and stages, and with which
-        kernels: beyond the limit, their step is None.
-        """
-        if self.steps.compiler is None:
-            return self.steps.step(dp, rows, change), ""
-        step, as_is, room = self.steps.by_formula(dp, rows), self.as_is, self.room
-        scaled = step.need.bytes * as_is.need.bytes / as_is.formula.total
-        least, most = sorted((scaled, float(step.need.bytes)))
-        split = dp.mesh.size // replica_count(dp.mesh)
-        alike = split == as_is.dp.mesh.size // replica_count(as_is.dp.mesh)
-        note = ""
-        if room is None or not alike or least / _WRONG <= room < most * _WRONG:
-            if self._left > 0:
-                self._left -= 1
-                return self.steps.step(dp, rows, change), ""
-            if room is None or not alike:
-                return None, ""
-            note = "may fit or not"
-        # What a compiler saves is that of a loss; of what does not fit, it computes again.
-        same = as_is.need.fits and dp.loss is as_is.dp.loss
-        likely = int(scaled) if same else step.need.bytes
-        need = dataclasses.replace(step.need, bytes=likely, fits=likely <= room)
-        return dataclasses.replace(step, need=need), note
+def _short(change: str) -> str:
+    return re.split("[ ,]", change)[0]
 
 
 def _compared(
-    unclear: _Unclear, dp: DataParallel, other: DataParallel, asked: Need, change: str
+    formula: Calibrated, other: DataParallel, asked: Need, change: str, compiled: bool
 ) -> Alternative | None:
-    """Compare `other` with `dp`, for the same global batch; None if neither way can tell."""
-    steps, as_is = unclear.steps, unclear.as_is
+    """Compare `other` with the step, for the same global batch; None if no formula can tell."""
+    dp, steps = formula.dp, formula.steps
+    as_is = steps.step(dp, asked.rows)
     rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
-    step, note = unclear.step(other, rows, change)
-    if step is None:
+    told = (steps.step(other, rows, change), False) if compiled else formula.step(other, rows)
+    if told is None:
         return None
-    seconds = _seconds(steps, step)
+    (step, unclear), note = told, ""
+    seconds = step_seconds(steps, step)
     if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
         as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
-        bare = _seconds(steps, as_is)
+        bare = step_seconds(steps, as_is)
         took = "" if bare is None else f" and {time_text(bare)}"
         note = f"no cuDNN kernels; baseline without: {size_text(as_is.need.bytes)}{took}"
-    elif seconds is not None and not step.need.compiled and as_is.compilation is not None:
+    elif seconds is not None and not step.need.compiled:
         # The formula counts products alone: what the compiled step takes beyond them, both do.
-        seconds *= unclear.slower
+        seconds *= formula.slower
     return Alternative(
         change,
         step.need,
@@ -148,20 +145,12 @@ def _compared(
         note,
         seconds,
         read_traffic(step.schedule, other.mesh.size, 0).wire_bytes if step.schedule else None,
+        unclear,
     )
 
 
 def _lacks_cudnn(step: TargetStep) -> bool:
     return step.program is not None and WITHOUT_CUDNN in step.program.notes
-
-
-def _seconds(steps: StepCache, step: TargetStep) -> float | None:
-    if step.program is not None and step.compilation is None:  # the compiler rejects it
-        return None
-    try:
-        return speed(work(steps, step), steps.target, step.dp).step.seconds
-    except ConfigError:  # the speed of the chip or of its links is unknown
-        return None
 
 
 def _together(
@@ -308,7 +297,7 @@ def _faster(plan: Plan) -> Iterator[tuple[float, str]]:
             f"{plan.holder}: up to {times:.1f} times the rows per second",
         )
     for each in plan.alternatives:
-        if each.need.fits and each.step_seconds is not None:
+        if each.need.fits and not each.unclear and each.step_seconds is not None:
             times = now.step.seconds / each.step_seconds
             how = ", by formula" if plan.asked.compiled and not each.need.compiled else ""
             frees = f", {size_text(each.freed_bytes)} less per device" * (each.freed_bytes > 0)
@@ -322,13 +311,16 @@ def _to_fit(plan: Plan) -> str:
             f"accumulate={parts.accumulate}: the same batch in micro-batches of "
             f"{parts.need.rows // parts.accumulate:,} rows per {each} fits"
         )
-    fitting = [other for other in plan.alternatives if other.need.fits]
+    fitting = [other for other in plan.alternatives if other.need.fits and not other.unclear]
     if fitting:
         least = min(fitting, key=lambda other: other.need.bytes)
         return f"{least.change}: it then fits, with {size_text(least.need.bytes)} per device"
     if plan.largest is not None:
         rows = plan.largest.rows
         return f"a batch of {rows * plan.replicas:,} rows, {rows:,} per {each}, fits"
+    if any(other.unclear for other in plan.alternatives):
+        near = next(other.change for other in plan.alternatives if other.unclear)
+        return f"{near}: it may fit or not; ask with {COMPILE_FLAG} {_short(near)}"
     return "more memory per device or a smaller model: none of the changes below makes it fit"
 
 

@@ -8,8 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
-from queue import SimpleQueue
-from threading import Lock
 from typing import Any
 
 import jax
@@ -58,7 +56,6 @@ class CompilerProcess:
 
     def __init__(self, description: Description) -> None:
         self._connection, theirs = Pipe()
-        self._asking = Lock()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (`close` does)
         serve = "from replicax.plan.compilation import serve; import sys; serve(int(sys.argv[1]))"
         self._process = subprocess.Popen(
@@ -84,31 +81,27 @@ class CompilerProcess:
         return _checked(self._ask(program))
 
     def close(self) -> None:
-        """End the process; a thread that waits for its answer gets an error."""
+        """End the process."""
         self._process.kill()  # a busy compiler would not notice a closed connection
         self._process.wait()
-        with self._asking:
-            self._connection.close()
-            self._said.close()
+        self._connection.close()
+        self._said.close()
 
     def _ask(self, question: Description | ExportedStep) -> Any:
-        with self._asking:
-            try:
-                self._connection.send(question)
-                if not self._connection.poll(self._timeout_seconds):
-                    self._process.kill()  # or a late answer would be read as the next one
-                    raise CompilerError(
-                        f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
-                        "rarely takes a minute: try a smaller model or fewer devices"
-                    )
-                return self._connection.recv()
-            except (EOFError, OSError) as ended:
-                raise CompilerError(self._last_words()) from ended
+        try:
+            self._connection.send(question)
+            if not self._connection.poll(self._timeout_seconds):
+                self._process.kill()  # or a late answer would be read as the next one
+                raise CompilerError(
+                    f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
+                    "rarely takes a minute: try a smaller model or fewer devices"
+                )
+            return self._connection.recv()
+        except (EOFError, OSError) as ended:
+            raise CompilerError(self._last_words()) from ended
 
     def _last_words(self) -> str:
         code = self._process.wait()
-        if self._said.closed:
-            return "the compiler was closed before it was used"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()
@@ -135,52 +128,6 @@ def _environment(description: Description) -> dict[str, str]:
     return environment
 
 
-MOST_PROCESSES = 2
-"""One for the batch search, one for the alternatives; each takes a gigabyte or two."""
-
-
-class CompilerPool:
-    """A thread-safe `Compiler` that starts processes as needed.
-
-    Raises:
-        ReplicaxError: see `CompilerProcess`.
-    """
-
-    note = ""
-
-    def __init__(self, description: Description) -> None:
-        self._description, self._lock, self._closed = description, Lock(), False
-        self._free = SimpleQueue[CompilerProcess]()
-        self._started = [CompilerProcess(description)]
-        self._free.put(self._started[0])
-        self.name = self._started[0].name
-
-    def close(self) -> None:
-        """End all processes. Threads that wait for one, and later calls, get an error."""
-        with self._lock:
-            self._closed = True
-        for process in self._started:
-            process.close()
-
-    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """See `Compiler`."""
-        process = self._take()
-        try:
-            return process.compile(program)
-        finally:
-            self._free.put(process)
-
-    def _take(self) -> CompilerProcess:
-        with self._lock:
-            if self._closed:
-                raise CompilerError("the compilers were closed before they were used")
-            most = min(MOST_PROCESSES, os.cpu_count() or 1)
-            if self._free.empty() and len(self._started) < most:
-                self._started.append(CompilerProcess(self._description))
-                return self._started[-1]
-        return self._free.get()
-
-
 @contextlib.contextmanager
 def compiler_for(
     target: Target, by_formula: bool = False
@@ -205,8 +152,8 @@ def compiler_for(
         compiler: Compiler | None = None
         notes: tuple[str, ...] = ()
         try:
-            pool = stack.enter_context(contextlib.closing(CompilerPool(described)))
-            compiler = KeepingCompiler(pool, described)
+            process = stack.enter_context(contextlib.closing(CompilerProcess(described)))
+            compiler = KeepingCompiler(process, described)
         except MissingDependencyError as missing:
             notes = (f"by formula: {missing}",)
         yield compiler, notes

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from replicax.core.data_parallel import DataParallel
-from replicax.plan.planned import MicroBatches, Need
+from replicax.plan.planned import FORMULA_ERROR, MicroBatches, Need
 from replicax.plan.steps import StepCache, rows_of_a_replica
 from replicax.plan.target import Target
 
-FORMULA_ERROR = 0.3
-"""Share by which a formula scaled to compiled steps may be wrong; the most measured is in
-`docs/plan.md`."""
 RESOLUTION = 32
 """The search resolves one part in this many, rounded down to a power of two of units."""
+CLOSE_ENOUGH = 8
+"""The search ends with rows that fit if the line reaches the capacity less than one part in this
+many further."""
 MOST_QUESTIONS = 12
-"""Maximum number of compilations; linear memory growth rarely takes more than four."""
+"""Maximum number of sizes; linear memory growth takes one beside the requested batch."""
 MOST_GROWTH = 16
 """Maximum growth of the rows per question after an extrapolation that did not fit, and the divisor
 of the bytes per row when memory has not grown."""
@@ -28,33 +28,31 @@ MOST_ROWS = 2**24
 def largest_rows(
     ask: Callable[[int], Need],
     capacity_bytes: int,
-    start: int,
+    asked: Need,
     bytes_per_row: float,
     unit: int = 1,
     most: int = MOST_ROWS,
-    soon: Callable[[int], Any] = lambda rows: None,
 ) -> tuple[Need | None, Need | None]:
-    """Return the largest rows per device that fit, and the fewest tried that do not.
+    """Return the largest rows per device that fit, and the fewest known not to.
 
     Memory is nearly linear in rows, so the next question is where a straight line meets the
-    capacity, bounded by rows that fit and rows that do not once both are known. Rows that a line
-    through compiled sizes puts `FORMULA_ERROR` beyond the capacity are not asked for: their `Need`
-    is not `compiled`. The first result is None if not even `unit` rows fit.
+    capacity, bounded by rows that fit and rows that do not once both are known. What fits was
+    asked for. The second is not `compiled` if only the line says that it does not fit. The first is
+    None if not even `unit` rows fit.
 
     Args:
         ask: returns the memory of a step with the given rows.
         capacity_bytes: memory of one device.
-        start: rows to try first.
+        asked: the memory of the requested rows, the first answer.
         bytes_per_row: an estimate of the slope, used until two answers determine it.
         unit: rows are multiples of it.
         most: maximum rows to try.
-        soon: called with rows that will be asked for next if the present ones fit.
     """
     most = max(unit, most // unit * unit)
     slope, refused = max(1.0, bytes_per_row), 0
     fits: Need | None = None
     too_large: Need | None = None
-    accepted = 0
+    accepted, measured, steep = 0, False, False
 
     def rounded(rows: float) -> int:
         if rows >= most:
@@ -62,58 +60,55 @@ def largest_rows(
         step = resolution(int(max(unit, rows)), unit)
         return int(max(step, rows // step * step))
 
-    rows = max(unit, start // unit * unit)
+    need = asked
     for left in reversed(range(MOST_QUESTIONS)):
-        rows = rows if left or fits else unit  # the last question is whether any fit
-        if fits and too_large is None and rows - fits.rows > resolution(fits.rows, unit):
-            following = rows + resolution(rows, unit)
-            if capacity_bytes < _on_line(fits, following, slope) < _beyond(capacity_bytes):
-                soon(following)
-        need = ask(rows)
         above = fits is not None and need.rows > fits.rows
         grown = (need.bytes - fits.bytes) / (need.rows - fits.rows) if fits and above else None
         if need.fits:
             if grown is not None:
                 # Near the capacity a compiler may rematerialize, so memory may not grow with rows.
                 slope = max(grown if grown > 0 else slope / MOST_GROWTH, 1.0)
+                measured = True
             fits, refused, accepted = need, 0, accepted + 1
         else:
             if grown is not None:  # it may need more than the compiler reports
-                slope = max(slope, grown)
+                slope, steep = max(slope, grown), True  # the line to it may be much too steep
             before, too_large, refused, accepted = too_large, need, refused + 1, 0
         low = fits.rows if fits else 0
         known, step = fits or need, resolution(max(low, unit), unit)
         guess = known.rows + (capacity_bytes - known.bytes) / slope
+        furthest = low + (guess - low) * (1 if measured else 1 + FORMULA_ERROR)
+        close = max(step, low // CLOSE_ENOUGH) if need.compiled else step
+        if fits and fits.compiled and not steep and furthest - low < close:
+            following = max(rounded(furthest), low) + step
+            if following <= most and (too_large is None or following < too_large.rows):
+                size = int(max(capacity_bytes + 1, _on_line(fits, following, slope)))
+                return fits, Need(following, size, False, False)
         if too_large is None:
             if low + unit > most:
                 break
             rows = rounded(max(guess, low + step))
-            if need.compiled and grown is not None and rows == low + step:
-                beyond = _on_line(need, rows, slope)
-                if beyond > _beyond(capacity_bytes):
-                    return fits, Need(rows, int(beyond), False, False)
-            continue
-        high = too_large.rows
-        if high - low <= step:
+        else:
+            high = too_large.rows
+            if high - low <= close:
+                break
+            middle = min((low + high) / 2, MOST_GROWTH * max(low, unit))
+            other = fits or before
+            crossed = _crossing(too_large, other, capacity_bytes) if other else None
+            if crossed is not None:  # also where a compiler rematerializes: memory grows slowly
+                guess = max(crossed, middle) if accepted > 1 else crossed
+                guess = max(guess, high / SHRINKAGE) if not fits else guess
+            if refused > 1 and (fits or crossed is None):
+                guess = min(guess, middle if fits else high / SHRINKAGE)  # more than reported
+            rows = max(rounded(guess if guess < high else middle), low + step)
+        if not left:
             break
-        middle = min((low + high) / 2, MOST_GROWTH * max(low, unit))
-        other = fits or before
-        crossed = _crossing(too_large, other, capacity_bytes) if other else None
-        if crossed is not None:  # also where a compiler rematerializes and memory grows slowly
-            guess = max(crossed, middle) if accepted > 1 else crossed
-            guess = max(guess, high / SHRINKAGE) if not fits else guess
-        if refused > 1 and (fits or crossed is None):
-            guess = min(guess, middle if fits else high / SHRINKAGE)  # more than reported, perhaps
-        rows = max(rounded(guess if guess < high else middle), low + step)
+        need = ask(rows if left > 1 or fits else unit)  # the last question is whether any fit
     return fits, too_large
 
 
 def _on_line(known: Need, rows: int, slope: float) -> float:
     return known.bytes + slope * (rows - known.rows)
-
-
-def _beyond(capacity_bytes: int) -> float:
-    return capacity_bytes * (1 + FORMULA_ERROR)
 
 
 def _crossing(above: Need, other: Need, capacity_bytes: int) -> float | None:
@@ -133,20 +128,22 @@ _TRIES = 8
 """Number of tries, each with a quarter more micro-batches than the previous one."""
 
 
-def micro_batches(steps: StepCache, dp: DataParallel, rows: int, count: int) -> MicroBatches | None:
+def micro_batches(
+    need: Callable[[DataParallel, int], Need], dp: DataParallel, rows: int, count: int
+) -> MicroBatches | None:
     """Find about the fewest micro-batches, from `count` up, in which a replica's `rows` fit.
 
-    A count that divides the rows is preferred if there is one below twice as many.
+    A count that divides the rows is preferred if there is one below twice as many. `need` returns
+    the memory of a step with so many rows per replica.
     """
     for _ in range(_TRIES):
         divisors = (each for each in range(count, 2 * count) if rows % each == 0)
         count = next(divisors, count)
         if count > rows:
             break
-        other = dp.replace(accumulate=count)
-        need = steps.step(other, math.ceil(rows / count) * count, f"accumulate={count}").need
-        if need.fits:
-            return MicroBatches(count, need)
+        found = need(dp.replace(accumulate=count), math.ceil(rows / count) * count)
+        if found.fits:
+            return MicroBatches(count, found)
         count += max(1, count // 4)  # the accumulator takes memory too
     return None
 
@@ -166,4 +163,5 @@ def at_once_and_fitting(
     if at_once.fits or room is None:
         return at_once, None
     fewest = math.ceil(at_once.bytes / room)  # the state and the accumulator do not shrink
-    return at_once, micro_batches(steps, dp, at_once.rows, fewest)
+    needed = lambda other, rows: steps.step(other, rows).need  # noqa: E731
+    return at_once, micro_batches(needed, dp, at_once.rows, fewest)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from replicax.plan.network_entries import island_entries, slow_links_entries, traffic_entries
-from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed
+from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed, unclear
 from replicax.text.blocks import GAP, Entry, ReportBlock, report_of
 from replicax.text.table import MARGIN, Line, width
 from replicax.text.wording import (
@@ -21,18 +21,21 @@ _LONGEST_NAME = 40
 _SMALL = 0.005
 """Share of a step's memory below which a part is omitted."""
 _NETWORK = "network"
+PLAN_PARTS = ("target", "soon", "", *LATER_PARTS)
+"""Parts of the screen, in order."""
+_MAY = "may fit or not"
 _COLUMN = 9
 """Width of a device count up to 131,072, and the gap before it."""
 
 
 def plan_lines(plan: Plan, part: str) -> list[str]:
-    """Return one part and an empty line: a name in `LATER_PARTS`, or "" for the answer."""
+    """Return one part and an empty line: a name in `PLAN_PARTS`."""
     return [text for block in _blocks(plan, part) for text in block.lines()]
 
 
 @report_of.register
 def _(plan: Plan) -> list[ReportBlock]:
-    return [block for part in ("", *LATER_PARTS) for block in _blocks(plan, part)][:-1]
+    return [block for part in PLAN_PARTS for block in _blocks(plan, part)][:-1]
 
 
 def _blocks(plan: Plan, part: str) -> list[ReportBlock]:
@@ -47,10 +50,16 @@ def _blocks(plan: Plan, part: str) -> list[ReportBlock]:
         [*_scaling(plan), *_cost(plan)],
     ]
     alone = plan.fits or plan.target.chip.usable_bytes is None
-    if part == "":
+    sections: Sequence[Sequence[ReportBlock]]
+    if part == "target":
+        sections = [[*_header(plan)]]
+    elif part == "soon":  # by formula, while it is compiled
+        answer = [*_fits(plan), *_speed(plan, plan.speeds), *_limit(plan)]
+        sections = [answer] if "" in plan.left else []
+    elif part == "":
         answer = [*_fits(plan), *(_speed(plan, plan.speeds[:1]) if alone else ())]
         answer += [*(_limit(plan) if alone else ()), *_memory(plan)]
-        sections = [[*_header(plan)], answer, *(beyond if alone else ())]
+        sections = [answer, *(beyond if alone else ())]
     elif part == "batch":
         more = plan.speeds[1:] if alone else plan.speeds
         batch = [*_batch(plan), *(_speed(plan, more) if more or not alone else ())]
@@ -78,12 +87,11 @@ def _header(plan: Plan) -> Iterator[Entry]:
     kind = f"{target.devices:,} x {target.chip.title}"
     if target.chip.platform == "cpu":
         kind = f"{counted(target.devices, 'CPU device')} of this host"
-    how = f"compiled by {about['compiler']}" if about.get("compiler") else "compiled"
     known = [
         target.text,
         kind,
         target.hosts > 1 and counted(target.hosts, "host"),
-        how if plan.asked.compiled else "by formula",
+        f"compiled by {about['compiler']}" if about.get("compiler") else "by formula",
     ]
     yield Entry("target", " · ".join(str(each) for each in known if each))
 
@@ -98,13 +106,14 @@ def _fits(plan: Plan) -> Iterator[Entry]:
     reserved = ""
     if chip.memory_bytes and chip.platform == "cuda" and chip.usable_bytes < chip.memory_bytes:
         reserved = f" that JAX preallocates of {size_text(chip.memory_bytes)}"
+    near = not asked.compiled and unclear(asked.bytes, asked.bytes, chip.usable_bytes)
     if asked.fits:
         size = part_text(asked.bytes, chip.usable_bytes)
-        yield Entry("fits", f"yes{how}: {rows} {size}{reserved}")
+        yield Entry("fits", f"{_MAY if near else 'yes'}{how}: {rows} {size}{reserved}")
         return
     least = f"{'at least ' if asked.is_least else ''}{size_text(asked.bytes)}"
     there = f"{size_text(chip.usable_bytes)}{reserved}"
-    yield Entry("fits", f"no{how}: {rows} {least}; a device has {there}")
+    yield Entry("fits", f"{_MAY if near else 'no'}{how}: {rows} {least}; a device has {there}")
 
 
 def _batch(plan: Plan) -> Iterator[Entry]:
@@ -252,7 +261,7 @@ def _changes(plan: Plan) -> list[Entry]:
         lines.append(("unchanged", size_text(plan.asked.bytes), "", took, sent, ""))
     for each in plan.alternatives:
         texts = [
-            "" if each.need.fits else "does not fit",
+            _MAY if each.unclear else "" if each.need.fits else "does not fit",
             "by formula" if compiled and not each.need.compiled else "",
             each.note,
         ]

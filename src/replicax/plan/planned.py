@@ -17,6 +17,9 @@ from replicax.plan.target import Target
 from replicax.text.blocks import Reported
 from replicax.text.wording import size_text
 
+FORMULA_ERROR = 0.3
+"""Share by which a formula may be wrong, scaled to a compiled step or not; the most measured is in
+`docs/plan.md`."""
 LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""
 
@@ -42,6 +45,12 @@ class Need:
         return self.compiled and self.temporaries is None
 
 
+def unclear(least: float, most: float, room: int | None) -> bool:
+    """Return whether bytes by formula, between two figures, may fit in `room` or not."""
+    error = 1 + FORMULA_ERROR
+    return room is not None and least / error <= room < most * error
+
+
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
     """Gradient accumulation with which a batch fits that does not fit at once."""
@@ -65,6 +74,8 @@ class Alternative:
     """Lower bound; None if it does not compile or the target's speed is unknown."""
     wire_bytes: float | None = None
     """Bytes that each device sends in a step; None by formula."""
+    unclear: bool = False
+    """Whether the formula is too near the memory of a device to tell whether the change fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +194,8 @@ class Plan(Reported):
     slow_links: SlowLinks | None = None
     """Methods of training over a network between islands, if one is given."""
     left: tuple[str, ...] = ()
-    """Names in `LATER_PARTS` that are not known yet, while a plan is being made."""
+    """Names in `LATER_PARTS` that are not known yet, while a plan is being made, and before them ""
+    while the requested batch is known by formula only."""
 
     def __repr__(self) -> str:
         need = f"{self.asked.rows:,} rows per {self.holder} take {size_text(self.asked.bytes)}"

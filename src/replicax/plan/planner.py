@@ -19,11 +19,11 @@ from replicax.core.placement.mesh import DATA, is_data_only, replica_count, shar
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.reduction import Wire
 from replicax.errors import ConfigError
-from replicax.plan.advice import batch_advice, first_change
+from replicax.plan.advice import Wanted, batch_advice, change_names, first_change, to_compile
 from replicax.plan.compiler import compiler_for
 from replicax.plan.island_exchange import IslandExchange, island_exchange
 from replicax.plan.memory_formula import Transformer, tree_bytes
-from replicax.plan.planned import Need, Plan, Scaling, Speed
+from replicax.plan.planned import LATER_PARTS, Plan, Scaling, Speed
 from replicax.plan.site_network import SiteNetwork, parse_network
 from replicax.plan.sizes import FoundSizes, Sizes
 from replicax.plan.slow_links import SlowLinks, slow_links
@@ -74,7 +74,9 @@ class _Planner:
         """Return the plan with what is found so far."""
         dp, steps, islands = self.dp, self.steps, about["islands"]
         noise, wished = about["noise_scale"], about["wished_rows"]
-        shown = _shown(step.need, found.largest)
+        shown = [step] if step.need.fits else []
+        if found.largest is not None and found.largest.rows != step.need.rows:
+            shown.append(steps.step(dp, found.largest.rows))
         speeds, grown = self.speeds(shown, about["tokens_per_row"], noise)
         traffic = self.traffic(shown[0]) if shown else None
         sizes = filter(None, (step.need, found.largest))
@@ -107,20 +109,19 @@ class _Planner:
         return dataclasses.replace(planned, first="" if found.left else first_change(dp, planned))
 
     def speeds(
-        self, shown: list[Need], tokens_per_row: int | None, noise_scale: float | None
+        self, shown: list[TargetStep], tokens_per_row: int | None, noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
         steps, dp, target = self.steps, self.dp, self.steps.target
         if not shown:
             return (), None
-        compiled = [steps.step(dp, need.rows) for need in shown]
         try:
-            works = [work(steps, step) for step in compiled]
-            again = steps.recomputed_share(dp, shown[0].rows)
+            works = [work(steps, step) for step in shown]
+            again = steps.recomputed_share(dp, shown[0].need.rows)
             speeds = tuple(speed(each, target, dp, tokens_per_row, again) for each in works)
         except ConfigError as error:
             self.notes.append(f"no speed: {error}")
             return (), None
-        self._note_omissions([step.schedule for step in compiled])
+        self._note_omissions([step.schedule for step in shown])
         if target.devices == 1 or target.chip.platform == "cpu":
             return speeds, None  # one device sends nothing, and a host has no more devices
         try:
@@ -141,9 +142,8 @@ class _Planner:
         if dtype != wanted:
             self.notes.append(f"{chip.title} has no {wanted} units: at best as fast as {dtype}")
 
-    def traffic(self, shown: Need) -> Traffic | None:
+    def traffic(self, step: TargetStep) -> Traffic | None:
         dp, chip, devices = self.dp, self.steps.target.chip, self.steps.target.devices
-        step = self.steps.step(dp, shown.rows)
         if step.schedule is None or step.program is None or devices == 1:
             return None
         least, dtype = 0.0, known_dtype(dp, chip)
@@ -225,6 +225,7 @@ def plan(
     islands: Count | None = None,
     network: str | Mapping[str, str] | None = None,
     by_formula: bool = False,
+    compile_alternatives: Wanted = False,
     show: ShowProgress | None = None,
     show_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
@@ -265,17 +266,23 @@ def plan(
             such as `100 Mbit/s, 20 ms`, or those of each pair of sites, such as
             `{"paris-oslo": "100 Mbit/s, 30 ms"}`.
         by_formula: do not use the compiler.
+        compile_alternatives: compile the changes too, all or those named (`layout=fsdp`); the
+            others are by formula, scaled to the compiled step.
         show: called with a line of progress before each step.
-        show_plan: called with the plan so far, as soon as the requested batch is known, and again
-            with each further part; `Plan.left` names those that are left.
+        show_plan: called with the plan so far, by formula while the requested batch is compiled,
+            as soon as it is known, and again with each further part; `Plan.left` names those that
+            are left.
 
     Raises:
         ConfigError: an unknown target, or a size that its chip does not come in; a compiler of
             another version than jax requires; mesh axes that do not divide the devices; several
-            processes; rows or a noise scale not above 0; a `network` without units.
+            processes; rows or a noise scale not above 0; a `network` without units; an unknown name
+            in `compile_alternatives`, or the flag with `by_formula`.
         CompilerError: the compiler fails.
     """
     _check(wished_rows, noise_scale)
+    if by_formula and compile_alternatives:
+        raise ConfigError("compile_alternatives with by_formula, which compiles nothing: keep one")
     sites = None if network is None else parse_network(network)
     target = parse_target(target) if isinstance(target, str) else target
     dp = in_fit(dp, model, target)
@@ -301,9 +308,15 @@ def plan(
     with compiler_for(target, by_formula) as (compiler, notes):
         steps = StepCache(model, batch, target, compiler, show or (lambda text: None))
         planner = _Planner(dp, steps, params, list(notes))
+        rows = rows_of_a_replica(size, dp)
+        names = change_names(dp, steps, rows, changes, rules)
+        to_compile(names, compile_alternatives)  # refuses unknown names before anything compiles
+        if compiler is not None and show_plan is not None and not steps.is_hopeless(dp, rows):
+            soon = steps.by_formula(dp, rows)
+            show_plan(planner.planned(soon, FoundSizes(("", *LATER_PARTS)), about, sites))
         step = planner.asked(size)
         sizes = Sizes(dp, steps, planner.notes)
-        for found in sizes.found(step.need, data_rows, changes, rules):
+        for found in sizes.found(step.need, data_rows, changes, rules, compile_alternatives):
             planned = planner.planned(step, found, about, sites)
             if transformer and target.chip.usable_bytes:
                 paper = transformer.on_paper(tree_bytes(params), target.chip.usable_bytes)
@@ -321,14 +334,6 @@ def _check(wished_rows: float | None, noise_scale: float | None) -> None:
     for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value}; it must be a finite number of rows above 0")
-
-
-def _shown(asked: Need, largest: Need | None) -> list[Need]:
-    """Return the sizes whose speed is reported: the requested batch and the largest that fit."""
-    shown = [asked] if asked.fits else []
-    if largest is not None and largest.rows != asked.rows:
-        shown.append(largest)
-    return shown
 
 
 def _about(dp: DataParallel, steps: StepCache, params: list[Any]) -> dict[str, Any]:

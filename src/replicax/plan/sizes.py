@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.placement.mesh import replica_count
 from replicax.core.placement.sharding_rules import Rules
-from replicax.plan.advice import alternatives
-from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
+from replicax.plan.advice import Wanted, alternatives
+from replicax.plan.calibrated import Calibrated
+from replicax.plan.largest import CLOSE_ENOUGH, MOST_ROWS, largest_rows, micro_batches
 from replicax.plan.planned import LATER_PARTS, Alternative, MicroBatches, Need
 from replicax.plan.steps import StepCache, holder
 
@@ -38,35 +38,33 @@ class Sizes:
     notes: list[str]
 
     def found(
-        self, asked: Need, data_rows: int | None, changes: Changes, rules: Rules
+        self,
+        asked: Need,
+        data_rows: int | None,
+        changes: Changes,
+        rules: Rules,
+        wanted: Wanted = False,
     ) -> Iterator[FoundSizes]:
         """Yield nothing, then the largest batch with micro-batches, then alternatives too."""
         found = FoundSizes(LATER_PARTS)
         yield found
-        steps, dp = self.steps, self.dp
-        beside = ThreadPoolExecutor(2)  # the alternatives, and rows that will be asked for
-        try:
-            changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
-
-            def soon(rows: int) -> None:
-                beside.submit(steps.step, dp, rows, _LARGEST)
-
-            largest, too_large = self._largest(asked, data_rows, soon)
-            micro = self._micro_batches(asked, largest)
-            found = FoundSizes(LATER_PARTS[1:], largest, too_large, micro)
-            yield found
-            others, refused = changed.result()
-        finally:  # on an interrupt, do not wait: the compilers are closed next
-            beside.shutdown(wait=False, cancel_futures=True)
+        largest, too_large = self._largest(asked, data_rows)
+        known = asked if asked.fits else largest
+        compiled = known is not None and known.compiled
+        step = self.steps.step(self.dp, known.rows) if known is not None and compiled else None
+        formula = Calibrated(self.steps, self.dp, step)
+        micro = self._micro_batches(formula, asked, largest)
+        found = FoundSizes(LATER_PARTS[1:], largest, too_large, micro)
+        yield found
         if largest is None and too_large is not None and too_large.rows < asked.rows:
-            # Not even the smallest batch fits: look for changes with which it does.
-            others, refused = alternatives(steps, dp, too_large, changes, rules)
+            asked = (
+                too_large  # not even the smallest batch fits: look for changes with which it does
+            )
+        others, refused = alternatives(formula, asked, changes, rules, wanted)
         self.notes += refused
         yield dataclasses.replace(found, left=(), alternatives=others)
 
-    def _largest(
-        self, asked: Need, data_rows: int | None, soon: Callable[[int], None]
-    ) -> tuple[Need | None, Need | None]:
+    def _largest(self, asked: Need, data_rows: int | None) -> tuple[Need | None, Need | None]:
         dp, capacity = self.dp, self.steps.target.chip.usable_bytes
         unit = dp.split.micro_batches
         if capacity is None:
@@ -78,13 +76,12 @@ class Sizes:
         fits, too_large = largest_rows(
             lambda rows: self.steps.step(dp, rows, _LARGEST).need,
             capacity,
-            asked.rows,
+            asked,
             self._bytes_per_row(asked, capacity, unit),
             unit,
             most,
-            soon,
         )
-        if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
+        if fits and too_large and too_large.rows > fits.rows * (1 + 2 / CLOSE_ENOUGH) + 2 * unit:
             self.notes.append(
                 f"more than {fits.rows:,} rows per {holder(dp.mesh)} may fit: memory does not "
                 "grow linearly, and the search reached its limit of compilations"
@@ -110,8 +107,17 @@ class Sizes:
             slope *= asked.temporaries / formula.temporaries
         return slope
 
-    def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
+    def _micro_batches(
+        self, formula: Calibrated, asked: Need, largest: Need | None
+    ) -> MicroBatches | None:
         if asked.fits or largest is None:
             return None
+
+        def need(dp: DataParallel, rows: int) -> Need:
+            told = formula.step(dp, rows)
+            if told is None or told[1]:
+                return self.steps.step(dp, rows, f"accumulate={dp.accumulate}").need
+            return told[0].need
+
         fewest = math.ceil(asked.rows / largest.rows) * self.dp.accumulate
-        return micro_batches(self.steps, self.dp, asked.rows, fewest)
+        return micro_batches(need, self.dp, asked.rows, fewest)

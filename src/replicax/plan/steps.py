@@ -3,9 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
 from functools import cache, cached_property
-from threading import Lock
 from typing import Any
 
 import jax
@@ -46,6 +44,9 @@ from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded
 
 ShowProgress = Callable[[str], None]
+HOPELESS = 2.0
+"""A step that needs this many times the memory by formula is not compiled. The formula is less
+wrong than that, and compilers that compute values again to fit have not saved so much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +90,7 @@ class StepCache:
     ) -> None:
         self.target, self.compiler = target, compiler
         self._model, self._batch, self._show = model, batch, show
-        self._lock = Lock()
-        self._steps: dict[tuple[DataParallel, int, bool], Future[TargetStep]] = {}
+        self._steps: dict[tuple[DataParallel, int, bool], TargetStep] = {}
         self.recomputed_share = cache(self._recomputed_share)
         self._flops: dict[tuple[Hashable, ...], int] = {}
         self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
@@ -110,31 +110,20 @@ class StepCache:
     ) -> TargetStep:
         """Return the step with `rows` per replica, with or without cuDNN kernels.
 
-        Threads that ask for one step share its compilation. `purpose` begins the line passed to
-        `show`.
+        `purpose` begins the line passed to `show`.
 
         Raises:
             CompilerError: see `Compiler.compile`.
             ConfigError: see `export_step`.
         """
         key = dp, rows, without_cudnn
-        with self._lock:
-            made = self._steps.get(key)
-            if made is not None and made.done() and made.exception() is not None:
-                made = None
-            first = made is None
-            if made is None:
-                made = self._steps[key] = Future()
-        if first:
+        if key not in self._steps:
             self._show(f"{purpose}{', ' if purpose else ''}{rows:,} rows per {holder(dp.mesh)}")
             capability = self._capability
             if capability is not None and without_cudnn:
                 capability = min(capability, BEFORE_CUDNN)
-            try:
-                made.set_result(self._make(dp, rows, capability))
-            except BaseException as error:
-                made.set_exception(error)
-        return made.result()
+            self._steps[key] = self._make(dp, rows, capability)
+        return self._steps[key]
 
     def by_formula(self, dp: DataParallel, rows: int) -> TargetStep:
         """Return the step with `rows` per replica, by formula even with a compiler."""
@@ -142,8 +131,15 @@ class StepCache:
         fits = room is None or formula.total <= room
         return TargetStep(dp, Need(rows, formula.total, fits, False), formula)
 
+    def is_hopeless(self, dp: DataParallel, rows: int) -> bool:
+        """Whether the formula is far enough beyond the memory to leave the compiler out."""
+        room = self.target.chip.usable_bytes
+        return room is not None and self.formula(dp, rows).total > HOPELESS * room
+
     def _make(self, dp: DataParallel, rows: int, capability: float | None) -> TargetStep:
         if self.compiler is None:
+            return self.by_formula(dp, rows)
+        if self.is_hopeless(dp, rows):
             return self.by_formula(dp, rows)
         formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
         batch, platform = self._rows(dp, rows), self.target.chip.platform
@@ -161,9 +157,9 @@ class StepCache:
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Return the memory of all steps of `dp` made so far, by rows."""
         needs = [
-            made.result().need
-            for (owner, _, without), made in [*self._steps.items()]
-            if owner is dp and not without and made.done() and made.exception() is None
+            made.need
+            for (owner, _, without), made in self._steps.items()
+            if owner is dp and not without
         ]
         return tuple(sorted(needs, key=lambda need: need.rows))
 
