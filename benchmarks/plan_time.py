@@ -1,8 +1,8 @@
 """Time of `replicax plan` to its answer and to its end, with an empty and a full cache of plans.
 
 Each plan is a process of its own. Goal: the answer within 15 s, everything within 60 s, again in
-5 s, on two quiet cores. Writes `results/plan_time.json`. Targets without a compiler are planned by formula: put
-the folder that `make compilers` fills on `PYTHONPATH`.
+5 s, on two quiet cores. Writes `results/plan_time.json`. Targets without a compiler are planned by
+formula: put the folder that `make compilers` fills on `PYTHONPATH`.
 """
 
 import argparse

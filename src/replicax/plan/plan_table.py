@@ -251,8 +251,8 @@ def _memory(plan: Plan) -> Iterator[Entry]:
 def _changes(plan: Plan) -> list[Entry]:
     if not plan.alternatives:
         return []
-    compiled = any(each.need.compiled for each in plan.alternatives)
     of = plan.asked if plan.fits or plan.largest else plan.too_large or plan.asked
+    compiled = of.compiled or any(each.need.compiled for each in plan.alternatives)
     rows = f"with {_rows(plan, of.rows)}{'' if compiled else ', by formula'}"
     lines: list[Line] = [(rows, "takes", "frees", "step", "sends", "")]
     if plan.fits and plan.speed is not None:
