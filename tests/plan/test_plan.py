@@ -101,6 +101,16 @@ def test_what_fits_and_how_fast(mode: str) -> None:
 
 @EXHAUSTIVE
 @pytest.mark.usefixtures("alone")
+def test_a_batch_far_beyond_the_memory_is_not_compiled() -> None:
+    found = rx.plan(step(), MODEL, rows(2 * 4000), target=host(2), changes={})
+    assert (found.fits, found.asked.compiled) == (False, False)
+    assert found.asked.bytes > 2 * ROOM
+    assert found.largest.compiled
+    assert found.micro_batches.need.fits
+
+
+@EXHAUSTIVE
+@pytest.mark.usefixtures("alone")
 def test_a_batch_that_fits_in_micro_batches() -> None:
     dp = step()
     found = rx.plan(dp, MODEL, rows(2 * 1000), target=host(2), changes={})

@@ -44,9 +44,10 @@ from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded
 
 ShowProgress = Callable[[str], None]
-HOPELESS = 2.0
-"""A step that needs this many times the memory by formula is not compiled. The formula is less
-wrong than that, and compilers that compute values again to fit have not saved so much."""
+HOPELESS = {"cpu": 2.0, "cuda": 2.0}
+"""A step that needs this many times the memory by formula is not compiled, by platform. More than
+the formula was ever wrong there, or a compiler saved by computing values again; on TPUs, which
+lay out small arrays and fuse otherwise, the formula was three times too high."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,8 @@ class StepCache:
     def is_hopeless(self, dp: DataParallel, rows: int) -> bool:
         """Whether the formula is far enough beyond the memory to leave the compiler out."""
         room = self.target.chip.usable_bytes
-        return room is not None and self.formula(dp, rows).total > HOPELESS * room
+        times = HOPELESS.get(self.target.chip.platform, math.inf)
+        return room is not None and self.formula(dp, rows).total > times * room
 
     def _make(self, dp: DataParallel, rows: int, capability: float | None) -> TargetStep:
         if self.compiler is None:
