@@ -335,7 +335,8 @@ class Subject:
             return optax.apply_updates(params, updates), after
 
         made = jax.jit(apply, compiler_options=self.quick)
-        return self.begun("update", functools.partial(made.lower, *given))
+        kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given))
+        return self.begun(("update", kinds), functools.partial(made.lower, *given))
 
     def compile_update_ahead(self) -> None:
         """Begin to compile the optimizer's update on one device."""
