@@ -113,7 +113,7 @@ class PlainStep:
     def _arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         scale = state.scale.value if state.scale else np.float32(1)
         given = (state.params, state.extras, state.seed, state.step, scale, batch.apart())
-        placed: tuple[Any, ...] = jax.device_put(given, self.subject.first_device)
+        placed: tuple[Any, ...] = jax.device_put(given, self.subject.one_device)
         return placed
 
     def _begun(self, state: TrainState, batch: Batch) -> Future[Any]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from replicax.analysis.flops import count_flops
@@ -27,7 +28,7 @@ from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
 from replicax.core.modes.mode_table import MODES, Mode
-from replicax.core.placement.mesh import Axis, by_rows, make_mesh, replica_count
+from replicax.core.placement.mesh import Axis, by_rows, make_mesh, replica_count, replicated
 from replicax.core.program import Program
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS
@@ -274,11 +275,11 @@ class Subject:
         """Return the step's case on one device."""
         return Case(MODES["single"])
 
-    @property
-    def first_device(self) -> jax.Device:
-        """Return the device of the reference."""
-        device: jax.Device = self._base.mesh.devices.flat[0]
-        return device
+    @functools.cached_property
+    def one_device(self) -> NamedSharding:
+        """The placement of the reference."""
+        # On a mesh of its own: without one, older versions of JAX take that of an earlier trace.
+        return replicated(make_mesh(devices=list(self._base.mesh.devices.flat[:1])))
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -325,7 +326,7 @@ class Subject:
 
     def apply(self, params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
         """Return parameters and the optimizer's state after an update on one device."""
-        given = jax.device_put((params, opt_state, gradient, loss), self.first_device)
+        given = jax.device_put((params, opt_state, gradient, loss), self.one_device)
         return self._begun_update(*given).result()(*given)
 
     def _begun_update(self, *given: Any) -> Future[jax.stages.Compiled]:
@@ -343,7 +344,7 @@ class Subject:
         gradient, inner = self.state.opt_state
         given = self.state.params, inner, gradient, np.float32(0)
         with contextlib.suppress(Exception):  # raised again by `apply`
-            self._begun_update(*jax.device_put(given, self.first_device))
+            self._begun_update(*jax.device_put(given, self.one_device))
 
     def _first_state(self) -> TrainState:
         """Return the first state, on one device; with a loss scale, the first without overflow."""
@@ -352,7 +353,7 @@ class Subject:
         if state.scale:
             batch = self.batch_on(self.own, self.full)
             state = settled(lambda state: dp.step(state, batch), state)
-        placed: TrainState = jax.device_put(state, self.first_device)
+        placed: TrainState = jax.device_put(state, self.one_device)
         return placed
 
     def warm(self, step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> None:
