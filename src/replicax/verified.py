@@ -39,7 +39,7 @@ def verify(
     work, parameters without gradient, unequal copies, determinism, recompilation, and sums of many
     terms in 16-bit floats.
 
-    The step is compiled about a dozen times and run about a hundred times, with few rows.
+    In one mode, the step is compiled twice and run about a dozen times, with few rows.
 
     Examples:
         >>> result = rx.verify(dp, model, source, batch_size=32, modes=["jit", "shard_map"])

@@ -53,10 +53,8 @@ class Verification:
         """The number of each verdict, and how to compare the modes that nobody asked for."""
         lines = [checks_summary(self.checks)]
         if others := self.about.get("other_modes"):
-            lines.append(
-                f"{' and '.join(self.about['modes'])} alone; --modes all (modes='all') "
-                f"compares {', '.join(others)}, too"
-            )
+            modes = ", ".join(self.about["modes"])
+            lines.append(f"only {modes}; --modes all (modes='all'): also {', '.join(others)}")
         return "\n".join(lines)
 
     @property
