@@ -16,7 +16,7 @@ from replicax.core.call_checks import CallChecks
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
-from replicax.verify.facts import Facts
+from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import INDEPENDENT, Independence
 from replicax.verify.plain_step import PlainStep, warm_subject
 from replicax.verify.program_cases import FULL, NEGATED, PADDED, ProgramCases
@@ -124,6 +124,12 @@ def test_it_is_what_jax_computes() -> None:
     assert_near(after.opt_state[0], gradient)
     assert_near(after.params, {"w": of.state.params["w"] - 0.1 * gradient["w"]})
     assert_near(metrics[LOSS], value)
+
+
+def test_padding_that_a_backward_pass_sees_is_not_proven() -> None:
+    facts = examine_subject(subject(straight_through))
+    assert facts.takes_padding
+    assert not facts.padding_is_proven
 
 
 def test_it_uses_nothing_of_a_step_that_computes() -> None:
