@@ -32,7 +32,7 @@ def main() -> None:
             state, metrics = dp.step(state, batch)
             step += 1
             job.in_flight.note(dispatched(RunPosition(step, epoch, step % 4), batch, metrics))
-            for record in (r for done, _ in finished(job.in_flight, 4) for r in bad.finished(done)):
+            for record in (r for done in finished(job.in_flight, 4) for r in bad.finished(done)):
                 examples = ",".join(map(str, record.examples or ()))
                 print(record.kind, record.step, record.epoch, examples, record.rows, flush=True)
             bad.check()

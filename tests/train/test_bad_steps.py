@@ -17,7 +17,7 @@ from replicax.core.data.batch import Batch
 from replicax.core.data.rows import OpenedRows
 from replicax.core.ground.job import Alone
 from replicax.errors import DivergedError, StateError
-from replicax.train.dispatched import Dispatched, RunPosition, dispatched
+from replicax.train.dispatched import Finished, RunPosition, dispatched
 from replicax.train.files.records import Record
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.run.step_records import BadSteps
@@ -30,12 +30,13 @@ def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
     return jax.tree.map(jnp.asarray, host)
 
 
-def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Dispatched:
+def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Finished:
     loss = jnp.float32(np.nan if kind == "nan" else 9.0 if kind == "spike" else 0.5)
     metrics = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
     if spikes:
         metrics[SPIKE] = jnp.bool_(kind == "spike")
-    return dispatched(RunPosition(step, step // 100, step), batch(step, **options), metrics).last
+    place = RunPosition(step, step // 100, step)
+    return Finished(dispatched(place, batch(step, **options), metrics), 0, 1, 1)
 
 
 def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:

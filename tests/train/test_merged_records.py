@@ -13,7 +13,8 @@ from support.tiers import EXHAUSTIVE
 import replicax as rx
 from replicax.core.data.merged import Merged, apart
 from replicax.core.models.metric_objects import as_metric
-from replicax.train.dispatched import Dispatched, RunPosition
+from replicax.train.dispatched import Call, Finished, RunPosition
+from replicax.train.guarded import NOT_FINITE
 from replicax.train.run.step_records import Meter
 
 
@@ -23,10 +24,10 @@ def part(metric: Any) -> Merged:
     return apart("m", *known, jnp.ones(4))
 
 
-def done(step: int, metric: Any, *, skipped: bool = False) -> Dispatched:
+def done(step: int, metric: Any, *, skipped: bool = False) -> Finished:
     nothing, place = jnp.zeros(0), RunPosition(step, 0, step)
-    metrics = {"loss": jnp.float32(step), "m": part(metric)}
-    return Dispatched(place, 4, nothing, nothing, metrics, jnp.array(skipped), None)
+    results = {"loss": jnp.float32(step), "m": part(metric), NOT_FINITE: jnp.int32(skipped)}
+    return Finished(Call(place, (4,), nothing, nothing, results, is_one=True), 0, 1, 1)
 
 
 def f1(right: float, wrong: float) -> F1:

@@ -1,6 +1,5 @@
 """The meter: a record every so many steps, with each row, metric and wait in exactly one."""
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -9,19 +8,23 @@ import jax.numpy as jnp
 import pytest
 from support.clock import Clock, clock_of
 
-from replicax.train.dispatched import Dispatched, RunPosition
+from replicax.core.step.base import StepFigure
+from replicax.train.dispatched import Call, Finished, RunPosition
 from replicax.train.files.records import Record
+from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.run import step_records as module
 from replicax.train.run.step_records import Meter, log_interval
 
 clock = clock_of(module)
 
 
-def done(step: int, loss: float, rows: int = 10, *, bad: str = "", **more: float) -> Dispatched:
+def done(
+    step: int, loss: float, rows: int = 10, *, ready: int = 1, bad: str = "", **more: Any
+) -> Finished:
     nothing, place = jnp.zeros(0), RunPosition(step, 0, step)
-    metrics = {name: jnp.float32(value) for name, value in {"loss": loss, **more}.items()}
-    verdicts = jnp.array(bad == "not finite"), jnp.array(bad == "spike")
-    return Dispatched(place, rows, nothing, nothing, metrics, *verdicts)
+    results = {"loss": jnp.float32(loss), **more}
+    results |= {NOT_FINITE: jnp.int32(bad == "not finite"), SPIKE: jnp.array(bad == "spike")}
+    return Finished(Call(place, (rows,), nothing, nothing, results, is_one=True), 0, 1, ready)
 
 
 def metered(meter: Meter, steps: range) -> list[Record]:
@@ -51,9 +54,9 @@ def test_a_run_of_known_length_has_enough_records_and_long_ones_no_more_than_bef
 
 
 def test_a_figure_that_is_no_mean_has_its_last_value_or_none() -> None:
-    def step(number: int, scale: float, norm: float) -> Dispatched:
-        given = done(number, number, scale=scale, norm=norm)
-        return dataclasses.replace(given, latest={"scale": True, "norm": False})
+    def step(number: int, scale: float, norm: float) -> Finished:
+        figures = StepFigure(jnp.float32(scale), latest=True), StepFigure(jnp.float32(norm))
+        return done(number, number, scale=figures[0], norm=figures[1])
 
     meter = Meter(3)
     (first,) = meter.finished(step(1, 8.0, math.inf))  # skipped: it has no norm
@@ -128,10 +131,11 @@ def test_waiting_is_a_share_of_the_time_it_belongs_to(clock: Clock) -> None:
 
 def test_steps_that_are_found_finished_together_share_the_time(clock: Clock) -> None:
     meter = Meter(2)
-    meter.finished(done(1, 1), 3)
+    meter.finished(done(1, 1, ready=3))
     clock.now += 8.0
     together = [
-        meter.finished(done(step, 1), ready) for step, ready in ((2, 4), (3, 3), (4, 2), (5, 1))
+        meter.finished(done(step, 1, ready=ready))
+        for step, ready in zip(range(2, 6), (4, 3, 2, 1), strict=True)
     ]
     assert [record.seconds for records in together for record in records] == [2.0, 4.0]
     clock.now += 1.0
@@ -144,7 +148,7 @@ def test_steps_found_finished_after_an_evaluation_share_none_of_its_time(clock: 
     clock.now += 100.0
     meter.leave_out(100.0)
     clock.now += 2.0
-    (record,) = meter.finished(done(2, 1), 2)
+    (record,) = meter.finished(done(2, 1, ready=2))
     assert record.seconds == 1.0
 
 

@@ -107,6 +107,11 @@ class Program:
         return dataclasses.replace(whole, gathering=gathering)
 
     @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others derive from its trace and keep with it, by what it is and is derived from."""
+        return {}
+
+    @cached_property
     def step(self) -> StepProgram:
         """The step, as the mode builds it.
 
@@ -255,10 +260,13 @@ class Program:
         """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = partial(_first_state, self.configuration, self.mesh, self.updater, self.definition)
-        make = jax.jit(create, out_shardings=self.shardings, compiler_options=options_on(self.mesh))
-        state: TrainState = make(params, extras, np.uint32(seed))
+        state: TrainState = self._create(params, extras, np.uint32(seed))
         return state
+
+    @cached_property
+    def _create(self) -> Callable[..., TrainState]:
+        create = partial(_first_state, self.configuration, self.mesh, self.updater, self.definition)
+        return jax.jit(create, out_shardings=self.shardings, compiler_options=options_on(self.mesh))
 
     def holds(self, state: Any, batch: Any) -> bool:
         """Whether these are a state and a batch with the shardings that `step` uses."""

@@ -1,16 +1,17 @@
 """Dispatched steps: their position in the run, and their results once they finish."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
+from replicax.core.data.merged import Merged
 from replicax.core.data.per_row import PerRow
-from replicax.core.data.share import Batches, FeedItem
+from replicax.core.data.share import FeedItem
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.leaves import whole_on_host
 from replicax.core.ground.train_state import Metrics
@@ -32,129 +33,174 @@ class RunPosition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dispatched:
-    """A guarded step dispatched to the devices; the step tracker returns it once it finishes."""
-
-    place: RunPosition
-    """Position after the step."""
-    rows: int | None
-    """Real rows of its batch, if known."""
-    mask: jax.Array
-    index: jax.Array
-    metrics: Metrics
-    """Metrics without `not_finite` and `spike`."""
-    not_finite: jax.Array
-    """Nonzero if its update was skipped because a value was not finite; see `guarded`."""
-    spike: jax.Array | None
-    """Whether its update was skipped as a spike; None without spike detection."""
-    latest: dict[str, bool] = dataclasses.field(default_factory=dict)
-    """Name of each metric that is no mean over rows -> whether a record has its last value."""
-    by_row: dict[str, PerRow] = dataclasses.field(default_factory=dict)
-    """Results with an entry for each row, of all steps of its call; records do not have them."""
-    number: int | None = None
-    """Which of several steps it is, counted from 0: mask and index are then those of all."""
-    attached: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Name -> object attached by a hook, to read when the step has finished."""
-
-    def examples(self) -> tuple[int, ...]:
-        """Return the indices of the real rows of its batch."""
-        index, mask = whole_on_host(self.index), whole_on_host(self.mask)
-        if self.number is not None:
-            index, mask = index[self.number], mask[self.number]
-        return tuple(int(each) for each in index[mask > 0])
-
-    @functools.cached_property
-    def skipped(self) -> bool:
-        return bool(python_number(self.not_finite)) or (
-            self.spike is not None and python_number(self.spike)
-        )
-
-
-def python_number(value: jax.Array) -> Any:
-    """Return a scalar as Python's; `float` and `bool` of it take 8 us more, of every step."""
-    return np.asarray(value).item()
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
     """The steps of one dispatched program, which finish together."""
 
-    last: Dispatched
-    """The last of them; of a call of one step, that."""
-    metrics: dict[str, Any]
-    """Metrics of all steps, as the step, or `steps`, returned them, without verdicts."""
-    batches: Batches | None
-    """The batches of several steps."""
+    place: RunPosition
+    """Position after the last step."""
+    rows: tuple[int | None, ...]
+    """Real rows of each step, if known."""
+    mask: jax.Array
+    index: jax.Array
     results: Mapping[str, Any]
-    """Metrics of all steps with their verdicts."""
+    """Metrics with their verdicts; those of several steps are arrays of all, `[steps, ...]`."""
+    is_one: bool
+    """Whether it is one step by itself, whose arrays have no dim of steps."""
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of all steps, as the step, or `steps`, returned them, without verdicts."""
+        known = {NOT_FINITE, SPIKE}
+        return {name: value_of(each) for name, each in self.results.items() if name not in known}
+
+    @cached_property
+    def latest(self) -> dict[str, bool]:
+        """Name of each metric that is no mean over rows -> whether a record has its last value."""
+        figures = {name: each for name, each in self.results.items() if name in self.metrics}
+        return {n: each.latest for n, each in figures.items() if isinstance(each, StepFigure)}
+
+    @cached_property
+    def on_host(self) -> dict[str, Any]:
+        """Metrics of all steps but those by row, once they have finished; waits for them."""
+        by_step = {n: each for n, each in self.metrics.items() if not isinstance(each, PerRow)}
+        return jax.tree.map(np.asarray, by_step)
+
+    @cached_property
+    def verdicts(self) -> tuple[list[int], list[bool]]:
+        """Whether each step was skipped: the number of `NOT_FINITE`, and as a spike; waits."""
+        not_finite = np.asarray(self.results[NOT_FINITE]).reshape(-1).tolist()
+        spikes = self.results.get(SPIKE)
+        none = [False] * len(not_finite)
+        return not_finite, none if spikes is None else np.asarray(spikes).reshape(-1).tolist()
+
+    @cached_property
+    def last(self) -> "Dispatched":
+        """The last step; of a call of one step, that."""
+        return Dispatched(self, len(self.rows) - 1)
+
+    def steps(self, first: int = 0, end: int | None = None) -> list["Dispatched"]:
+        """Return the steps with these numbers, in order."""
+        last = len(self.rows) - 1
+        numbers = range(first, last + 1 if end is None else end)
+        return [self.last if number == last else Dispatched(self, number) for number in numbers]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """A guarded step dispatched to the devices; the step tracker returns it once it finishes."""
+
+    call: Call
+    number: int
+    """Which step of its call it is, counted from 0."""
+    attached: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name -> object attached by a hook, to read when the step has finished."""
+
+    @property
+    def place(self) -> RunPosition:
+        """Position after the step."""
+        at, later = self.call.place, len(self.call.rows) - 1 - self.number
+        return RunPosition(at.step - later, at.epoch, at.batch - later)
+
+    @property
+    def rows(self) -> int | None:
+        """Real rows of its batch, if known."""
+        return self.call.rows[self.number]
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Metrics without `not_finite` and `spike`; a step of several is waited for."""
+        if self.call.is_one:
+            by_row = self.by_row
+            return {n: each for n, each in self.call.metrics.items() if n not in by_row}
+        return {name: value[self.number] for name, value in self.call.on_host.items()}
+
+    @property
+    def by_row(self) -> dict[str, PerRow]:
+        """Results with an entry for each row, of all steps of its call; records do not have them.
+
+        Those of several steps are `[steps, rows, ...]`.
+        """
+        return {n: each for n, each in self.call.metrics.items() if isinstance(each, PerRow)}
+
+    @property
+    def not_finite(self) -> int:
+        """Nonzero if its update was skipped because a value was not finite; see `guarded`."""
+        return self.call.verdicts[0][self.number]
+
+    @property
+    def spike(self) -> bool:
+        """Whether its update was skipped as a spike."""
+        return self.call.verdicts[1][self.number]
+
+    def examples(self) -> tuple[int, ...]:
+        """Return the indices of the real rows of its batch."""
+        index, mask = whole_on_host(self.call.index), whole_on_host(self.call.mask)
+        if not self.call.is_one:
+            index, mask = index[self.number], mask[self.number]
+        return tuple(int(each) for each in index[mask > 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """Consecutive steps of a call, which have finished: from `first`, before `end`."""
+
+    call: Call
+    first: int
+    end: int
+    ready: int
+    """Number of steps finished by now, from the first on."""
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def place(self) -> RunPosition:
+        """Position after the last of them."""
+        return Dispatched(self.call, self.end - 1).place
 
     def steps(self) -> list[Dispatched]:
-        """Return the steps in order; waits for them if there are several."""
-        if self.batches is None:
-            return [self.last]
-        stack, at, rows = self.batches.stack, self.last.place, self.batches.rows
-        before = len(rows) - 1
-        results = {
-            name: jax.tree.map(np.asarray, value)
-            for name, value in self.results.items()
-            if not isinstance(value, PerRow)
-        }
-        return [
-            _dispatched(
-                RunPosition(at.step - later, at.epoch, at.batch - later),
-                rows[before - later],
-                (stack.mask, stack.index),
-                {name: _of_step(value, before - later) for name, value in results.items()},
-                before - later,
-            )
-            for later in range(before, 0, -1)
-        ] + [self.last]
+        return self.call.steps(self.first, self.end)
+
+    @property
+    def rows(self) -> list[int]:
+        """Real rows of each step, 0 if not known."""
+        return [rows or 0 for rows in self.call.rows[self.first : self.end]]
+
+    @property
+    def skipped(self) -> list[bool]:
+        """Whether the update of each step was skipped."""
+        not_finite, spikes = (each[self.first : self.end] for each in self.call.verdicts)
+        return [bool(one or other) for one, other in zip(not_finite, spikes, strict=True)]
+
+    def metrics(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield the name of each metric, and its value in each step: a number or a `Merged`."""
+        steps = range(self.first, self.end)
+        for name, value in self.call.on_host.items():
+            if isinstance(value, Merged):
+                yield name, [value] if self.call.is_one else [value[n] for n in steps]
+            else:
+                yield name, value.reshape(-1)[self.first : self.end].tolist()
 
 
 def dispatched(place: RunPosition, batch: FeedItem, results: Mapping[str, Any]) -> Call:
     """Return the call that led to `place`, and begin to copy its `results` to the host."""
-    known = {NOT_FINITE, SPIKE}
-    metrics = {name: value_of(each) for name, each in results.items() if name not in known}
     if next(iter(results[NOT_FINITE].devices())).platform != "cpu":  # on CPU it only costs time
         for value in jax.tree.leaves(dict(results)):
             value.copy_to_host_async()
     if isinstance(batch, Batch):
-        last = _dispatched(place, batch.rows, (batch.mask, batch.index), results, None)
-        return Call(last, metrics, None, results)
-    arrays, of_last = (batch.stack.mask, batch.stack.index), dict[str, Any]()
-    for name, value in results.items():
-        of_last[name] = value if isinstance(value, PerRow) else _of_step(value, -1)
-    last = _dispatched(place, batch.rows[-1], arrays, of_last, len(batch) - 1)
-    return Call(last, metrics, batch, results)
+        return Call(place, (batch.rows,), batch.mask, batch.index, results, is_one=True)
+    return Call(place, batch.rows, batch.stack.mask, batch.stack.index, results, is_one=False)
 
 
-def finished(in_flight: InFlight, may_remain: int) -> Iterator[tuple[Dispatched, int]]:
+def finished(in_flight: InFlight, may_remain: int, every: int = 1) -> Iterator[Finished]:
     """Yield the steps of all calls but the newest `may_remain`, in order, as they finish.
 
-    With each, how many have finished by now from it on.
+    They are cut after each multiple of `every` steps of the run.
     """
     for call in in_flight.notes(may_remain):
-        steps = call.steps()
-        ready = in_flight.finished_since + len(steps)
-        yield from zip(steps, range(ready, ready - len(steps), -1), strict=True)
-
-
-def _dispatched(
-    place: RunPosition,
-    rows: int | None,
-    arrays: tuple[jax.Array, jax.Array],
-    results: Mapping[str, Any],
-    number: int | None,
-) -> Dispatched:
-    by_row = {name: value for name, value in results.items() if isinstance(value, PerRow)}
-    known = {NOT_FINITE, SPIKE, *by_row}
-    others = {name: value_of(each) for name, each in results.items() if name not in known}
-    latest = {name: each.latest for name, each in results.items() if isinstance(each, StepFigure)}
-    verdicts = results[NOT_FINITE], results.get(SPIKE)
-    return Dispatched(place, rows, *arrays, others, *verdicts, latest, by_row, number)
-
-
-def _of_step(value: Any, number: int) -> Any:
-    if isinstance(value, StepFigure):
-        return dataclasses.replace(value, value=value.value[number])
-    return value[number]
+        count, ready = len(call.rows), in_flight.finished_since
+        begun, first = call.place.step - count, 0
+        while first < count:
+            end = min(count, first + every - (begun + first) % every)
+            yield Finished(call, first, end, ready + count - first)
+            first = end

@@ -165,7 +165,7 @@ class Audit(Hook):
                 return
         # A device may be at fault. If not, all devices skipped the step, which
         # `replicax.train.run.step_records` tracks.
-        if any(bool(step.not_finite) for step in done):
+        if any(step.not_finite for step in done):
             table = self._fingerprint.take(run.state)
             if differences := self._fingerprint.differences(table):
                 self._diverged(run, differences, run.place, done)
@@ -297,7 +297,7 @@ class Audit(Hook):
         # Until the next finite step, the whole state is unchanged.
         later = [step for call in run.dp.job.in_flight.remaining for step in call.steps()]
         for dispatched in reversed([*done, *later]):
-            if not bool(dispatched.not_finite):
+            if not dispatched.not_finite:
                 break
             step = dispatched.place.step - 1
         count = max(step - self._good.step, 0)

@@ -240,6 +240,10 @@ class Hooks:
         for hook in tuple(self._at[point]):  # a copy: one that fails is taken out meanwhile
             self._call(hook, point, self._run.place.step, self._run, *arguments)
 
+    def has(self, point: str) -> bool:
+        """Whether a hook overrides `point`."""
+        return bool(self._at[point])
+
     def figures(self, record: Record) -> dict[str, float]:
         results = self._all("figures", record.step, self._run, record).values()
         return {name: value for each in results for name, value in (each or {}).items()}

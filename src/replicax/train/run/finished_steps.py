@@ -56,10 +56,12 @@ class FinishedSteps:
             due: whether the state is about to be saved or evaluated, or the run to end.
         """
         now, made = self._now, list[Record]()
-        for step, ready in finished(now.job.in_flight, may_remain):
-            made += now.bad_steps.finished(step)
-            self._hooks("step", step)
-            made += map(self._with_figures, now.meter.finished(step, ready))
+        for steps in finished(now.job.in_flight, may_remain, now.meter.interval):
+            made += now.bad_steps.finished(steps)
+            if self._hooks.has("step"):
+                for step in steps.steps():
+                    self._hooks("step", step)
+            made += map(self._with_figures, now.meter.finished(steps))
         self._hooks("settle", due)
         if self._back is not None:  # the records would be of steps that are discarded
             return

@@ -10,7 +10,7 @@ from replicax.core.data.merged import Merged, Merging, named_values
 from replicax.core.ground.job import Job
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError, LossError
-from replicax.train.dispatched import Dispatched, python_number
+from replicax.train.dispatched import Dispatched, Finished
 from replicax.train.files.records import Record
 from replicax.train.guarded import SPIKE
 
@@ -72,7 +72,7 @@ class Meter:
     merged over these steps; see `MergedOfSteps`.
     """
 
-    _last: Dispatched | None  # the newest step, if it has no record yet
+    _last: Finished | None  # the newest steps, if they have no record yet
     _sums: dict[str, list[float]]  # name -> sum over rows, and their number; or the last value, 1
     _started: float | None
     _reached: float  # when the last step finished
@@ -83,7 +83,8 @@ class Meter:
     """Rows of finished steps that are not in a record yet."""
 
     def __init__(self, log_every: int) -> None:
-        self._log_every = log_every
+        self.interval = log_every
+        """Steps between two records."""
         self.rewind({}, resumed=False, compiled=False)
 
     @property
@@ -91,28 +92,28 @@ class Meter:
         """Whether steps are being timed; the first step, which compiles, is not."""
         return self._started is not None
 
-    def finished(self, step: Dispatched, ready: int = 1) -> list[Record]:
-        """Return the record of a step that has finished, if one is due.
+    def finished(self, steps: Finished) -> list[Record]:
+        """Return the record of steps that have finished, if one is due after the last of them.
 
         Args:
-            step: the next step. No step may be dispatched after the first one before this call,
-                which starts the clock.
-            ready: number of steps that have finished by now, from this one on. They share the time
-                since the last one before them, as when each of them finished is not known.
+            steps: the next steps. No step may be dispatched after the first one before this call,
+                which starts the clock. Steps that are `ready` at once share the time since the last
+                one before them, as when each of them finished is not known.
         """
-        rows = step.rows or 0
         sharing, seconds = self._together
         if not sharing:
-            sharing, seconds = ready, (time.perf_counter() - self._reached) / ready
-        self._reached += seconds
-        self._together = sharing - 1, seconds
-        self.rows += rows
-        self._unread.append((step, 0 if step.skipped else rows))
+            sharing = steps.ready
+            seconds = (time.perf_counter() - self._reached) / sharing
+        self._reached += len(steps) * seconds
+        self._together = sharing - len(steps), seconds
+        self.rows += sum(steps.rows)
+        self._unread.append(steps)
         if len(self._unread) >= _READ_TOGETHER:
             self._read()
-        self._last = step
+        self._last = steps
         is_first = not (self._resumed or self.is_timing)
-        records = self.flush() if is_first or step.place.step % self._log_every == 0 else []
+        due = is_first or steps.place.step % self.interval == 0
+        records = self.flush() if due else []
         if self._started is None:
             self._start()
         return records
@@ -128,17 +129,15 @@ class Meter:
 
     def flush(self) -> list[Record]:
         """Return a record up to the last step, if it has none."""
-        step, self._last = self._last, None
-        if step is None:
+        last, self._last = self._last, None
+        if last is None:
             return []
         self._read()
         seconds = self._timed()
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
-        sums, at = (
-            {name: self._sums[name] for name in step.metrics if name in self._sums},
-            step.place,
-        )
-        for name in (*step.latest, ROUND_LOSS):
+        call, at = last.call, last.place
+        sums = {name: self._sums[name] for name in call.on_host if name in self._sums}
+        for name in (*call.latest, ROUND_LOSS):
             if name in sums and not sums[name][1]:
                 del sums[name]
         metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
@@ -169,7 +168,7 @@ class Meter:
         self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
         self._merged = MergedOfSteps(state.get("merged"))
-        self._unread: list[tuple[Dispatched, int]] = []  # finished steps, and their rows
+        self._unread: list[Finished] = []
         self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
         self._started, self._reached, self._together = None, time.perf_counter(), (0, 0.0)
         if compiled:
@@ -186,21 +185,26 @@ class Meter:
 
     def _read(self) -> None:
         """Add the metrics of finished steps, of which reading many at once takes least time."""
-        for step, rows in self._unread:
-            for name, metric in step.metrics.items():
-                if isinstance(metric, Merged):
-                    if rows:
-                        self._merged.add(name, metric)
+        for steps in self._unread:
+            counted = [
+                0 if skipped else rows
+                for rows, skipped in zip(steps.rows, steps.skipped, strict=True)
+            ]
+            for name, values in steps.metrics():
+                if isinstance(values[0], Merged):
+                    for metric, rows in zip(values, counted, strict=True):
+                        if rows:
+                            self._merged.add(name, metric)
                     continue
-                value = float(python_number(metric))
-                sums = self._sums.setdefault(name, [0.0, 0])
-                if not math.isfinite(value):
-                    continue
-                if step.latest.get(name):
-                    sums[:] = value, 1
-                elif rows:
-                    sums[0] += rows * value
-                    sums[1] += rows
+                sums, latest = self._sums.setdefault(name, [0.0, 0]), steps.call.latest.get(name)
+                for value, rows in zip(values, counted, strict=True):
+                    if not math.isfinite(value):
+                        continue
+                    if latest:
+                        sums[:] = float(value), 1
+                    elif rows:
+                        sums[0] += rows * value
+                        sums[1] += rows
         self._unread.clear()
 
 
@@ -218,19 +222,29 @@ class BadSteps:
         self._skipped: list[Record] = []  # of the consecutive skipped steps
         self._verdicts: list[int] = []  # of these
 
-    def finished(self, step: Dispatched) -> list[Record]:
-        if not step.skipped:
+    def finished(self, steps: Finished) -> list[Record]:
+        """Return the record of each skipped update."""
+        skipped = steps.skipped
+        if not any(skipped):
             self.rewind(0)
             return []
+        found = []
+        for step, is_skipped in zip(steps.steps(), skipped, strict=True):
+            if is_skipped:
+                found.append(self._record(step))
+            else:
+                self.rewind(0)
+        return found
+
+    def _record(self, step: Dispatched) -> Record:
         self.in_a_row += 1
-        spike = step.spike is not None and bool(step.spike)
         examples = step.examples()
-        metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
+        metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if step.spike else {})
         rows, at = len(examples) if step.rows is None else step.rows, step.place
         record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
         self._skipped.append(record)
-        self._verdicts.append(int(step.not_finite))
-        return [record]
+        self._verdicts.append(step.not_finite)
+        return record
 
     def check(self) -> None:
         """Raise `DivergedError` on too many consecutive bad steps; call once they are recorded."""

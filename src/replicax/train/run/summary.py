@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -190,17 +191,20 @@ def derived(dp: DataParallel, feed: Feed, length: Mapping[str, Any]) -> dict[str
             "padding": feed.padding,
         },
         "versions": {
-            "replicax": importlib.metadata.version("replicax"),
+            "replicax": version("replicax"),
             "python": platform.python_version(),
             "jax": jax.__version__,
             "numpy": np.__version__,
             "optax": optax.__version__,
             # Model libraries, if imported, as they may determine the operations.
-            **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
+            **{x: version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
         "settings": compared_settings(os.environ),
         "start": {**this_start(), **{name: length[name] for name in LENGTH}},
     }
+
+
+version = functools.cache(importlib.metadata.version)
 
 
 def this_start() -> dict[str, Any]:
