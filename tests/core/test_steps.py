@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.training import normals, parallel
 
 import replicax as rx
+from replicax.core.data.share import Share
+from replicax.core.placement.mesh import by_rows
 
 ROWS, BATCH = 90, 32
 ONE_PROGRAM = ["single", "jit", "shard_map", "pmap"]
@@ -58,6 +61,16 @@ def assert_alike(found: tuple[Any, Any], wanted: tuple[Any, Any], bound: float) 
         np.testing.assert_allclose(metrics[name], values, rtol=bound)
     np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=bound)
     assert int(state.step) == int(expected.step)
+
+
+def test_the_rows_of_several_steps_are_placed_under_any_setting() -> None:
+    share = Share(by_rows(rx.make_mesh(4)), 8)
+    data = {"x": np.full((2, 8), np.nan, np.float32), "n": np.arange(16).reshape(2, 8)}
+    with jax.debug_nans(True), jax.transfer_guard("disallow"), jax.disable_jit():
+        placed = share.place_rows(data, np.zeros((2, 8), int), np.full(2, 8)).stack
+        assert {leaf.sharding.spec for leaf in placed.data.values()} == {P(None, "data")}
+    assert np.isnan(placed.data["x"]).all()
+    np.testing.assert_array_equal(placed.data["n"], data["n"])
 
 
 @pytest.mark.parametrize("mode", [*ONE_PROGRAM, "exact"])

@@ -17,7 +17,7 @@ from support.resumable import (
     told,
     written,
 )
-from support.training import slices
+from support.training import normals, slices
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
@@ -44,6 +44,21 @@ def calls_of(run: Any) -> list[int]:
         patch.setattr(DataParallel, "steps", steps)
         run()
     return counts
+
+
+def test_the_next_run_of_a_program_traces_nothing(tmp_path: Path) -> None:
+    traced = []
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        traced.append(batch["x"].shape)
+        return (batch["x"] @ model["w"] - batch["y"]) ** 2
+
+    dp, draw = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(2)), normals(0)
+    source, model = {"x": draw(32, 3), "y": draw(32)}, {"w": np.ones(3, np.float32)}
+    for name in ("one", "two"):
+        before, folder = len(traced), tmp_path / name
+        rx.fit(dp, dp.init(model), source, batch_size=8, steps=4, run_dir=folder, progress=False)
+    assert 0 < before == len(traced)
 
 
 @pytest.mark.promise("run.several-steps-a-call")

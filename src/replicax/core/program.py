@@ -108,7 +108,7 @@ class Program:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """What others derive from its trace and keep with it, by what it is and is derived from."""
+        """Results that others derive from its trace and keep with it, by who and from what."""
         return {}
 
     @cached_property

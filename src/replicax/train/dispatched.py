@@ -63,7 +63,8 @@ class Call:
     def on_host(self) -> dict[str, Any]:
         """Metrics of all steps but those by row, once they have finished; waits for them."""
         by_step = {n: each for n, each in self.metrics.items() if not isinstance(each, PerRow)}
-        return jax.tree.map(np.asarray, by_step)
+        read: dict[str, Any] = jax.tree.map(np.asarray, by_step)
+        return read
 
     @cached_property
     def verdicts(self) -> tuple[list[int], list[bool]]:

@@ -83,9 +83,10 @@ def _known(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
     As a compiled step is, it is of the values that the loss had when it was traced.
     """
     key = program_fingerprint, jax.tree.structure(batch), _shapes(batch)
-    if key not in program.derived:
-        program.derived[key] = _traced(program, state, batch)
-    return program.derived[key]
+    known: dict[str, str] | None = program.derived.get(key)
+    if known is None:
+        known = program.derived[key] = _traced(program, state, batch)
+    return known
 
 
 def _shapes(batch: Batch) -> str:
