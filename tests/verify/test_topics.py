@@ -70,15 +70,14 @@ def test_a_flipped_bit_fails(layout: str, fsdp: int, flipped: bool) -> None:
 def test_two_runs_and_two_traces(loss: Any, runs: str, traces: str) -> None:
     subject, cases = cases_of(zoo.Entry(loss))
     trial = cases.trial(subject.own)
-    found = determinism(trial, subject.full, trial.run([subject.full]))
+    found = determinism(trial, subject.full, *(trial.run([subject.full]) for _ in range(2)))
     assert [found.verdict, cases.traces(trial).verdict] == [runs, traces]
     assert ("pure_callback" in found.cause) == (runs == "fail")
 
 
 def test_a_batch_of_another_shape_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, cases = cases_of(zoo.Entry())
-    trial = cases.trial(subject.own)
-    assert cases.recompilation(trial).verdict == "pass"
+    assert cases.recompilation().verdict == "pass"
     fewer = jax.tree.map(lambda leaf: leaf[:-8], subject.padded)
     monkeypatch.setattr(subject, "padded", fewer)
-    assert cases.recompilation(trial).verdict == "fail"
+    assert ProgramCases(subject, examine_subject(subject)).recompilation().verdict == "fail"

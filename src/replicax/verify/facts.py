@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.data.batch import Batch
@@ -17,7 +18,7 @@ from replicax.core.step.loss import LOSS
 from replicax.core.step.objective import Objective
 from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
-from replicax.verify.difference import Leaves, is_float
+from replicax.verify.difference import Leaves, equations, is_float
 from replicax.verify.independence import UNDECIDED, Independence, examine_rows, proven
 from replicax.verify.plain_step import PlainStep
 from replicax.verify.subject import Subject, results_of
@@ -73,12 +74,15 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
     reference, traced = PlainStep(subject), traced or trace_loss(subject)
     examination = traced.examination
 
-    def measured(seed: int) -> Leaves:
-        state = dataclasses.replace(subject.state, seed=np.uint32(seed))
+    def measured(state: TrainState) -> Leaves:
         return results_of(state, *reference(state, subject.full))
 
-    seed = int(subject.state.seed)
-    first, second, other = measured(seed), measured(seed), measured(seed ^ 1)
+    state, program = subject.state, reference.trace(subject.state, subject.full).jaxpr.jaxpr
+    first = second = other = measured(state)
+    if subject.on_accelerators or any(_calls_out(each) for each in equations(program)):
+        second = measured(dataclasses.replace(state))
+    if _reads_seed(program, state):
+        other = measured(dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1)))
     repeatable = same_bits(first, second)
     random = not repeatable or not same_bits(first, other)
     writes = any(
@@ -98,6 +102,17 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
         examination.scalars,
         traced.asked,
     )
+
+
+def _calls_out(eqn: JaxprEqn) -> bool:
+    """Whether an operation runs code of the user's, which may return other results each time."""
+    return any(part in eqn.primitive.name for part in ("callback", "ffi"))
+
+
+def _reads_seed(program: Jaxpr, state: TrainState) -> bool:
+    """Whether a result of the reference depends on the seed."""
+    before = len(jax.tree.leaves((state.params, state.extras)))
+    return bool(dce_jaxpr(program, [True] * len(program.outvars))[1][before])
 
 
 def _rows(subject: Subject, examination: LossExamination) -> Independence:

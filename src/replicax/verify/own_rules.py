@@ -16,8 +16,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.jaxprs.jaxpr import CALLS, bind_eqn, called, closed, evaluate_jaxpr, shapes_of
-from replicax.core.jaxprs.row_inner import RULED, moves
+from replicax.core.jaxprs.jaxpr import (
+    CALLS,
+    RULED,
+    bind_eqn,
+    called,
+    closed,
+    evaluate_jaxpr,
+    shapes_of,
+)
+from replicax.core.jaxprs.row_inner import moves
 
 _LIBRARIES = ("jax", "flax", "optax", "equinox", "replicax")
 """Packages whose rules are taken to be derivatives."""

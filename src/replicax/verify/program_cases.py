@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from replicax.core.data.batch import Batch
 from replicax.core.step.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
@@ -25,7 +26,14 @@ from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_trial import AsGiven, ProgramTrial
 from replicax.verify.residual import check_residual
 from replicax.verify.stages import VerifyStage
-from replicax.verify.step_checks import determinism, parameters, recompilation, same_on_all_replicas
+from replicax.verify.step_checks import (
+    Stepped,
+    consecutive,
+    determinism,
+    parameters,
+    recompilation,
+    same_on_all_replicas,
+)
 from replicax.verify.step_parity import parity
 from replicax.verify.subject import Case, SkippedStepError, Subject
 
@@ -46,6 +54,7 @@ class ProgramCases:
         self._gradients = GradientChecks(PlainStep(subject), surrogates)
         self._known: dict[Any, Any] = {}
         self._own_copies: Copies | None = None
+        self._alike: dict[Case, Check] = {}
         self._pads = facts.takes_padding
         batches = {FULL: subject.full, PADDED: subject.padded}
         if facts.weighs:  # the largest of values and zeros is right if one is positive
@@ -129,6 +138,9 @@ class ProgramCases:
             return Check("parity", name, FAIL, first_line(error))
         if own and kind == FULL:
             self._own_copies = copies
+        elif kind == FULL and copies is not None:
+            batches = [self._subject.full]
+            self._alike[case] = same_on_all_replicas(self.trial(case), batches, copies, str(case))
         if check.verdict == FAIL and self._facts.rows.kind == DEPENDENT and not own:
             return dataclasses.replace(check, verdict=SKIP)
         if check.verdict == FAIL and kind == WEIGHTED and self._gradients.unlinear:
@@ -187,14 +199,14 @@ class ProgramCases:
             *(replicas(case) for case in dict.fromkeys(single) if case.devices > 1),
             ("residual", lambda: check_residual(self.trial(own), subject.full)),
             (f"determinism: {own}", self.determinism),
-            (f"recompilation: {own}", lambda: [self.recompilation(self.trial(own))]),
+            (f"recompilation: {own}", lambda: [self.recompilation()]),
         ]
 
     def determinism(self) -> Iterator[Check]:
         """Yield the rows on a second run, and on a second trace."""
         trial = self.trial(self._subject.own)
         assert self._own_copies is not None
-        yield determinism(trial, self._subject.full, self._own_copies)
+        yield determinism(trial, self._subject.full, self._own_copies, self._stepped.copies[1])
         yield self.traces(trial)
 
     def gradient(self) -> Iterator[Check]:
@@ -212,9 +224,28 @@ class ProgramCases:
         yield parameters(trial, subject.full, "update", of="params", without=without)
 
     def replicas(self, case: Case) -> Check:
-        """Compare every device's own copy after several steps."""
-        trial, batches = self.trial(case), [self._subject.full] * _STEPS
-        return same_on_all_replicas(trial, batches, trial.run(batches), str(case))
+        """Compare every device's own copy: of the own case after several steps, else after one."""
+        trial, batches = self.trial(case), [self._subject.full]
+        if case == self._subject.own:
+            batches, copies = self._stepped.batches[:_STEPS], self._stepped.copies[_STEPS]
+        elif case in self._alike:
+            return self._alike[case]
+        else:
+            copies = trial.run(batches)
+        return same_on_all_replicas(trial, batches, copies, str(case))
+
+    @functools.cached_property
+    def _stepped(self) -> "_Stepped":
+        """Consecutive steps of the own case: on all rows, in other orders, and with padding."""
+        subject, trial = self._subject, self.trial(self._subject.own)
+        padded = [subject.padded] if self._pads else []
+        batches = [subject.full, *shuffled(subject.full, _STEPS - 1), *padded]
+        copies, steps = {}, []
+        for number, step in enumerate(consecutive(trial, batches), start=1):
+            if number in (1, _STEPS):
+                copies[number] = trial.read(step.results)
+            steps.append(dataclasses.replace(step, results={}))
+        return _Stepped(batches, copies, steps)
 
     def traces(self, trial: ProgramTrial) -> Check:
         """Check that tracing twice gives the same program."""
@@ -227,11 +258,16 @@ class ProgramCases:
         text = "tracing the loss again gives a different program"
         return Check("determinism", "two traces", FAIL, text, TRACED)
 
-    def recompilation(self, trial: ProgramTrial) -> Check:
+    def recompilation(self) -> Check:
         """Check that further batches of the same shape, including a padded one, compile nothing."""
-        padded = [self._subject.padded] if self._pads else []
-        batches = [*shuffled(self._subject.full, 3), *padded]
-        return recompilation(trial, batches, str(trial.case))
+        return recompilation(self._stepped.steps, str(self._subject.own))
+
+
+class _Stepped(NamedTuple):
+    batches: list[Batch]
+    copies: dict[int, Copies]
+    """After the first of the steps, and after `_STEPS`."""
+    steps: list[Stepped]
 
 
 def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Check]:

@@ -1,6 +1,7 @@
 """A program's step in one case, run side by side with its single-device reference."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from replicax.core.data.batch import Batch
 from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
 from replicax.verify.form import Form
-from replicax.verify.subject import Case, Subject, named_results
+from replicax.verify.subject import Case, Subject, named_results, results_of
 from replicax.verify.trial import Trial
 
 _OF_FLOAT32 = 2.0**-23
@@ -40,15 +41,14 @@ class ProgramTrial(Trial):
     facts: Facts
     case: Case
 
-    def expected(self, batches: Sequence[Any], *, state: Any = None) -> Leaves:
+    def _expected(self, batches: Sequence[Any], before: Any) -> Leaves:
         """Return one device's results over all batches, without the optimizer state."""
+        before = after = self.subject.state if before is self.state else before
+        for batch in batches:
+            after, metrics = self.reference(after, batch)
         weigh = not all(np.isin(batch.mask, (0, 1)).all() for batch in batches)
-        left_out = self.facts.scalars if weigh else ()
-        return {
-            path: value
-            for path, value in super().expected(batches, state=state).items()
-            if not path.startswith("state") and path not in left_out
-        }
+        found = results_of(before, after, metrics)
+        return {path: found[path] for path in found if not (weigh and path in self.facts.scalars)}
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return `expected` with the optimizer's update for the gradient that was found."""
@@ -91,6 +91,25 @@ class ProgramTrial(Trial):
         return {
             **bounds(expected, self.noise(expected, batches), terms=rows, eps=self.eps),
             **bounds(changed, of_update, terms=rows, eps=_OF_FLOAT32, values=values),
+        }
+
+    def noise(self, expected: Leaves, batches: Sequence[Any]) -> Leaves:
+        """Return how much rounding changes each element of `expected`.
+
+        Of the same rows with other weights, it is as much more as fewer rows average it out.
+        """
+        subject, full = self.subject, [self.subject.full]
+        same = any(batches[0] is each for each in (*full, subject.padded, subject.weighted))
+        if len(batches) > 1 or not same:
+            return super().noise(expected, batches)
+        make = super().noise
+        of_full = self.once("noise", full, lambda: make(self.expected(full), full))
+        weights = np.asarray(batches[0].mask)
+        more = math.sqrt(weights.size * np.sum(weights**2)) / np.sum(weights)
+        return {
+            path: more * (each if each.shape == value.shape else each[: len(value)])
+            for path, value in expected.items()
+            if (each := of_full.get(path)) is not None
         }
 
     def trace(self, batch: Batch) -> Any:

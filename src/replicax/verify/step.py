@@ -22,6 +22,7 @@ from replicax.verify.difference import coarsest_eps, is_float, step_changes
 from replicax.verify.form import Form, StepFile, candidates, host
 from replicax.verify.stages import OnCheck, Show
 from replicax.verify.step_checks import (
+    consecutive,
     determinism,
     one_device,
     parameters,
@@ -224,9 +225,9 @@ def _checks(
     yield from program_checks(trial, batch, gradient_bytes(trial.state))
     yield parameters(trial, batch)
     show("two runs, and compilations")
-    again = partial(determinism, trial, batch, copies)
+    again = lambda: determinism(trial, batch, copies, trial.run([batch]))  # noqa: E731
     yield _unless_raised("determinism", "two runs", again)
-    later = partial(recompilation, trial, shuffled(batch, 3))
+    later = lambda: recompilation(consecutive(trial, shuffled(batch, 3)))  # noqa: E731
     yield _unless_raised("recompilation", "same shapes", later)
 
 

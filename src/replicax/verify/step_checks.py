@@ -1,7 +1,8 @@
 """Checks of a hand-written step besides its numbers: copies, bits, compilations."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,13 +99,15 @@ def parameters(
 
     Leaves `without` a gradient are left out.
     """
-    expected = trial.expected([batch] * _STEPS)
-    floats = {
-        path: value
-        for path, value in expected.items()
-        if path.startswith(of) and is_float(value) and value.size and path not in without
-    }
-    still = [path for path, value in floats.items() if not np.any(value)]
+    for steps in (1, _STEPS):
+        floats = {
+            path: value
+            for path, value in trial.expected([batch] * steps).items()
+            if path.startswith(of) and is_float(value) and value.size and path not in without
+        }
+        still = [path for path, value in floats.items() if not np.any(value)]
+        if not still:
+            break
     figures = {"leaves": len(floats), "unchanged": still}
     if not still:
         found = f"all {len(floats)} float leaves change"
@@ -119,10 +122,9 @@ STILL = (
 )
 
 
-def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
-    """Run the same inputs a second time and compare bits."""
-    again = trial.run([batch]).bits()
-    once = copies.bits()
+def determinism(trial: Trial, batch: PyTree, first: Copies, second: Copies) -> Check:
+    """Compare the bits of two runs on the same inputs."""
+    once, again = first.bits(), second.bits()
     other = [path for path in once if once[path] != again.get(path)]
     figures = {"leaves": len(once), "differing": other}
     if not other:
@@ -147,20 +149,34 @@ FROM_OUTSIDE = (
 )
 
 
-def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:
-    """Count compilations in consecutive steps on batches of one shape."""
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+    """One of consecutive steps."""
+
+    results: Mapping[str, PyTree]
+    form: dict[str, str]
+    """What it was given as its state: shape and dtype by path."""
+    compiled: int
+
+
+def consecutive(trial: Trial, batches: Sequence[PyTree]) -> Iterator[Stepped]:
+    """Yield consecutive steps; the next may donate the results of one."""
     fed: Any = None
     results: Mapping[str, PyTree] = {}
-    compiled: list[int] = []
-    forms: list[dict[str, str]] = []
     for rows in batches:
         first, *rest = trial.form.arguments(trial.state, rows, trial.key)
         fed = first if fed is None else trial.form.again(results["state"])
-        forms.append(_aval_of(fed))
+        form = _aval_of(fed)
         with counted_compilations() as compilations:
             results = parts_returned(trial.form.step(fed, *rest), fed)
             jax.block_until_ready(results)
-        compiled.append(len(compilations))
+        yield Stepped(results, form, len(compilations))
+
+
+def recompilation(steps: Iterable[Stepped], case: str = "same shapes") -> Check:
+    """Return the row on compilations in consecutive steps on batches of one shape."""
+    pairs = [(each.form, each.compiled) for each in steps]
+    forms, compiled = [form for form, _ in pairs], [count for _, count in pairs]
     figures = {"compiled": compiled}
     if any(compiled[2:]):
         found = f"the third step on the same shapes recompiles {sum(compiled[2:])} programs"

@@ -88,9 +88,12 @@ class Subject:
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False, trainable=None, ema=None)
         usual = dp.configuration.compiler_options is None
-        self.quick = quick_options(dp.mesh.devices.flat[0].platform) if usual else None
+        platform = dp.mesh.devices.flat[0].platform
+        self.on_accelerators = platform != "cpu"
+        self.quick = quick_options(platform) if usual else None
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._compiling: dict[Any, Future[Any]] = {}
+        self._known: dict[Any, tuple[Any, Any]] = {}
         program = dp.program(model)
         if self.quick and self._work(program) > _LONG:
             self.quick = {**self.quick, **_OPTIMIZED}
@@ -205,6 +208,12 @@ class Subject:
         if key not in self._compiling:
             self._compiling[key] = self._pool.submit(lower().compile, options)
         return self._compiling[key]
+
+    def once(self, key: Any, given: Any, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, called once for a key until something else is `given`."""
+        if key not in self._known or self._known[key][0] is not given:
+            self._known[key] = given, make()
+        return self._known[key][1]
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """Return `state` placed for the step of `case`, with its initial reduction state."""

@@ -24,6 +24,12 @@ def in_tiles(x: Any, by: Any) -> Any:
     return lax.scan(tile, jnp.zeros((3, 3)), (x, by))
 
 
+@jax.custom_vjp
+def doubled(by: Any) -> Any:
+    return by * 2
+
+
+doubled.defvjp(lambda by: (by * 2, None), lambda _, by: (by * 2,))
 LINEAR: list[Function] = [
     lambda x, by: -0.3 * by + by[::-1] / (1 + x**2),
     lambda x, by: (jax.nn.softmax(x).T @ by, by.sum(0)),
@@ -33,6 +39,8 @@ LINEAR: list[Function] = [
     lambda x, by: jax.checkpoint(lambda by: jnp.concatenate([by, by * 0], 1))(by),
     lambda x, by: lax.cond(x[0, 0] > 0, lambda by: by * 2, jnp.zeros_like, by),
     in_tiles,
+    lambda x, by: lax.optimization_barrier((x * x, by))[1],
+    lambda x, by: doubled(by),
 ]
 OTHER: list[Function] = [
     lambda x, by: jnp.clip(by, -1, 1),

@@ -28,7 +28,7 @@ from replicax.core.jaxprs.row_causes import BACKWARD, Cause, Causes, user_line
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, GIVEN, NUMBER, Location, Ratio, Total
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.core.jaxprs.row_evaluation import Undecided
-from replicax.core.jaxprs.row_inner import Unlike, calls_not_linear, defines_backward
+from replicax.core.jaxprs.row_inner import Unlike, backward_passes, calls_not_linear
 from replicax.core.jaxprs.row_labels import DECLARED, ENTERED, GATHERED, LEFT, SUMMED
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 from replicax.core.jaxprs.row_symbols import MOVING, shown_apart
@@ -296,7 +296,7 @@ class LossExamination:
         outputs, labels = self._doubted(division, shows)
         weighs = self.weighs and bool(outputs or labels)
         one, losses = self._one, self._one.examiner.losses
-        backward = bool(losses) and defines_backward(one.jaxpr.jaxpr)
+        backward = bool(losses) and any(backward_passes(one.jaxpr.jaxpr))
         if not (division.padded and (weighs or backward)):
             return outputs, labels
         rows = division.size if 1 < division.size < self._rows else 2 * self._rows

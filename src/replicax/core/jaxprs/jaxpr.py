@@ -11,6 +11,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Primitives that only call a jaxpr."""
+RULED = {"custom_jvp_call", "custom_vjp_call"}
+"""Primitives that call a jaxpr with a derivative of its own."""
 REMATS = {"checkpoint", "remat", "remat2"}
 """Primitives that call a jaxpr, and again in the backward pass."""
 

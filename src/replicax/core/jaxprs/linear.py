@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from replicax.core.jaxprs.jaxpr import (
     CALLS,
     REMATS,
+    RULED,
     called,
     closed,
     evaluate_jaxpr,
@@ -31,7 +32,7 @@ class Linearity(enum.Enum):
 
 _KEEPING = {
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "neg"),
-    *("optimization_barrier", "real", "reduce_precision", "reduce_sum", "reshape", "rev", "slice"),
+    *("real", "reduce_precision", "reduce_sum", "reshape", "rev", "slice"),
     *("convert_element_type", "cumsum", "squeeze", "transpose"),
 }
 """Operations that are linear in their first operand, and keep 0."""
@@ -52,8 +53,10 @@ def _constant(value: Any) -> Linearity:
 
 def _apply(eqn: JaxprEqn, parts: list[Linearity]) -> Sequence[Linearity]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in CALLS | REMATS:
+    if name in CALLS | REMATS | RULED:
         return linear_results(called(eqn), parts)
+    if name == "optimization_barrier":
+        return parts
     if name == "scan":
         fixed, carry, over = of_scan(eqn.params, parts)
         body = lambda carry: linear_results(eqn.params["jaxpr"], [*fixed, *carry, *over])  # noqa: E731

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import called, closed
+from replicax.core.jaxprs.jaxpr import RULED, called, closed
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, Index, Location, Ratio, RowCount, Total
 from replicax.core.jaxprs.row_dependence import DRAWING, STEPPED, Follow
-from replicax.core.jaxprs.row_inner import RULED
 from replicax.core.jaxprs.row_labels import GATHERED, SEEN, label_of
 from replicax.core.jaxprs.row_rules import MIXED, Rows
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import CALLS, EXPANDS, REMATS, called, closed, simple_params
+from replicax.core.jaxprs.jaxpr import CALLS, EXPANDS, REMATS, RULED, called, closed, simple_params
 from replicax.core.jaxprs.padding_rules import padded_output, signed
 from replicax.core.jaxprs.row_counts import (
     FROM_STEP_KEY,
@@ -48,7 +48,6 @@ from replicax.core.jaxprs.row_counts import (
     quantity,
 )
 from replicax.core.jaxprs.row_inner import (
-    RULED,
     WITH_INNER,
     Unlike,
     derivative,

@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from replicax.core.jaxprs.jaxpr import bind_eqn, called, evaluate_jaxpr, of_scan
+from replicax.core.jaxprs.jaxpr import RULED, bind_eqn, called, evaluate_jaxpr, of_scan
 from replicax.core.jaxprs.row_counts import NUMBER, Origin
 from replicax.core.jaxprs.row_dependence import DRAWING, RANDOM, STEPPED, SUMS_OF_REPLICAS, Follow
-from replicax.core.jaxprs.row_inner import RULED
 from replicax.core.jaxprs.row_labels import (
     DECLARED,
     ENTERED,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.jaxprs.jaxpr import bind_eqn, closed, fixed_point, of_scan, shapes_of
+from replicax.core.jaxprs.jaxpr import RULED, bind_eqn, closed, fixed_point, of_scan, shapes_of
 from replicax.core.jaxprs.linear import Linearity, linear_results
 from replicax.core.jaxprs.row_counts import Location, either, is_plain
 from replicax.core.jaxprs.row_padding import FixedNumber, Padded, same_rows, shifted
@@ -22,8 +22,6 @@ class Unlike(Exception):  # noqa: N818
     """Raised if two traces of a function, with different numbers of rows, do not correspond."""
 
 
-RULED = {"custom_jvp_call", "custom_vjp_call"}
-"""Primitives with a derivative of their own."""
 Following = Callable[[ClosedJaxpr, ClosedJaxpr, list[Location]], list[Location]]
 """Follows rows through two traces, given the places of their inputs."""
 
@@ -69,24 +67,21 @@ def derivative(eqn: Any, by: tuple[int, ...] | None = None) -> ClosedJaxpr:
     return jaxpr
 
 
-def defines_backward(jaxpr: Jaxpr) -> bool:
-    """Whether code defines the backward pass of a function in `jaxpr`."""
-    return any(
-        eqn.primitive.name == "custom_vjp_call"
-        or any(map(defines_backward, called_by(eqn, ruled=False)))
-        for eqn in jaxpr.eqns
-    )
+def backward_passes(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the calls of functions with a backward pass that code defines."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "custom_vjp_call":
+            yield eqn
+        for inner in called_by(eqn, ruled=False):
+            yield from backward_passes(inner)
 
 
 def calls_not_linear(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the calls of functions with a backward pass that is not linear in its cotangent."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "custom_vjp_call":
-            with contextlib.suppress(Exception):  # the user's own refusal, of any type
-                if not is_linear(derivative(eqn), len(eqn.outvars)):
-                    yield eqn
-        for inner in called_by(eqn, ruled=False):
-            yield from calls_not_linear(inner)
+    for eqn in backward_passes(jaxpr):
+        with contextlib.suppress(Exception):  # the user's own refusal, of any type
+            if not is_linear(derivative(eqn), len(eqn.outvars)):
+                yield eqn
 
 
 def called_by(eqn: Any, ruled: bool) -> list[Jaxpr]:
@@ -115,13 +110,13 @@ def is_zero(whole: ClosedJaxpr, number: int) -> bool:
 
 
 def is_zero_at_zero(rule: ClosedJaxpr, results: int) -> bool:
-    """Whether a backward pass returns 0 for cotangents of 0, as numbers tell.
+    """Whether a backward pass returns 0 for cotangents of 0, as the trace shows or numbers tell.
 
     `rule` is that of a `custom_vjp_call` with so many results. One that cannot be computed here,
     such as a kernel for another device, is taken to be linear.
     """
     try:
-        return not any(map(np.any, _derivatives(rule, results, 0)))
+        return shows_linear(rule, results) or not any(map(np.any, _derivatives(rule, results, 0)))
     except Exception:
         return True
 
@@ -136,8 +131,7 @@ def is_linear(rule: ClosedJaxpr, results: int) -> bool:
 
     Or else, whether it scales with them, as numbers tell; see `is_zero_at_zero`.
     """
-    inputs = [Linearity.NONE] * (len(rule.in_avals) - results) + [Linearity.LINEAR] * results
-    if not {Linearity.NONE, Linearity.OTHER}.intersection(linear_results(rule, inputs)[results:]):
+    if shows_linear(rule, results):
         return True
     try:
         found = _derivatives(rule, results, 1)
@@ -149,6 +143,13 @@ def is_linear(rule: ClosedJaxpr, results: int) -> bool:
     except Exception:
         return True
     return all(np.allclose(*pair, rtol=1e-5, atol=1e-30, equal_nan=True) for pair in pairs)
+
+
+def shows_linear(rule: ClosedJaxpr, results: int) -> bool:
+    """Whether the trace of a backward pass shows that it is linear in its cotangents."""
+    inputs = [Linearity.NONE] * (len(rule.in_avals) - results) + [Linearity.LINEAR] * results
+    found = linear_results(rule, inputs)[results:]
+    return not {Linearity.NONE, Linearity.OTHER}.intersection(found)
 
 
 def _derivatives(rule: ClosedJaxpr, results: int, scale: float) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.jaxprs.jaxpr import (
+    RULED,
     bind_eqn,
     called,
     evaluate_jaxpr,
@@ -27,7 +28,7 @@ from replicax.core.jaxprs.jaxpr import (
 )
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY, is_plain
 from replicax.core.jaxprs.row_dependence import STEPPED, Follow
-from replicax.core.jaxprs.row_inner import RULED, called_by, derivative, moves
+from replicax.core.jaxprs.row_inner import called_by, derivative, moves
 from replicax.core.jaxprs.row_labels import label_of
 from replicax.core.jaxprs.row_rules import BY_ENTRY, MIXED, Rows
 from replicax.core.jaxprs.symbol_rules import (
