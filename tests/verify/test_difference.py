@@ -120,8 +120,8 @@ def test_the_coarsest_dtype_is_found_inside() -> None:
         return (x.astype(jnp.bfloat16) * 2).astype(jnp.float32)
 
     x = jnp.ones(3)
-    assert coarsest_eps(jax.jit(half), x) == 2.0**-7
-    assert coarsest_eps(jax.jit(lambda x: x * 2), x) == EPS
+    assert coarsest_eps(jax.jit(half), [x]) == 2.0**-7
+    assert coarsest_eps(jax.jit(lambda x: x * 2), [x]) == EPS
 
 
 # Rounding. Each function is computed on all rows, and as the mean over eight parts.

@@ -72,9 +72,7 @@ class CallChecks:
         self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
         self._is_custom = program.configuration.step is not None  # never in a program that scores
-        mode, objective = program.configuration.mode, program.split_objective
-        self._apart = mode.per_replica or objective.per_replica
-        """Whether a replica sees only its own rows."""
+        self._apart = _is_apart(program)
 
     def check(
         self, phase: Phase, function: CompiledFunction[Any], state: TrainState, batch: Batch
@@ -211,7 +209,8 @@ class CallChecks:
         )
         examination = next(known, None)
         with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
-            examination = examination or self._trace(EVALUATION, self._abstract, self._shapes)
+            given = EVALUATION, self._abstract, self._shapes
+            examination = examination or examination_of(self.program, *given)
         broken = examination.doubts(_real(size - padding))[0] if examination else []
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
@@ -224,21 +223,13 @@ class CallChecks:
             self._examinations[shapes] = self._examined(phase, state, batch)
         return self._examinations[shapes]
 
-    def _trace(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
-        program = self.program
-        whole = not (program.configuration.between.apart or self._apart)
-        run: LossRun = of_loss(program.objective, phase.key)
-        if self._is_custom:
-            run = partial(run_step, program.custom_step, program.shapes.params)
-        return LossExamination(run, state, batch, learns=phase.learns, whole=whole)
-
     @_traced
     def _examined(self, phase: Phase, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
         return [self._examined_rows(phase, *given) for given in each_set(state, batch)]
 
     def _examined_rows(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
-        examination, custom = self._trace(phase, state, batch), self._is_custom
+        examination, custom = examination_of(self.program, phase, state, batch), self._is_custom
         if phase.learns and not custom and not examination.moves:
             raise LossError(
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
@@ -359,7 +350,29 @@ class CallChecks:
         return "gather the rows of all replicas with rx.gather(x)"
 
 
-def _shapes(phase: Phase, batch: Batch) -> tuple[Any, ...]:
+def examination_of(
+    program: Program, phase: Phase, state: TrainState, batch: Batch
+) -> LossExamination:
+    """Return the examination of a loss, which programs may share, or of a custom step."""
+    configuration = program.configuration
+    whole = not (configuration.between.apart or _is_apart(program))
+    run: LossRun = of_loss(program.objective, phase.key)
+    if configuration.step is not None:
+        run = partial(run_step, program.custom_step, program.shapes.params)
+    key = whole, jax.tree.structure((state, batch)), _shapes(phase, (state, batch))
+    known = {} if configuration.examinations is None else configuration.examinations
+    if key not in known:
+        known[key] = LossExamination(run, state, batch, learns=phase.learns, whole=whole)
+    found: LossExamination = known[key]
+    return found
+
+
+def _is_apart(program: Program) -> bool:
+    """Whether a replica sees only its own rows."""
+    return program.configuration.mode.per_replica or program.split_objective.per_replica
+
+
+def _shapes(phase: Phase, batch: Any) -> tuple[Any, ...]:
     return phase, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
 
 

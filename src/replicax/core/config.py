@@ -71,6 +71,8 @@ class Configuration:
     """The exchange with other jobs, or of replicas that train on their own."""
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
+    examinations: dict[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """What is known of the loss, if all copies are of one model; None if each program finds out."""
 
     def in_own_mesh(self) -> Context:
         """Return a context without any mesh of the caller's."""

@@ -10,13 +10,13 @@ nearly equal candidates, and everything where a gradient is 0 in exact arithmeti
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from replicax.core.ground.leaves import PyTree
 
@@ -273,15 +273,17 @@ def constant_ratio(
     return ratio if is_near or within else None
 
 
-def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
+def coarsest_eps(function: ClosedJaxpr | Callable[..., Any], arguments: Sequence[Any]) -> float:
     """Return the largest eps of the float dtypes of a function's arguments and operations.
 
     Float32's if it cannot be traced and no argument is a float.
     """
     arrays = jax.tree.leaves(arguments)
     with contextlib.suppress(Exception):  # not traceable as a whole: it may still run
-        traced = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
-        arrays += [variable.aval for equation in traced for variable in equation.outvars]
+        traced = (
+            function if isinstance(function, ClosedJaxpr) else jax.make_jaxpr(function)(*arguments)
+        )
+        arrays += [out.aval for equation in equations(traced.jaxpr) for out in equation.outvars]
     dtypes = {each.dtype for each in arrays if hasattr(each, "dtype")}
     floats = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
     return max(map(_eps, floats), default=2.0**-23)

@@ -6,16 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.data.batch import Batch
+from replicax.core.call_checks import TRAINING, examination_of
 from replicax.core.first_step.examiner import of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.ground.train_state import TrainState
-from replicax.core.models.definition import CallContext
-from replicax.core.step.loss import LOSS
-from replicax.core.step.objective import Objective
+from replicax.core.jaxprs.jaxpr import shapes_of
 from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, equations, is_float
@@ -63,8 +61,9 @@ class TracedLoss:
 def trace_loss(subject: Subject) -> TracedLoss:
     """Trace the loss with several numbers of rows."""
     batch = jax.tree.map(jnp.asarray, subject.full.apart())
+    program = subject.parallel(subject.own).program(subject.state)
     with devices_asked() as asked:
-        examination = LossExamination(of_loss(subject.objective, step_key), subject.state, batch)
+        examination = examination_of(program, TRAINING, subject.state, batch)
     whole = subject.rows if subject.rows % 4 == 0 else None
     return TracedLoss(examination, proven(examination, whole) if whole else None, asked)
 
@@ -131,26 +130,24 @@ def same_bits(left: Leaves, right: Leaves) -> bool:
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
 
 
-def dead_and_stopped(
-    objective: Objective, state: TrainState, batch: Batch
-) -> tuple[list[str], list[str]]:
+def dead_and_stopped(subject: Subject) -> tuple[list[str], list[str]]:
     """Return the parameters that the loss does not depend on, and those without a gradient.
 
     Read from the program, not from values: a parameter that these rows do not use is neither.
     """
+    params, shapes = subject.state.params, shapes_of(subject.scored.jaxpr.invars)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    count = len(paths)
 
-    def moved(params: Any, tangents: Any, extras: Any, rows: Batch) -> Any:
-        def sums(params: Any) -> Any:
-            return objective.loss_sums(params, extras, rows, CallContext(jax.random.key(0)))[0]
+    def moved(tangents: list[Any], params: list[Any], *rest: Any) -> Any:
+        sums = lambda *params: jaxpr_as_fun(subject.scored)(*params, *rest)  # noqa: E731
+        found, moves = jax.jvp(sums, tuple(params), tuple(tangents))
+        return *found, moves[0]
 
-        found, moves = jax.jvp(sums, (params,), (tangents,))
-        return found, moves[LOSS].total
-
-    jaxpr = jax.make_jaxpr(moved)(state.params, state.params, state.extras, batch).jaxpr
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
-    count, results = len(paths), len(jaxpr.outvars)
-    _, reaching = dce_jaxpr(jaxpr, [True] * (results - 1) + [False])
-    _, moving = dce_jaxpr(jaxpr, [False] * (results - 1) + [True])
-    dead = [path for path, used in zip(paths, reaching[:count], strict=True) if not used]
-    without = [path for path, used in zip(paths, moving[count:][:count], strict=True) if not used]
+    jaxpr = jax.make_jaxpr(moved)(shapes[:count], shapes[:count], *shapes[count:]).jaxpr
+    of_loss = [number == len(jaxpr.outvars) - 1 for number in range(len(jaxpr.outvars))]
+    _, moving = dce_jaxpr(jaxpr, of_loss)
+    _, reaching = dce_jaxpr(jaxpr, [not each for each in of_loss])
+    dead = [path for path, used in zip(paths, reaching[count:], strict=False) if not used]
+    without = [path for path, used in zip(paths, moving, strict=False) if not used]
     return dead, [path for path in without if path not in dead]

@@ -39,6 +39,7 @@ class GradientChecks:
         self._reference, self._surrogates = reference, surrogates
         self._state = reference.subject.state
         self._batch = reference.given(reference.subject.full)
+        self._loss: ClosedJaxpr = reference.subject.scored
 
     @functools.cached_property
     def unlinear(self) -> str:
@@ -73,7 +74,7 @@ class GradientChecks:
 
     def _derivatives(self) -> Iterator[Check]:
         """Yield a row for each rule that is not the derivative, or one if all are."""
-        rules = rules_in(self._program)
+        rules = rules_in(self._loss)
         if not rules:
             yield Check("gradient", DERIVATIVE, PASS, "no rule of your own: JAX derives all of it")
             return
@@ -139,7 +140,7 @@ class GradientChecks:
     @functools.cached_property
     def _is_linear(self) -> bool:
         """Whether the trace shows it: JAX's own derivatives are linear in their cotangents."""
-        jaxpr = self._program.jaxpr
+        jaxpr = self._loss.jaxpr
         if any(each.primitive.name in _TRANSPOSED for each in equations(jaxpr)):
             return False
         try:
@@ -197,11 +198,11 @@ class GradientChecks:
     @functools.cached_property
     def _functions(self) -> list[str]:
         """Names of the functions with a rule: the user's, or if there are none, of libraries."""
-        rules = rules_in(self._program) or rules_in(self._program, of_libraries=True)
+        rules = rules_in(self._loss) or rules_in(self._loss, of_libraries=True)
         return [rule.name for rule in rules]
 
     def _named(self) -> str:
-        rules = rules_in(self._program) or rules_in(self._program, of_libraries=True)
+        rules = rules_in(self._loss) or rules_in(self._loss, of_libraries=True)
         return named([str(rule) for rule in rules]) or "what it calls"
 
 

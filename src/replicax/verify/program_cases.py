@@ -217,7 +217,7 @@ class ProgramCases:
     def parameters(self) -> Iterator[Check]:
         """Yield rows on leaves without a gradient and leaves that the optimizer does not change."""
         subject = self._subject
-        dead, stopped = dead_and_stopped(subject.objective, subject.state, subject.full)
+        dead, stopped = dead_and_stopped(subject)
         yield from _gradients(dead, stopped, len(jax.tree.leaves(subject.state.params)))
         without = [f"params{path}" for path in (*dead, *stopped)]
         trial = self.trial(subject.own)

@@ -188,7 +188,7 @@ def _trial(
         jax.tree_util.keystr(where): np.shape(leaf)
         for where, leaf in jax.tree_util.tree_leaves_with_path(results)
     }
-    eps = coarsest_eps(compiled, *arguments_of(state, batch, key))
+    eps = coarsest_eps(compiled, arguments_of(state, batch, key))
     return Trial(form, compiled, state, key, eps, shapes)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
@@ -33,7 +34,6 @@ from replicax.core.program import Program
 from replicax.core.step.base import StepSums
 from replicax.core.step.loss import LOSS
 from replicax.core.step.loss_scale import SMALLEST, overflows, settled, value_of
-from replicax.core.step.objective import Objective
 from replicax.core.step.reduction import Reduction, Wire
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -86,7 +86,8 @@ class Subject:
         self.replicas = replica_count(dp.mesh)
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
-        self._base = dp.replace(donate=False, trainable=None, ema=None)
+        # All cases are of one loss on one model, so they know one examination.
+        self._base = dp.replace(donate=False, trainable=None, ema=None, examinations={})
         usual = dp.configuration.compiler_options is None
         platform = dp.mesh.devices.flat[0].platform
         self.on_accelerators = platform != "cpu"
@@ -95,7 +96,10 @@ class Subject:
         self._compiling: dict[Any, Future[Any]] = {}
         self._known: dict[Any, tuple[Any, Any]] = {}
         program = dp.program(model)
-        if self.quick and self._work(program) > _LONG:
+        self.objective = program.objective
+        """The loss on the model."""
+        self.scored, self.sums = _scored(program, self.full)
+        if self.quick and _FORWARD_AND_BACK * count_flops(self.scored.jaxpr, "cpu") > _LONG:
             self.quick = {**self.quick, **_OPTIMIZED}
         self._updater = program.updater
         self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
@@ -291,30 +295,9 @@ class Subject:
         return replicated(make_mesh(devices=list(self._base.mesh.devices.flat[:1])))
 
     @functools.cached_property
-    def objective(self) -> Objective:
-        """Return the loss on the model."""
-        return self.parallel(self.own).program(self._model).objective
-
-    def _work(self, program: Program) -> int:
-        """Return the FLOPs of one step on one device."""
-        shapes, few = program.shapes, min(self.rows, 2)
-        sums = functools.partial(
-            program.objective.loss_sums, context=CallContext(jax.random.key(0))
-        )
-        jaxpr = jax.make_jaxpr(sums)(shapes.params, shapes.extras, self.some(np.arange(few)))
-        return _FORWARD_AND_BACK * count_flops(jaxpr.jaxpr, "cpu") * self.rows // few
-
-    @functools.cached_property
     def eps(self) -> float:
         """Return the eps of the coarsest dtype that the loss computes in."""
-        state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
-        key = jax.random.key(0)
-        return coarsest_eps(
-            lambda params: self.objective.loss_sums(params, state.extras, batch, CallContext(key))[
-                0
-            ],
-            state.params,
-        )
+        return coarsest_eps(self.scored, jax.tree.leaves(self.state.params))
 
     def updated(self, results: Leaves, state: TrainState) -> Leaves:
         """Return one device's parameter updates for the gradient in `results`."""
@@ -387,6 +370,22 @@ class Subject:
         # The gradient recorded in the last warm-up step is not a result.
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
         self.state = dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
+
+
+def _scored(program: Program, batch: Batch) -> tuple[ClosedJaxpr, StepSums]:
+    """Trace loss and metrics on one device, by parameters, extras and batch; the loss comes first.
+
+    Also return their shapes.
+    """
+
+    def score(params: PyTree, extras: PyTree, batch: Batch) -> tuple[jax.Array, StepSums]:
+        context = CallContext(jax.random.key(0))
+        found, _ = program.objective.score_sums(params, extras, batch, context)
+        return found.weighted[LOSS].total, found
+
+    make = jax.make_jaxpr(score, return_shape=True)
+    jaxpr, (_, sums) = make(program.shapes.params, program.shapes.extras, batch)
+    return jaxpr, sums
 
 
 NAMES = (

@@ -24,14 +24,10 @@ from replicax.analysis.compiled import (
     inspect,
     result_bytes,
 )
-from replicax.core.data.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import CallContext
 from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis, split_dim
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
-from replicax.core.step.base import StepSums
 from replicax.core.step.reduction import Wire
 from replicax.errors import ReplicaxError
 from replicax.text.checks import PASS, SKIP, Check, Verdict
@@ -190,26 +186,14 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     """Return the bytes of the sums of loss, metrics and trained gradients, as sent."""
     dp = subject.parallel(case)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
-    count = len(_sums(subject).weighted)
+    count = len(subject.sums.weighted)
     return sums_bytes(trained, count, dp.reduction, replica_count(dp.mesh))
-
-
-def _sums(subject: Subject) -> StepSums:
-    """Return the shapes of the loss and the metrics of a whole batch."""
-
-    def found(params: PyTree, extras: PyTree, batch: Batch) -> StepSums:
-        context = CallContext(jax.random.key(0))
-        return subject.objective.score_sums(params, extras, batch, context)[0]
-
-    state = subject.state
-    shapes: StepSums = jax.eval_shape(found, state.params, state.extras, subject.full)
-    return shapes
 
 
 def _merged_bytes(subject: Subject, case: Case) -> float:
     """Return the bytes that a device sends of metrics that are no means: to all others, each."""
     replicas, size = replica_count(subject.parallel(case).mesh), 0.0
-    for merged in _sums(subject).rows.values():
+    for merged in subject.sums.rows.values():
         parts = case.micro_batches if merged.grows else 1
         for leaf, by_row in zip(merged.leaves, merged.kind.by_row, strict=True):
             size += leaf.size * leaf.dtype.itemsize * (1 / replicas if by_row else parts)
