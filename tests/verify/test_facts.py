@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.core.jaxprs.row_counts import FROM_STEP_KEY
 from replicax.core.jaxprs.row_dependence import Follow
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.facts import examine_subject
-from replicax.verify.plain_step import warm_subject
 
 
 def draws(function: Any) -> bool:

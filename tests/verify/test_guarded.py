@@ -10,13 +10,13 @@ import pytest
 from support.tiers import EXHAUSTIVE, only
 from support.training import parallel
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.errors import LossError
 from replicax.text.checks import Check
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine_subject
-from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.stages import run_stages
 

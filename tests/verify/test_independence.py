@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.verify.facts import examine_subject
 from replicax.verify.independence import ADDED_UP, DEPENDENT, INDEPENDENT, WEIGHTED_SCALAR
-from replicax.verify.plain_step import warm_subject
 
 
 def kind(loss: Any) -> str:

@@ -10,11 +10,12 @@ from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE
 from support.training import parallel
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 from replicax.core.modes.mode_table import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
-from replicax.verify.plain_step import PlainStep, warm_subject
+from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import FULL, ProgramCases
 from replicax.verify.stages import run_stages
 from replicax.verify.subject import Case, Subject

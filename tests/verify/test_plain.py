@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.training import assert_near, normals, parallel
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.core.call_checks import CallChecks
@@ -18,7 +19,7 @@ from replicax.core.step.loss import LOSS, WeightedSum
 from replicax.verify import plain
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.independence import INDEPENDENT, Independence
-from replicax.verify.plain_step import PlainStep, warm_subject
+from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import FULL, NEGATED, PADDED, ProgramCases
 from replicax.verify.subject import Subject
 from replicax.verify.verify_program import check_evaluated

@@ -12,6 +12,7 @@ from jax import lax
 from support.tiers import EXHAUSTIVE, only
 from support.training import parallel
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 from replicax.core.ground.codecs import BLOCK
 from replicax.core.modes.mode_table import MODES
@@ -20,7 +21,6 @@ from replicax.core.step.coded import Coded
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.text.checks import Check
 from replicax.verify.facts import examine_subject
-from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.residual import check_residual
 from replicax.verify.stages import run_stages

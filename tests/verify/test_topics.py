@@ -7,10 +7,10 @@ import jax
 import pytest
 from support.bit_flips import before_step, flip_leaf
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.verify.facts import examine_subject
-from replicax.verify.plain_step import warm_subject
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import determinism
 from replicax.verify.subject import Subject

@@ -13,12 +13,12 @@ from support.figures import assert_mentions
 from support.tiers import exhaustive
 from support.training import parallel
 from verify import zoo_recipes as zoo
+from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes.mode_table import MODES
 from replicax.verify.facts import examine_subject
-from replicax.verify.plain_step import warm_subject
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (
     CompiledCase,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -185,6 +185,7 @@ class Module:
         return made
 
 
+@lru_cache(maxsize=1)  # several questions are asked of one program
 def read_module(text: str) -> Module:
     """Parse a module's text."""
     bodies: dict[str, list[re.Match[str]]] = {}

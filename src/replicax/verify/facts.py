@@ -1,25 +1,27 @@
 """Properties of a loss and its model that determine which comparisons are valid."""
 
 import dataclasses
-from typing import Any
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.call_checks import TRAINING, examination_of
-from replicax.core.first_step.examiner import of_loss
+from replicax.core.first_step.examiner import of_loss, with_gradient
 from replicax.core.first_step.loss_check import LossExamination
+from replicax.core.ground.leaves import by_path
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.jaxpr import shapes_of
 from replicax.core.step.update import step_key
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, equations, is_float
 from replicax.verify.independence import UNDECIDED, Independence, examine_rows, proven
 from replicax.verify.plain_step import PlainStep
 from replicax.verify.subject import Subject, results_of
+
+_OUTSIDE = re.compile("callback|ffi")
+"""Operations that run code which may return something else each time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +80,11 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
 
     state, program = subject.state, reference.trace(subject.state, subject.full).jaxpr.jaxpr
     first = second = other = measured(state)
-    if subject.on_accelerators or any(_calls_out(each) for each in equations(program)):
+    calls_out = any(_OUTSIDE.search(each.primitive.name) for each in equations(program))
+    if calls_out or subject.on_accelerators:
         second = measured(dataclasses.replace(state))
-    if _reads_seed(program, state):
+    _, reads = dce_jaxpr(program, [True] * len(program.outvars))
+    if reads[len(jax.tree.leaves((state.params, state.extras)))]:  # the seed
         other = measured(dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1)))
     repeatable = same_bits(first, second)
     random = not repeatable or not same_bits(first, other)
@@ -101,17 +105,6 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
         examination.scalars,
         traced.asked,
     )
-
-
-def _calls_out(eqn: JaxprEqn) -> bool:
-    """Whether an operation runs code of the user's, which may return other results each time."""
-    return any(part in eqn.primitive.name for part in ("callback", "ffi"))
-
-
-def _reads_seed(program: Jaxpr, state: TrainState) -> bool:
-    """Whether a result of the reference depends on the seed."""
-    before = len(jax.tree.leaves((state.params, state.extras)))
-    return bool(dce_jaxpr(program, [True] * len(program.outvars))[1][before])
 
 
 def _rows(subject: Subject, examination: LossExamination) -> Independence:
@@ -135,19 +128,9 @@ def dead_and_stopped(subject: Subject) -> tuple[list[str], list[str]]:
 
     Read from the program, not from values: a parameter that these rows do not use is neither.
     """
-    params, shapes = subject.state.params, shapes_of(subject.scored.jaxpr.invars)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    count = len(paths)
-
-    def moved(tangents: list[Any], params: list[Any], *rest: Any) -> Any:
-        sums = lambda *params: jaxpr_as_fun(subject.scored)(*params, *rest)  # noqa: E731
-        found, moves = jax.jvp(sums, tuple(params), tuple(tangents))
-        return *found, moves[0]
-
-    jaxpr = jax.make_jaxpr(moved)(shapes[:count], shapes[:count], *shapes[count:]).jaxpr
-    of_loss = [number == len(jaxpr.outvars) - 1 for number in range(len(jaxpr.outvars))]
-    _, moving = dce_jaxpr(jaxpr, of_loss)
-    _, reaching = dce_jaxpr(jaxpr, [not each for each in of_loss])
-    dead = [path for path, used in zip(paths, reaching[count:], strict=False) if not used]
-    without = [path for path, used in zip(paths, moving, strict=False) if not used]
-    return dead, [path for path in without if path not in dead]
+    traced = subject.scored
+    paths = [*by_path(subject.state.params)]
+    _, reaching = dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))
+    dead = [path for path, used in zip(paths, reaching, strict=False) if not used]
+    moving = zip(paths, with_gradient(traced, len(paths)), strict=True)
+    return dead, [path for path, moves in moving if not moves and path not in dead]

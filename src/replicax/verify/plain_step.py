@@ -1,5 +1,6 @@
 """A step on one device in plain JAX: the gradient of the mean, and one update by the optimizer."""
 
+import contextlib
 import dataclasses
 import functools
 from concurrent.futures import Future
@@ -9,7 +10,6 @@ import jax
 import numpy as np
 
 from replicax.core.data.batch import Batch
-from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import Metrics, TrainState
@@ -88,10 +88,8 @@ class PlainStep:
 
     def compile_ahead(self, batch: Batch) -> None:
         """Trace it for a batch, and begin to compile it; errors are raised by a call."""
-        try:
+        with contextlib.suppress(Exception):  # the user's loss
             self._begun(self.subject.state, self.given(batch))
-        except Exception:  # the user's loss
-            return
 
     @functools.cached_property
     def loss(self) -> PlainLoss:
@@ -135,16 +133,3 @@ class PlainStep:
     def _begun(self, state: TrainState, batch: Batch) -> Future[Any]:
         lowered = lambda: self.trace(state, batch).lower()  # noqa: E731
         return self.subject.begun((self.replicas, self.parts, batch.size), lowered)
-
-
-def warm_subject(
-    dp: DataParallel, model: Any, batch: PyTree, micro_batches: int, seed: int
-) -> Subject:
-    """Return a subject after its first steps.
-
-    Raises:
-        LossError: see `Subject.warm`.
-    """
-    subject = Subject(dp, model, batch, micro_batches, seed)
-    subject.warm(PlainStep(subject))
-    return subject

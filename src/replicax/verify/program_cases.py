@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.core.data.batch import Batch
 from replicax.core.step.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.text.checks import FAIL, NOTE, PASS, SKIP, Check
@@ -19,7 +18,6 @@ from replicax.verify.batch_rows import shuffled
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts, dead_and_stopped
-from replicax.verify.form import host
 from replicax.verify.gradient_checks import NOT_LINEAR, GradientChecks
 from replicax.verify.independence import ADDED_UP, DEPENDENT, WEIGHTED_SCALAR
 from replicax.verify.plain_step import PlainStep
@@ -56,6 +54,8 @@ class ProgramCases:
         self._own_copies: Copies | None = None
         self._alike: dict[Case, Check] = {}
         self._pads = facts.takes_padding
+        self.trial = functools.lru_cache(maxsize=1)(self._trial)
+        """Returns a case together with its reference."""
         batches = {FULL: subject.full, PADDED: subject.padded}
         if facts.weighs:  # the largest of values and zeros is right if one is positive
             batches[NEGATED] = subject.negated
@@ -71,8 +71,7 @@ class ProgramCases:
         for batch in self._batches.values():
             reference.compile_ahead(batch)
 
-    def trial(self, case: Case) -> ProgramTrial:
-        """Return a case together with its reference."""
+    def _trial(self, case: Case) -> ProgramTrial:
         subject, facts = self._subject, self._facts
         reference = self._reference(case)
         emulates = reference.replicas > 1
@@ -82,7 +81,7 @@ class ProgramCases:
                 replicas=subject.replicas if case.devices > 1 else 1,
             ),
             reference,
-            host(subject.placed(case, subject.state)),
+            subject.placed(case, subject.state),
             None,
             subject.eps,
             {},
@@ -206,7 +205,7 @@ class ProgramCases:
         """Yield the rows on a second run, and on a second trace."""
         trial = self.trial(self._subject.own)
         assert self._own_copies is not None
-        yield determinism(trial, self._subject.full, self._own_copies, self._stepped.copies[1])
+        yield determinism(trial, self._subject.full, self._own_copies, self._steps[0].copies)
         yield self.traces(trial)
 
     def gradient(self) -> Iterator[Check]:
@@ -227,7 +226,8 @@ class ProgramCases:
         """Compare every device's own copy: of the own case after several steps, else after one."""
         trial, batches = self.trial(case), [self._subject.full]
         if case == self._subject.own:
-            batches, copies = self._stepped.batches[:_STEPS], self._stepped.copies[_STEPS]
+            steps = self._steps[:_STEPS]
+            batches, copies = [each.batch for each in steps], steps[-1].copies
         elif case in self._alike:
             return self._alike[case]
         else:
@@ -235,17 +235,11 @@ class ProgramCases:
         return same_on_all_replicas(trial, batches, copies, str(case))
 
     @functools.cached_property
-    def _stepped(self) -> "_Stepped":
+    def _steps(self) -> list[Stepped]:
         """Consecutive steps of the own case: on all rows, in other orders, and with padding."""
-        subject, trial = self._subject, self.trial(self._subject.own)
-        padded = [subject.padded] if self._pads else []
+        subject, padded = self._subject, [self._subject.padded] if self._pads else []
         batches = [subject.full, *shuffled(subject.full, _STEPS - 1), *padded]
-        copies, steps = {}, []
-        for number, step in enumerate(consecutive(trial, batches), start=1):
-            if number in (1, _STEPS):
-                copies[number] = trial.read(step.results)
-            steps.append(dataclasses.replace(step, results={}))
-        return _Stepped(batches, copies, steps)
+        return consecutive(self.trial(subject.own), batches)
 
     def traces(self, trial: ProgramTrial) -> Check:
         """Check that tracing twice gives the same program."""
@@ -260,14 +254,7 @@ class ProgramCases:
 
     def recompilation(self) -> Check:
         """Check that further batches of the same shape, including a padded one, compile nothing."""
-        return recompilation(self._stepped.steps, str(self._subject.own))
-
-
-class _Stepped(NamedTuple):
-    batches: list[Batch]
-    copies: dict[int, Copies]
-    """After the first of the steps, and after `_STEPS`."""
-    steps: list[Stepped]
+        return recompilation(self._steps, str(self._subject.own))
 
 
 def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Check]:

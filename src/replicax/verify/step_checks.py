@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from replicax.verify.batch_rows import rows_of_batch
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, equations, is_float, leaf_differences
-from replicax.verify.form import parts_returned
 from replicax.verify.trial import Trial
 
 _STEPS = 3
@@ -153,30 +152,28 @@ FROM_OUTSIDE = (
 class Stepped:
     """One of consecutive steps."""
 
-    results: Mapping[str, PyTree]
+    batch: PyTree
+    copies: Copies
     form: dict[str, str]
     """What it was given as its state: shape and dtype by path."""
     compiled: int
+    """The programs that were compiled."""
 
 
-def consecutive(trial: Trial, batches: Sequence[PyTree]) -> Iterator[Stepped]:
-    """Yield consecutive steps; the next may donate the results of one."""
-    fed: Any = None
-    results: Mapping[str, PyTree] = {}
-    for rows in batches:
-        first, *rest = trial.form.arguments(trial.state, rows, trial.key)
-        fed = first if fed is None else trial.form.again(results["state"])
-        form = _aval_of(fed)
+def consecutive(trial: Trial, batches: Sequence[PyTree]) -> list[Stepped]:
+    """Run a step on each batch; count what is compiled."""
+    found, steps = [], trial.steps(batches)
+    for batch in batches:
         with counted_compilations() as compilations:
-            results = parts_returned(trial.form.step(fed, *rest), fed)
+            fed, results = next(steps)
             jax.block_until_ready(results)
-        yield Stepped(results, form, len(compilations))
+        found.append(Stepped(batch, trial.read(results), _aval_of(fed), len(compilations)))
+    return found
 
 
-def recompilation(steps: Iterable[Stepped], case: str = "same shapes") -> Check:
+def recompilation(steps: Sequence[Stepped], case: str = "same shapes") -> Check:
     """Return the row on compilations in consecutive steps on batches of one shape."""
-    pairs = [(each.form, each.compiled) for each in steps]
-    forms, compiled = [form for form, _ in pairs], [count for _, count in pairs]
+    forms, compiled = [each.form for each in steps], [each.compiled for each in steps]
     figures = {"compiled": compiled}
     if any(compiled[2:]):
         found = f"the third step on the same shapes recompiles {sum(compiled[2:])} programs"

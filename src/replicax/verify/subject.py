@@ -232,7 +232,7 @@ class Subject:
 
     def _abstract(self, case: Case) -> TrainState:
         """Return the shapes of a state with the shardings of the step of `case`."""
-        return self.parallel(case).abstract_state(self._model)
+        return self.parallel(case).abstract_state()
 
     def _first_reduction(self, case: Case) -> PyTree:
         return self.parallel(case).init(self._model, seed=self._seed).reduction
@@ -373,18 +373,18 @@ class Subject:
 
 
 def _scored(program: Program, batch: Batch) -> tuple[ClosedJaxpr, StepSums]:
-    """Trace loss and metrics on one device, by parameters, extras and batch; the loss comes first.
+    """Trace loss and metrics on one device, by parameters, extras and batch; the loss comes last.
 
     Also return their shapes.
     """
 
-    def score(params: PyTree, extras: PyTree, batch: Batch) -> tuple[jax.Array, StepSums]:
+    def score(params: PyTree, extras: PyTree, batch: Batch) -> tuple[StepSums, jax.Array]:
         context = CallContext(jax.random.key(0))
         found, _ = program.objective.score_sums(params, extras, batch, context)
-        return found.weighted[LOSS].total, found
+        return found, found.weighted[LOSS].total
 
     make = jax.make_jaxpr(score, return_shape=True)
-    jaxpr, (_, sums) = make(program.shapes.params, program.shapes.extras, batch)
+    jaxpr, (sums, _) = make(program.shapes.params, program.shapes.extras, batch)
     return jaxpr, sums
 
 

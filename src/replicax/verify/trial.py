@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,14 +112,17 @@ class Trial:
 
     def run(self, batches: Sequence[PyTree]) -> Copies:
         """Return every replica's copy after all batches, and the last metrics."""
-        first, *others = batches
-        arguments = self.form.arguments(self.state, first, self.key)
-        fed = arguments[0]
-        results = parts_returned(self.form.step(*arguments), fed)
-        for batch in others:
-            _, *rest = self.form.arguments(self.state, batch, self.key)
-            results = parts_returned(self.form.step(self.form.again(results["state"]), *rest), fed)
+        *_, (_, results) = self.steps(batches)
         return self.read(results)
+
+    def steps(self, batches: Sequence[PyTree]) -> Iterator[tuple[PyTree, dict[str, PyTree]]]:
+        """Yield of each step the state that it is given, which it may donate, and the results."""
+        results: dict[str, PyTree] = {}
+        for batch in batches:
+            fed, *rest = self.form.arguments(self.state, batch, self.key)
+            fed = self.form.again(results["state"]) if results else fed
+            results = parts_returned(self.form.step(fed, *rest), fed)
+            yield fed, results
 
     def trace(self, batch: PyTree) -> Any:
         """Return the step's jaxpr."""

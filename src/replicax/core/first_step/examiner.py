@@ -22,7 +22,7 @@ from replicax.core.data.per_row import PerRow
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.jaxpr import closed
+from replicax.core.jaxprs.jaxpr import closed, shapes_of
 from replicax.core.jaxprs.row_labels import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
@@ -150,7 +150,7 @@ class RowExaminer:
             return jnp.sum(values_by_name(returned)[LOSS].weights)
 
         traced = jax.make_jaxpr(total, axis_env=[(AXIS, 1)])(only_read(params, objective.read))
-        if has_gradient(traced, len(traced.in_avals)):
+        if any(with_gradient(traced, len(traced.in_avals))):
             raise LossError(
                 "the weights of the loss depend on the parameters, and rx.Weighted takes weights "
                 "as constants, with no gradient: pass jax.lax.stop_gradient(weights), or return "
@@ -276,9 +276,9 @@ def _is_number(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def has_gradient(traced: ClosedJaxpr, count: int) -> bool:
-    """Whether the last output has a nonzero derivative by any of the first `count` inputs."""
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+def with_gradient(traced: ClosedJaxpr, count: int) -> list[bool]:
+    """Return by which of the first `count` inputs the last output has a nonzero derivative."""
+    shapes = shapes_of(traced.jaxpr.invars)
     moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
 
     def derivative(values: list[Any], tangents: list[Any]) -> Any:
@@ -290,8 +290,8 @@ def has_gradient(traced: ClosedJaxpr, count: int) -> bool:
 
     make = jax.make_jaxpr(derivative, axis_env=[(AXIS, 1)])
     jaxpr = make(shapes, [shapes[i] for i in moved]).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True])
-    return any(used[len(shapes) :])
+    used = dict(zip(moved, dce_jaxpr(jaxpr, [True])[1][len(shapes) :], strict=True))
+    return [used.get(i, False) for i in range(count)]
 
 
 def _check_reverse(traced: ClosedJaxpr) -> None:

@@ -17,8 +17,8 @@ from replicax.core.first_step.examiner import (
     LossRun,
     RowExaminer,
     Trace,
-    has_gradient,
     trace,
+    with_gradient,
 )
 from replicax.core.first_step.padding_trace import NOTHING_SHOWN, padding_trace
 from replicax.core.first_step.row_errors import Broken
@@ -75,7 +75,7 @@ class LossExamination:
     def moves(self) -> bool:
         """Whether the loss has a gradient that is not identically 0."""
         before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
-        return has_gradient(self._one.jaxpr, before)
+        return any(with_gradient(self._one.jaxpr, before))
 
     @cached_property
     def nonlinear(self) -> Cause | None:
