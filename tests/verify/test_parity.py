@@ -18,7 +18,7 @@ from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import FULL, ProgramCases
 from replicax.verify.stages import run_stages
-from replicax.verify.subject import Case, Subject
+from replicax.verify.subject import Case, Subject, results_of
 
 
 def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
@@ -98,7 +98,7 @@ def test_one_device_and_several_are_told_apart() -> None:
     batch = of.full
     (_, alone), (_, several) = (PlainStep(of, count)(of.state, batch) for count in (1, 4))
     assert not np.allclose(alone["loss"], several["loss"])
-    found = of.measured(of.own, batch)
+    found = results_of(of.state, *of.run(of.own, batch))
     np.testing.assert_allclose(found["loss"], several["loss"], rtol=1e-6)
 
 

@@ -167,7 +167,7 @@ def test_one_with_a_state_passes_and_the_other_modes_go_without() -> None:
     after, _ = subject.run(subject.own, subject.full)
     np.testing.assert_array_equal(after.reduction["steps"], np.full(zoo.DEVICES, 8))
     float32 = REDUCTIONS["float32"]
-    for case in (subject.single, subject.case(MODES["jit"])):
+    for case in (subject.case(MODES["single"]), subject.case(MODES["jit"])):
         assert subject.parallel(case).reduction == float32
     cases = ProgramCases(subject, examine_subject(subject))
     others = [subject.case(MODES[name]) for name in ("jit", "pmap", "exact")]

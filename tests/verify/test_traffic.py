@@ -100,8 +100,8 @@ def test_work_is_that_of_all_devices(
     layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
     of = warm_subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
-    programs = read_programs(of, [of.own, of.single])
-    (check, _) = check_work(of, programs, programs[of.single].step)
+    programs = read_programs(of, [of.own, of.case(MODES["single"])])
+    (check, _) = check_work(of, programs, programs[of.case(MODES["single"])].step)
     assert check.verdict == verdict
     assert 4 * check.figures["flops_per_device"] == times * check.figures["flops_of_one"]
 
@@ -131,9 +131,9 @@ def test_a_layout_sends_what_it_has_to(how: How, most: float, inside: bool) -> N
     """Multiples of the bytes of one all-reduce of the gradient; traffic in a replica is apart."""
     dp, rows = data_parallel(TOWER, how), {name: leaf[:48] for name, leaf in TOWER.source.items()}
     of = warm_subject(dp, TOWER.model(), rows, 1, 0)
-    programs = read_programs(of, [of.own, of.single])
+    programs = read_programs(of, [of.own, of.case(MODES["single"])])
     (sent,) = check_traffic(of, examine_subject(of), {of.own: programs[of.own]})
-    (work, _) = check_work(of, programs, programs[of.single].step)
+    (work, _) = check_work(of, programs, programs[of.case(MODES["single"])].step)
     assert (sent.verdict, work.verdict) == ("pass", "pass")
     assert sent.figures["bytes"] <= 1.02 * most * sent.figures["least_bytes"]
     assert (sent.figures["bytes_inside"] > 0) == inside

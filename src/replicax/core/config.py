@@ -72,7 +72,7 @@ class Configuration:
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer part of the step, for example to skip bad steps."""
     examinations: dict[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
-    """What is known of the loss, if all copies are of one model; None if each program finds out."""
+    """The examinations of the loss, if all copies are of one model; None if each has its own."""
 
     def in_own_mesh(self) -> Context:
         """Return a context without any mesh of the caller's."""

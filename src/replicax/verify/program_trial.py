@@ -63,8 +63,8 @@ class ProgramTrial(Trial):
         share = error(roundings) if error else 0.0
         if not share:
             return plain
-        measuring = dataclasses.replace(self.case, magnitudes=True)
-        parts = self.subject.measured(measuring, batches[0])
+        measuring, state = dataclasses.replace(self.case, magnitudes=True), self.subject.state
+        parts = results_of(state, *self.subject.run(measuring, batches[0]))
         return {
             path: bound + share * np.abs(parts[path]) if path.startswith("gradient") else bound
             for path, bound in plain.items()

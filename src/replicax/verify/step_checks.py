@@ -155,7 +155,7 @@ class Stepped:
     batch: PyTree
     copies: Copies
     form: dict[str, str]
-    """What it was given as its state: shape and dtype by path."""
+    """Shape and dtype of each leaf of the state that it was given, by path."""
     compiled: int
     """The programs that were compiled."""
 

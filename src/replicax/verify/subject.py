@@ -28,7 +28,7 @@ from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.quick_compile import quick_options
 from replicax.core.ground.train_state import Metrics, TrainState
 from replicax.core.models.definition import CallContext
-from replicax.core.modes.mode_table import MODES, Mode
+from replicax.core.modes.mode_table import Mode
 from replicax.core.placement.mesh import Axis, by_rows, make_mesh, replica_count, replicated
 from replicax.core.program import Program
 from replicax.core.step.base import StepSums
@@ -37,12 +37,11 @@ from replicax.core.step.loss_scale import SMALLEST, overflows, settled, value_of
 from replicax.core.step.reduction import Reduction, Wire
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.verify.difference import Leaves, coarsest_eps, equations, step_changes
+from replicax.verify.difference import Leaves, coarsest_eps, step_changes
 
 WARM_STEPS = 2
 """Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
 depends only on the gradient's sign."""
-_HALF = (jnp.bfloat16, jnp.float16)
 _LONG = 2 * 10**8
 """FLOPs of a step above which it pays to optimize the program, as it runs dozens of times."""
 _OPTIMIZED = {"xla_backend_optimization_level": "1"}
@@ -157,11 +156,6 @@ class Subject:
             raise SkippedStepError(str(case))
         return after, as_arrays(metrics, batch.mask)
 
-    def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
-        """Return the results of one step by path: loss, metrics, gradient and changes."""
-        before = self.state if state is None else state
-        return results_of(before, *self.run(case, batch, before))
-
     def trace(self, case: Case, batch: Batch, *, anew: bool = False) -> jax.stages.Traced:
         """Return the step of a case as traced when it first ran, or `anew`."""
         dp = self.parallel(case)
@@ -172,13 +166,10 @@ class Subject:
 
     def has_no_16_bits(self) -> bool:
         """Whether the trace of the program's own step has no 16-bit floats."""
-        try:
-            jaxpr = self.trace(self.own, self.full).jaxpr.jaxpr
-        except Exception:  # the user's loss; parity reports it
-            return False
-        inside = (out.aval for each in equations(jaxpr) for out in each.outvars)
-        avals = (*inside, *(each.aval for each in jaxpr.invars))
-        return all(getattr(aval, "dtype", None) not in _HALF for aval in avals)
+        with contextlib.suppress(Exception):  # the user's loss; parity reports it
+            traced = self.trace(self.own, self.full).jaxpr
+            return coarsest_eps(traced, traced.in_avals) <= 2.0**-23  # that of float32
+        return False
 
     def compiled(self, case: Case, batch: Batch) -> jax.stages.Compiled:
         """Return the compiled step that `run` uses; raises the errors of `run`."""
@@ -282,11 +273,6 @@ class Subject:
         return rows.padded(len(indices), indices)
 
     # Properties.
-
-    @property
-    def single(self) -> Case:
-        """Return the step's case on one device."""
-        return Case(MODES["single"])
 
     @functools.cached_property
     def one_device(self) -> NamedSharding:
