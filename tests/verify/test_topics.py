@@ -1,9 +1,11 @@
 """Checks beside parity: learning parameters, equal copies, equal bits, one compilation."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from support.bit_flips import before_step, flip_leaf
 from verify import zoo_recipes as zoo
@@ -11,9 +13,11 @@ from verify.warm import warm_subject
 
 import replicax as rx
 from replicax.verify.facts import examine_subject
+from replicax.verify.plain_step import PlainStep
 from replicax.verify.program_cases import ProgramCases
 from replicax.verify.step_checks import determinism
 from replicax.verify.subject import Subject
+from replicax.verify.trial import Trial
 
 
 def cases_of(entry: zoo.Entry, **arguments: Any) -> tuple[Subject, ProgramCases]:
@@ -81,3 +85,21 @@ def test_a_batch_of_another_shape_compiles_again(monkeypatch: pytest.MonkeyPatch
     fewer = jax.tree.map(lambda leaf: leaf[:-8], subject.padded)
     monkeypatch.setattr(subject, "padded", fewer)
     assert ProgramCases(subject, examine_subject(subject)).recompilation().verdict == "fail"
+
+
+def test_the_reference_is_run_once_for_the_compared_state() -> None:
+    subject, _ = cases_of(zoo.Entry())
+    reference, state = PlainStep(subject), subject.state
+    first = reference.gradient(state, subject.full)
+    assert reference.gradient(state, subject.full) is first
+    assert reference.gradient(dataclasses.replace(state), subject.full) is not first
+
+
+def test_rounding_with_other_weights_is_that_of_all_rows() -> None:
+    subject, cases = cases_of(zoo.Entry())
+    trial = cases.trial(subject.own)
+    for batches in ([subject.padded], [subject.weighted]):
+        expected = trial.expected(batches)
+        known, measured = trial.noise(expected, batches), Trial.noise(trial, expected, batches)
+        for path in [path for path in measured if path.startswith("gradient")]:
+            assert 1 / 3 < np.linalg.norm(known[path]) / np.linalg.norm(measured[path]) < 3
