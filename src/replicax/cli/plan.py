@@ -81,13 +81,14 @@ def plan(arguments: list[str]) -> int:
         assert mesh is not None
         show("reading the data")
         options.say(*data_lines(recipe))
+        dp = options.data_parallel(recipe, options.mode, mesh)
         planned = rx.plan(
-            options.data_parallel(recipe, options.mode, mesh),
+            dp,
             abstract_model(recipe.model, jax.random.key(0)),
             recipe.train_source(),
             batch_size=recipe.batch_size,
             target=target,
-            changes=_changes(recipe, options, mesh) or None,
+            changes=_changes(recipe, dp) or None,
             rules=recipe.rules() if hasattr(recipe, "rules") else (),
             tokens_per_row=tokens_per_row,
             wished_rows=wished,
@@ -127,18 +128,12 @@ def _target(options: PlanOptions) -> Target:
     return target
 
 
-def _changes(
-    recipe: Any, options: PlanOptions, mesh: jax.sharding.Mesh
-) -> dict[str, rx.DataParallel]:
-    """Return the recipe's steps with other values of its field `remat`, if it has one."""
-    changed = [
-        dataclasses.replace(recipe, remat=value)
+def _changes(recipe: Any, dp: rx.DataParallel) -> dict[str, rx.DataParallel]:
+    """Return the recipe's step with other values of its field `remat`, if it has one."""
+    return {
+        f"{_REMAT}={value}": dp.replace(loss=dataclasses.replace(recipe, remat=value).loss)
         for value in get_args(get_type_hints(type(recipe)).get(_REMAT))
         if value != recipe.remat
-    ]
-    return {
-        f"{_REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh)
-        for each in changed
     }
 
 

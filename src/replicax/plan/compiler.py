@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from multiprocessing import Pipe
 from typing import Any
 
@@ -109,6 +110,30 @@ class CompilerProcess:
         return f"the compiler ended with {how} without an answer: {last[:200]}"
 
 
+class _StartedWhenAsked:
+    """A `CompilerProcess` that is started for the first program."""
+
+    note = ""
+
+    def __init__(self, description: Description) -> None:
+        self._description, name = description, compiler_name(description.platform)
+        self.name = name if " " in name else self.process.name  # only that one may find it
+
+    @cached_property
+    def process(self) -> CompilerProcess:
+        """The process; see there for what it raises."""
+        return CompilerProcess(self._description)
+
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
+        """See `Compiler`."""
+        return self.process.compile(program)
+
+    def close(self) -> None:
+        """End the process."""
+        if "process" in vars(self):
+            self.process.close()
+
+
 def _checked(answered: Compilation | TooLarge | CompilerError) -> Compilation | TooLarge:
     if isinstance(answered, CompilerError):
         raise answered
@@ -149,14 +174,15 @@ def compiler_for(
         yield None, (f"by formula: no compiler describes an {target.chip.title}",)
         return
     with contextlib.ExitStack() as stack:
-        compiler: Compiler | None = None
-        notes: tuple[str, ...] = ()
         try:
-            process = stack.enter_context(contextlib.closing(CompilerProcess(described)))
-            compiler = KeepingCompiler(process, described)
+            started = stack.enter_context(contextlib.closing(_StartedWhenAsked(described)))
+            compiler = KeepingCompiler(started, described)
+            if not compiler.has_answered:
+                _ = started.process  # raises now if it cannot describe them
         except MissingDependencyError as missing:
-            notes = (f"by formula: {missing}",)
-        yield compiler, notes
+            yield None, (f"by formula: {missing}",)
+        else:
+            yield compiler, ()
 
 
 def _description(target: Target) -> Description | None:

@@ -35,13 +35,19 @@ class KeepingCompiler:
         self.name, self._compiler = compiler.name, compiler
         self._folder = cache_folder() / "plans"
         host = host_processor() if description.platform == "cpu" else ""  # its features are used
-        self._devices = repr((_FORMAT, description, host, compiler.name, _versions()))
+        about = repr((_FORMAT, description, host, compiler.name, _versions()))
+        self._devices = hashlib.sha256(about.encode()).hexdigest()[:16]
         self._asked = self._found = 0
         self._refused = ""
         try:
             make_private(self._folder)
         except OSError as error:
             self._refused = first_line(error)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether an answer of this compiler for these devices is kept."""
+        return any(self._folder.glob(f"{self._devices}-*"))
 
     @property
     def note(self) -> str:
@@ -74,8 +80,9 @@ class KeepingCompiler:
         return answer
 
     def _key(self, program: ExportedStep) -> str:
-        about = self._devices, program.donated, dict(program.sizes), dict(program.options)
-        return hashlib.sha256(repr(about).encode() + b"\0" + program.module).hexdigest()
+        about = repr((program.donated, dict(program.sizes), dict(program.options)))
+        digest = hashlib.sha256(about.encode() + b"\0" + program.module).hexdigest()
+        return f"{self._devices}-{digest}"
 
 
 def _versions() -> tuple[str, str]:

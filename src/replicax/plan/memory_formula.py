@@ -78,7 +78,12 @@ class MemoryFormula:
 
 
 def memory_formula(
-    dp: DataParallel, model: Any, batch: Any, *, platform: str = "cpu"
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    *,
+    platform: str = "cpu",
+    known: dict[Any, Any] | None = None,
 ) -> MemoryFormula:
     """Estimate the memory of `dp.step` on each device of its mesh without compiling it.
 
@@ -92,6 +97,7 @@ def memory_formula(
         model: as for `dp.init`; arrays or their shapes.
         batch: the global batch, a pytree `[rows, ...]`; arrays or their shapes.
         platform: `cpu`, `cuda` or `tpu`.
+        known: gradients traced before, of the same model and batch; layouts share them.
 
     Raises:
         ConfigError: the mesh does not support the layout.
@@ -114,7 +120,12 @@ def memory_formula(
             program.definition, chosen.loss, chosen.precision, program.objective.read
         )
         held = (share.params, used)
-        memory = _of_gradient(objective, state, held, part, platform, added_up)
+        known = {} if known is None else known
+        key = chosen.loss, chosen.precision, objective.read, part.size
+        if key not in known:
+            known[key] = _traced(objective, state, part, platform)
+        jaxpr, count = known[key]
+        memory = _of_gradient(jaxpr, count, held, platform, added_up)
     else:
         of_part = map_rows_of_state(
             lambda held: RowsOfState(resized(held.value, part.size), part.size), state
@@ -160,20 +171,14 @@ def _of_custom_step(
 
 
 def _of_gradient(
-    objective: Objective,
-    state: TrainState,
-    parts: tuple[PyTree, PyTree],
-    part: Batch,
-    platform: str,
-    added_up: bool,
+    jaxpr: Jaxpr, count: int, parts: tuple[PyTree, PyTree], platform: str, added_up: bool
 ) -> MemoryFormula:
-    """Return the memory of the gradient sums of one micro-batch, from shapes.
+    """Return the memory of the gradient sums of one micro-batch, as `_traced` returns them.
 
     `parts` are the parameter shards that one device stores, and those that it computes with, which
     rules for layers and stages may split. If gradients are `added_up`, each is added to the
     accumulator as soon as it is computed.
     """
-    jaxpr, count = _traced(objective, state, part, platform)
     program = TracedOperations(jaxpr, platform)
     params = program.inputs[:count]
     gradient, saved = program.outputs[:count], program.outputs[count:]

@@ -93,7 +93,8 @@ class StepCache:
         self._model, self._batch, self._show = model, batch, show
         self._steps: dict[tuple[DataParallel, int, bool], TargetStep] = {}
         self.recomputed_share = cache(self._recomputed_share)
-        self._flops: dict[tuple[Hashable, ...], int] = {}
+        self._traces: dict[tuple[Hashable, ...], tuple[Jaxpr, int]] = {}
+        self._gradients: dict[tuple[Hashable, ...], tuple[Jaxpr, int]] = {}
         self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
@@ -102,7 +103,8 @@ class StepCache:
             batch, platform = self._rows(dp, rows), self.target.chip.platform
             # Without its compiler, kernels specific to a described GPU cannot be traced either.
             with traced_for(self._capability if self.compiler else None):
-                formula = memory_formula(dp, self._sized(batch), batch, platform=platform)
+                sized, known = self._sized(batch), self._gradients
+                formula = memory_formula(dp, sized, batch, platform=platform, known=known)
             self._formulas[dp, rows] = formula
         return self._formulas[dp, rows]
 
@@ -139,9 +141,7 @@ class StepCache:
         return room is not None and self.formula(dp, rows).total > times * room
 
     def _make(self, dp: DataParallel, rows: int, capability: float | None) -> TargetStep:
-        if self.compiler is None:
-            return self.by_formula(dp, rows)
-        if self.is_hopeless(dp, rows):
+        if self.compiler is None or self.is_hopeless(dp, rows):
             return self.by_formula(dp, rows)
         formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
         batch, platform = self._rows(dp, rows), self.target.chip.platform
@@ -167,17 +167,11 @@ class StepCache:
 
     def flops(self, dp: DataParallel, rows: int) -> float:
         """Return the FLOPs of products and convolutions on one device, with `rows` per replica."""
-        chosen = dp.configuration
-        # However a batch is split, its products are the same.
-        same = chosen.loss, chosen.step, chosen.optimizer, chosen.precision
-        key = *same, rows * replica_count(dp.mesh)
-        if key not in self._flops:
-            self._flops[key] = count_flops(self._jaxpr(dp, rows), self.target.chip.platform)
-        return self._flops[key] / dp.mesh.size
+        return self._traced(dp, rows)[1] / dp.mesh.size
 
     def _recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
         """Return the share of `flops` that is recomputation; None if it cannot be determined."""
-        if not computes_again(self._jaxpr(dp, rows)):
+        if not computes_again(self._traced(dp, rows)[0]):
             return 0.0
         if dp.configuration.step is not None:
             return None
@@ -187,11 +181,17 @@ class StepCache:
             return None
         return 1 - least / self.flops(dp, rows)
 
-    def _jaxpr(self, dp: DataParallel, rows: int) -> Jaxpr:
-        batch = self._rows(dp, rows)
-        if not is_data_only(dp.mesh):  # devices of one replica together compute what one would
-            dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
-        return step_jaxpr(dp, self._sized(batch), batch)
+    def _traced(self, dp: DataParallel, rows: int) -> tuple[Jaxpr, int]:
+        """Return the step on all devices, and the FLOPs of its products and convolutions."""
+        chosen, batch = dp.configuration, self._rows(dp, rows)
+        # However a batch is split, and in any precision, its products are the same.
+        key = chosen.loss, chosen.step, chosen.optimizer, rows * replica_count(dp.mesh)
+        if key not in self._traces:
+            if not is_data_only(dp.mesh):  # devices of one replica together compute what one would
+                dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
+            jaxpr = step_jaxpr(dp, self._sized(batch), batch)
+            self._traces[key] = jaxpr, count_flops(jaxpr, self.target.chip.platform)
+        return self._traces[key]
 
     def _sized(self, batch: Any) -> Any:
         """Return the model, or a custom step's state with as many rows as `batch`."""

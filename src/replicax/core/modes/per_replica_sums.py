@@ -48,8 +48,9 @@ def where_rows_are_apart(
     def sums(state: TrainState, batch: Batch) -> tuple[StepSums, PyTree, PyTree]:
         if cuda_capability() is not None:
             shapes = jax.eval_shape(lambda *given: given, state, batch)
-            if _are_apart(objective, *shapes) and _can(by_replica, *shapes):
-                return by_replica(state, batch)
+            if _are_apart(objective, *shapes):
+                with contextlib.suppress(Exception):  # a loss may hard-code the global batch's rows
+                    return by_replica(state, batch)
         return otherwise(state, batch)
 
     return sums
@@ -73,12 +74,3 @@ def _of_other_rows(batch: Batch) -> Batch:
     """Return the shapes of a batch with a few more rows, not a multiple of an attention block."""
     odd = next(each for each in itertools.count(batch.size + 1) if math.gcd(each, 2 * 3 * 5) == 1)
     return batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype))
-
-
-def _can(sums: MappedSums, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss accepts fewer rows than the global batch: it may hard-code that number."""
-    try:
-        jax.eval_shape(sums, state, batch)
-    except Exception:  # the user's loss
-        return False
-    return True

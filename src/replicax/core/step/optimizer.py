@@ -4,11 +4,13 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -66,27 +68,31 @@ def updater(
 
 
 def _updater(optimizer: optax.GradientTransformation, shapes: PyTree) -> Updater:
+    leaves, structure = jax.tree.flatten(shapes)
+    given = optimizer.init, optimizer.update, structure, *leaves
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may only pass `value` on to other optimizers, so try
-            return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))
+            return Updater(optimizer, True, *_read(*given, value=np.float32(0)))
         except ConfigError as error:
             if not isinstance(error.__cause__, TypeError):
                 raise
-    return Updater(optimizer, False, *_read(optimizer, shapes))
+    return Updater(optimizer, False, *_read(*given))
 
 
+@lru_cache(maxsize=16)
 def _read(
-    optimizer: optax.GradientTransformation, shapes: PyTree, **more: jax.Array
+    init: Any, update: Any, structure: Any, *leaves: Any, **more: np.float32
 ) -> tuple[tuple[bool, ...] | None, bool]:
     """Return which gradients it reads, and whether it names the axis of the replicas."""
+    shapes = jax.tree.unflatten(structure, leaves)
 
-    def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
-        return optimizer.update(gradient, state, params, **more)
+    def updates(gradient: PyTree, params: PyTree, state: PyTree, more: dict[str, Any]) -> PyTree:
+        return update(gradient, state, params, **more)
 
     state = None
     try:
-        state = jax.eval_shape(optimizer.init, shapes)
-        closed, outputs = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
+        state = jax.eval_shape(init, shapes)
+        closed, outputs = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state, more)
     except NameError:  # it names a mesh axis, defined only inside the step
         return None, True
     except Exception as error:
