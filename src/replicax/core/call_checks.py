@@ -64,6 +64,8 @@ class CallChecks:
         self._abstract = program.abstract_state()
         self._examinations: dict[Any, list[LossExamination]] = {}
         """By phase and shapes of the batch; the first of its own rows, then each set."""
+        self._traces: dict[Any, LossExamination] = {}
+        """Those of one set, of which nothing may have been asked yet."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()
@@ -201,17 +203,10 @@ class CallChecks:
         padding = feed.padding
         if not padding or self._shapes is None or self.program.configuration.step is not None:
             return
-        size = feed.split.padded(feed.source.batch_size)
-        known = (
-            examinations[0]
-            for (phase, *_), examinations in self._examinations.items()
-            if not phase.learns
-        )
-        examination = next(known, None)
+        size, broken = feed.split.padded(feed.source.batch_size), []
         with contextlib.suppress(Exception):  # the user's loss, on other data than it is for
-            given = EVALUATION, self._abstract, self._shapes
-            examination = examination or examination_of(self.program, *given)
-        broken = examination.doubts(_real(size - padding))[0] if examination else []
+            examination = self._trace(EVALUATION, self._abstract, self._shapes)
+            broken = examination.doubts(_real(size - padding))[0]
         if broken and (size - padding) % self._parts:
             raise row_errors.padded(broken[0], padding, size)
 
@@ -223,13 +218,19 @@ class CallChecks:
             self._examinations[shapes] = self._examined(phase, state, batch)
         return self._examinations[shapes]
 
+    def _trace(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
+        key = *_shapes(phase, batch), batch.number
+        if key not in self._traces:
+            self._traces[key] = examination_of(self.program, phase, state, batch)
+        return self._traces[key]
+
     @_traced
     def _examined(self, phase: Phase, state: TrainState, batch: Batch) -> list[LossExamination]:
         """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
         return [self._examined_rows(phase, *given) for given in each_set(state, batch)]
 
     def _examined_rows(self, phase: Phase, state: TrainState, batch: Batch) -> LossExamination:
-        examination, custom = examination_of(self.program, phase, state, batch), self._is_custom
+        examination, custom = self._trace(phase, state, batch), self._is_custom
         if phase.learns and not custom and not examination.moves:
             raise LossError(
                 "the loss has a gradient of 0 for all parameters, so nothing would train; compute "

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.ground.quick_compile import quick_options
 from replicax.core.jaxprs.jaxpr import RULED, bind_eqn, closed, fixed_point, of_scan, shapes_of
 from replicax.core.jaxprs.linear import Linearity, linear_results
 from replicax.core.jaxprs.row_counts import Location, either, is_plain
@@ -162,12 +163,18 @@ def _derivatives(rule: ClosedJaxpr, results: int, scale: float) -> list[np.ndarr
         ones = [random.uniform(0.5, 1.5, aval.shape).astype(aval.dtype) for aval in cotangents]
         given = [(each * scale).astype(each.dtype) for each in ones]
         with jax.ensure_compile_time_eval():
-            found = jaxpr_as_fun(rule)(*drawn, *given)[results:]
+            found = _compiled(rule)(*drawn, *given)[results:]
         floats = [each for each in found if jnp.issubdtype(each.dtype, jnp.floating)]
         arrays = [np.asarray(each, np.float64) for each in floats]
         defined = partial(np.nan_to_num, posinf=0, neginf=0)
         derivatives += arrays if lowest > 0 else map(defined, arrays)
     return derivatives
+
+
+@lru_cache(maxsize=16)
+def _compiled(rule: ClosedJaxpr) -> Any:
+    """Return the function of a rule as one program, instead of one for each operation."""
+    return jax.jit(jaxpr_as_fun(rule), compiler_options=quick_options(jax.default_backend()))
 
 
 def moves(atom: Any) -> bool:
