@@ -31,25 +31,27 @@ class Counting:
         return self.answer
 
 
+def keeping(compiler: Counting, description: Description) -> KeepingCompiler:
+    return KeepingCompiler(lambda: compiler, description, compiler.name)
+
+
 def entries() -> list[Path]:
     return sorted((Path(os.environ["REPLICAX_CACHE"]) / "plans").iterdir())
 
 
 @pytest.mark.parametrize("answer", [DONE, TooLarge(7, None)], ids=["compiled", "too large"])
 def test_a_second_plan_compiles_nothing_and_says_so(answer: Compilation | TooLarge) -> None:
-    first = KeepingCompiler(Counting(answer), HOST)
+    first = keeping(Counting(answer), HOST)
     assert first.compile(STEP) == answer
     assert first.note == ""
-    under = Counting(answer)
-    second = KeepingCompiler(under, HOST)
+    second = KeepingCompiler(lambda: pytest.fail("started"), HOST, "made up 1")
     assert second.compile(STEP) == answer
-    assert under.asked == 0
     assert second.note.startswith("1 of 1 compiled step ")
     assert str(entries()[0].parent) in second.note
 
 
 def test_all_that_determines_an_answer_is_in_its_name() -> None:
-    KeepingCompiler(Counting(), HOST).compile(STEP)
+    keeping(Counting(), HOST).compile(STEP)
     asked = [
         (Counting(), HOST, replace(STEP, module=b"other")),
         (Counting(), HOST, replace(STEP, donated=1)),
@@ -60,29 +62,29 @@ def test_all_that_determines_an_answer_is_in_its_name() -> None:
         (Counting(name="made up 2"), HOST, STEP),
     ]
     for compiler, description, program in asked:
-        KeepingCompiler(compiler, description).compile(program)
+        keeping(compiler, description).compile(program)
     assert [compiler.asked for compiler, *_ in asked] == [1] * len(asked)
     assert len(entries()) == 1 + len(asked)
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 400, "cut", "changed", "another"], ids=str)
 def test_a_damaged_entry_is_compiled_again_and_repaired(damage: bytes | str) -> None:
-    KeepingCompiler(Counting(), HOST).compile(STEP)
+    keeping(Counting(), HOST).compile(STEP)
     (path,) = entries()
     whole = path.read_bytes()
-    KeepingCompiler(Counting(TooLarge(7, None)), HOST).compile(replace(STEP, donated=1))
+    keeping(Counting(TooLarge(7, None)), HOST).compile(replace(STEP, donated=1))
     (another,) = {*entries()} - {path}
     changed = bytes([whole[-1] ^ 1])
     damaged = {"cut": whole[:-5], "changed": whole[:-1] + changed, "another": another.read_bytes()}
     path.write_bytes(damaged[damage] if isinstance(damage, str) else damage)
     under = Counting()
-    assert KeepingCompiler(under, HOST).compile(STEP) == DONE
+    assert keeping(under, HOST).compile(STEP) == DONE
     assert under.asked == 1
     assert path.read_bytes() == whole
 
 
 def test_those_not_used_for_longest_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = KeepingCompiler(Counting(), HOST)
+    compiler = keeping(Counting(), HOST)
     programs = [replace(STEP, donated=count) for count in range(4)]
     for age, program in enumerate(programs[:3]):
         compiler.compile(program)
@@ -92,7 +94,7 @@ def test_those_not_used_for_longest_are_removed(monkeypatch: pytest.MonkeyPatch)
     compiler.compile(programs[0])  # now the last used
     compiler.compile(programs[3])
     under = Counting()
-    again = KeepingCompiler(under, HOST)
+    again = keeping(under, HOST)
     for program in (programs[0], programs[2], programs[3]):
         again.compile(program)
     assert under.asked == 0
@@ -104,13 +106,13 @@ def test_those_not_used_for_longest_are_removed(monkeypatch: pytest.MonkeyPatch)
 def test_a_folder_that_cannot_be_used_costs_only_time(of_others: bool) -> None:
     cache, number = Path(os.environ["REPLICAX_CACHE"]), errno.ENOTDIR
     if of_others:
-        KeepingCompiler(Counting(), HOST).compile(STEP)
+        keeping(Counting(), HOST).compile(STEP)
         (cache / "plans").chmod(0o777)
         number = errno.EPERM
     else:
         cache.write_text("a file")
     under = Counting()
-    compiler = KeepingCompiler(under, HOST)
+    compiler = keeping(under, HOST)
     assert compiler.compile(STEP) == compiler.compile(STEP) == DONE
     assert under.asked == 2
     assert f"[Errno {number}]" in compiler.note

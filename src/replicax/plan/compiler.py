@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from multiprocessing import Pipe
 from typing import Any
 
@@ -110,30 +109,6 @@ class CompilerProcess:
         return f"the compiler ended with {how} without an answer: {last[:200]}"
 
 
-class _StartedWhenAsked:
-    """A `CompilerProcess` that is started for the first program."""
-
-    note = ""
-
-    def __init__(self, description: Description) -> None:
-        self._description, name = description, compiler_name(description.platform)
-        self.name = name if " " in name else self.process.name  # only that one may find it
-
-    @cached_property
-    def process(self) -> CompilerProcess:
-        """The process; see there for what it raises."""
-        return CompilerProcess(self._description)
-
-    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """See `Compiler`."""
-        return self.process.compile(program)
-
-    def close(self) -> None:
-        """End the process."""
-        if "process" in vars(self):
-            self.process.close()
-
-
 def _checked(answered: Compilation | TooLarge | CompilerError) -> Compilation | TooLarge:
     if isinstance(answered, CompilerError):
         raise answered
@@ -174,11 +149,10 @@ def compiler_for(
         yield None, (f"by formula: no compiler describes an {target.chip.title}",)
         return
     with contextlib.ExitStack() as stack:
+        start = lambda: stack.enter_context(contextlib.closing(CompilerProcess(described)))  # noqa: E731
+        name = compiler_name(described.platform)
         try:
-            started = stack.enter_context(contextlib.closing(_StartedWhenAsked(described)))
-            compiler = KeepingCompiler(started, described)
-            if not compiler.has_answered:
-                _ = started.process  # raises now if it cannot describe them
+            compiler = KeepingCompiler(start, described, name if " " in name else None)
         except MissingDependencyError as missing:
             yield None, (f"by formula: {missing}",)
         else:

@@ -5,6 +5,8 @@ import hashlib
 import importlib.metadata
 import json
 import zlib
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -28,14 +30,17 @@ class KeepingCompiler:
     An entry is named after all that determines it: the program's bytes, the described devices and
     the versions of the compiler. It begins with a checksum of name and content, so one that is
     damaged or of another program is compiled again; it is written whole or not at all, so
-    concurrent plans do not disturb each other.
+    concurrent plans do not disturb each other. Without a name, the compiler is started to tell it.
     """
 
-    def __init__(self, compiler: Compiler, description: Description) -> None:
-        self.name, self._compiler = compiler.name, compiler
+    def __init__(
+        self, start: Callable[[], Compiler], description: Description, name: str | None = None
+    ) -> None:
+        self._start = start
+        self.name = self._compiler.name if name is None else name
         self._folder = cache_folder() / "plans"
         host = host_processor() if description.platform == "cpu" else ""  # its features are used
-        about = repr((_FORMAT, description, host, compiler.name, _versions()))
+        about = repr((_FORMAT, description, host, self.name, _versions()))
         self._devices = hashlib.sha256(about.encode()).hexdigest()[:16]
         self._asked = self._found = 0
         self._refused = ""
@@ -43,11 +48,13 @@ class KeepingCompiler:
             make_private(self._folder)
         except OSError as error:
             self._refused = first_line(error)
+        if not any(self._folder.glob(f"{self._devices}-*")):
+            _ = self._compiler  # raises now if it cannot describe them
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether an answer of this compiler for these devices is kept."""
-        return any(self._folder.glob(f"{self._devices}-*"))
+    @cached_property
+    def _compiler(self) -> Compiler:
+        """Started for the first program of which no answer is kept."""
+        return self._start()
 
     @property
     def note(self) -> str:

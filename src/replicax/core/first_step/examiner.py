@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.custom.known_gradient import BACKWARD, FORWARD
@@ -22,7 +22,8 @@ from replicax.core.data.per_row import PerRow
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
-from replicax.core.jaxprs.jaxpr import closed, shapes_of
+from replicax.core.jaxprs.jaxpr import shapes_of
+from replicax.core.jaxprs.row_inner import called_by
 from replicax.core.jaxprs.row_labels import ENTERED, GATHERED, KEYED, LEFT, SEEN
 from replicax.core.models.definition import CallContext
 from replicax.core.step.base import StepSums
@@ -268,12 +269,8 @@ def trace(run: LossRun, state: TrainState, batch: Batch, rows: int, examiner: Ro
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     }
-    numbers = [name for name, leaf in found.items() if not leaf.shape and _is_number(leaf.dtype)]
+    numbers = [name for name, leaf in found.items() if not (leaf.shape or is_random_key(leaf))]
     return Trace(jaxpr, examiner, tuple(found), tuple(numbers))
-
-
-def _is_number(dtype: Any) -> bool:
-    return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def with_gradient(traced: ClosedJaxpr, count: int) -> list[bool]:
@@ -317,10 +314,5 @@ def _forward(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "custom_lin":
             yield getattr(eqn.params["bwd"], "__name__", "")
-        for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _forward(closed(inner).jaxpr)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
+        for inner in called_by(eqn, ruled=False):
+            yield from _forward(inner)

@@ -169,10 +169,8 @@ def _whole(
     if not division.within:
         batch = dataclasses.replace(batch, data=jax.tree.map(mixed, batch.data))
     enter = mixed if division.within else None
-    gathers = not division.padded
-    run = RowEvaluation(
-        pair.of_whole, trial, changes, pinned, rows, enter, given, gathers, division.padded
-    )
+    told = trial, changes, pinned, rows, enter, given, not division.padded, division.padded
+    run = RowEvaluation(pair.of_whole, *told)
     found = run(pair.whole.jaxpr, jax.tree.leaves((state, batch)))
     return _seen(run, wanted, pair.whole.outputs, found), run.gathered
 
@@ -194,11 +192,8 @@ def _verdict(
     def one(rows: jax.Array) -> dict[str, list[jax.Array]]:
         picked = batch if division.within else batch.map_rows(lambda leaf: leaf[rows])
         enter = (lambda leaf: leaf[rows]) if division.within else None
-        of_part, pinned = pair.of_part, jnp.asarray(True)
-        gathers = not division.padded
-        run = RowEvaluation(
-            of_part, trial, changes, pinned, rows, enter, given, gathers, division.padded
-        )
+        told = jnp.asarray(True), rows, enter, given, not division.padded, division.padded
+        run = RowEvaluation(pair.of_part, trial, changes, *told)
         found = run(pair.part.jaxpr, jax.tree.leaves((state, picked)))
         return _seen(run, wanted, pair.whole.outputs, found)
 
