@@ -65,7 +65,7 @@ class CallChecks:
         self._examinations: dict[Any, list[LossExamination]] = {}
         """By phase and shapes of the batch; the first of its own rows, then each set."""
         self._traces: dict[Any, LossExamination] = {}
-        """Those of one set, of which nothing may have been asked yet."""
+        """By phase, shapes and set; nothing may have been asked of them yet."""
         self._padding: dict[Any, row_errors.Broken | None] = {}
         self._shapes: Batch | None = None
         self._agreed: set[Any] = set()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -62,17 +61,17 @@ def updater(
         optimizer = averaging(optimizer, ema)
     if trainable is not None:
         optimizer = _training(optimizer, trainable, definition, params)
-    found = _updater(optimizer, jax.eval_shape(lambda params: params, params))
+    found = _updater(optimizer, *jax.tree.flatten(jax.eval_shape(lambda params: params, params)))
     check_trained(only_read(params, found.read))
     return found
 
 
-def _updater(optimizer: optax.GradientTransformation, shapes: PyTree) -> Updater:
-    leaves, structure = jax.tree.flatten(shapes)
+def _updater(optimizer: Any, leaves: Sequence[Any], structure: Any) -> Updater:
     given = optimizer.init, optimizer.update, structure, *leaves
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may only pass `value` on to other optimizers, so try
-            return Updater(optimizer, True, *_read(*given, value=np.float32(0)))
+            value = jax.ShapeDtypeStruct((), jnp.float32)
+            return Updater(optimizer, True, *_read(*given, value=value))
         except ConfigError as error:
             if not isinstance(error.__cause__, TypeError):
                 raise
@@ -81,15 +80,11 @@ def _updater(optimizer: optax.GradientTransformation, shapes: PyTree) -> Updater
 
 @lru_cache(maxsize=16)
 def _read(
-    init: Any, update: Any, structure: Any, *leaves: Any, **more: np.float32
+    init: Any, update: Any, structure: Any, *leaves: Any, **more: jax.ShapeDtypeStruct
 ) -> tuple[tuple[bool, ...] | None, bool]:
     """Return which gradients it reads, and whether it names the axis of the replicas."""
-    shapes = jax.tree.unflatten(structure, leaves)
-
-    def updates(gradient: PyTree, params: PyTree, state: PyTree, more: dict[str, Any]) -> PyTree:
-        return update(gradient, state, params, **more)
-
-    state = None
+    updates = lambda gradient, params, state, more: update(gradient, state, params, **more)  # noqa: E731
+    shapes, state = jax.tree.unflatten(structure, leaves), None
     try:
         state = jax.eval_shape(init, shapes)
         closed, outputs = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state, more)
@@ -111,9 +106,8 @@ def _read(
             "per row; it is given the mean gradient: use another, or a custom step that takes "
             "rx.mean of jax.vmap(jax.grad(...)) of the rows"
         )
-    jaxpr = closed.jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    read = tuple(used[: len(jax.tree.leaves(shapes))])
+    _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
+    read = tuple(used[: len(leaves)])
     return None if all(read) else read, False
 
 
