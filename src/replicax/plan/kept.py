@@ -42,8 +42,7 @@ class KeepingCompiler:
         host = host_processor() if description.platform == "cpu" else ""  # its features are used
         about = repr((_FORMAT, description, host, self.name, _versions()))
         self._devices = hashlib.sha256(about.encode()).hexdigest()[:16]
-        self._asked = self._found = 0
-        self._refused = ""
+        self._asked, self._found, self._refused = 0, 0, ""
         try:
             make_private(self._folder)
         except OSError as error:
@@ -87,9 +86,8 @@ class KeepingCompiler:
         return answer
 
     def _key(self, program: ExportedStep) -> str:
-        about = repr((program.donated, dict(program.sizes), dict(program.options)))
-        digest = hashlib.sha256(about.encode() + b"\0" + program.module).hexdigest()
-        return f"{self._devices}-{digest}"
+        about = repr((program.donated, dict(program.sizes), dict(program.options))).encode()
+        return self._devices + "-" + hashlib.sha256(about + b"\0" + program.module).hexdigest()
 
 
 def _versions() -> tuple[str, str]:

@@ -97,7 +97,7 @@ def memory_formula(
         model: as for `dp.init`; arrays or their shapes.
         batch: the global batch, a pytree `[rows, ...]`; arrays or their shapes.
         platform: `cpu`, `cuda` or `tpu`.
-        known: gradients traced before, of the same model and batch; layouts share them.
+        known: gradients of the same model and batch, of losses that are kept; layouts share them.
 
     Raises:
         ConfigError: the mesh does not support the layout.
@@ -121,7 +121,7 @@ def memory_formula(
         )
         held = (share.params, used)
         known = {} if known is None else known
-        key = chosen.loss, chosen.precision, objective.read, part.size
+        key = id(chosen.loss), chosen.precision, objective.read, part.size
         if key not in known:
             known[key] = _traced(objective, state, part, platform)
         jaxpr, count = known[key]
