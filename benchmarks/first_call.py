@@ -26,7 +26,7 @@ from timing import environment, ratios, save, spread
 import replicax as rx
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-NAMES = ("wgan_gp", "ppo", "sam", "td3")
+NAMES = ("wgan_gp", "ppo")
 VARIANTS = ("plain", "jit", "padded", "shard_map")
 counts: collections.Counter[str] = collections.Counter()
 
@@ -51,7 +51,7 @@ def prepared(example: Any, variant: str) -> Callable[[], Any]:
         counts["step"] += 1
         return step(*given)
 
-    full = next(size for size in (example.BATCH,) if size)
+    full = example.BATCH
     data = jax.tree.map(lambda leaf: leaf[: full if variant != "padded" else None], rows)
     if variant == "plain":
         state, batch, key = example.state(), jax.device_put(data), jax.random.key(0)
