@@ -67,13 +67,6 @@ def test_transfers_in_a_loop_repeat() -> None:
     assert places == [(4, 7), (11, 14), (18, 21)]
 
 
-def test_loops_in_loops_multiply() -> None:
-    steps = (WhileLoop(3, (WhileLoop(1000, (MOVING,)), reduction("a"), Wait("a"))),)
-    seconds, transfers = timeline(Schedule(steps), CHIP)
-    assert seconds == 3 * 1000 * 3
-    assert [each.ready_seconds for each in transfers] == [3000, 6000, 9000]
-
-
 def test_what_limits_a_step() -> None:
     small = [kernel(f"small{n}", n, 0) for n in range(6)]
     many = dataclasses.replace(MOVING, runs=2)

@@ -14,7 +14,6 @@ from bench import small
 from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, parallel, short
 from support.figures import refused
 
-import replicax as rx
 from replicax.bench import machine, runner
 from replicax.bench import run as run_module
 from replicax.bench.bench_result import Bench
@@ -57,20 +56,6 @@ def test_a_rounded_gradient_is_half_the_bytes() -> None:
     (case,) = result.cases
     assert (case.sent_bytes, case.least_sent_bytes) == (MODEL_BYTES / 2 + 12, MODEL_BYTES / 2)
     assert re.match(r"jit .*skipped: reduction='bfloat16'", result.notes[0])
-
-
-def test_a_custom_step_is_measured_like_the_built_in_one() -> None:
-    def step(model: Any, batch: Any, key: Any) -> Any:
-        means, gradient = rx.value_and_grad(loss)(model, batch, key)
-        return jax.tree.map(lambda value, slope: value - 0.01 * slope, model, gradient), means
-
-    options: dict[str, Any] = {"devices": (2,), "modes": ["shard_map"], "rounds": 1}
-    given = {"batch_size": 8, "progress": False, **options}
-    (own,) = bench(rx.DataParallel(step=step), MODEL, SOURCE, **given).cases
-    (written,) = run(**options).cases
-    assert (own.sent_bytes, own.collectives) == (written.sent_bytes, written.collectives)
-    assert own.flops_per_step == written.flops_per_step
-    assert min(own.seconds_per_step) > 0
 
 
 def test_flops_are_of_all_devices(result: Bench) -> None:

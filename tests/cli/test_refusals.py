@@ -209,7 +209,7 @@ UNBEGUN = {
 OF_RUNS = {
     "evaluate": [
         ("mlq", "'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"),
-        ("texts", "texts is not"),
+        ("runs", "runs is not"),
         ("''", '""'),
         ("mlp --step some", "--step some", "best"),
         ("mlp --step 7", "step 7", "8, 6, 3"),
@@ -222,7 +222,7 @@ OF_RUNS = {
     ],
     "export": [
         ("mlp no/where.safetensors", "no folder no"),
-        ("mlp texts", "texts is a folder"),
+        ("mlp runs", "runs is a folder"),
         ("mlp", "FILE", "--help"),
         ("mpl x.safetensors", "mean 'mlp'"),
     ],
@@ -232,7 +232,7 @@ OF_RUNS = {
         ("gpt2 a --temperature=-1", "--temperature -1"),
         ("gpt2 a --tokens=-1", "--tokens -1"),
         ("gpt2", "TEXT", "--help"),
-        ("gpt3 a", "mean 'gpt2'"),
+        ("mlq a", "mean 'mlp'"),
     ],
 }
 
@@ -269,6 +269,8 @@ def test_a_wrong_value_is_refused_before_anything_is_compiled(
 def test_so_it_is_where_runs_are(
     command: str, words: list[str], main: Main, there: dict[str, Ended]
 ) -> None:
+    for name in ("mlp", *(["gpt2"] if "gpt2" in command else [])):
+        assert there[name].folder.is_dir()
     line = refusal(main, *shlex.split(command))
     assert [word for word in words if word not in line] == []
 

@@ -101,28 +101,6 @@ def weighted_mean(recipe: GPT2, batch: dict[str, np.ndarray]) -> Callable[[Param
     return mean
 
 
-def test_padding_never_counts() -> None:
-    recipe = GPT2(**TINY)
-    params = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(0))
-    random = np.random.default_rng(0)
-    length = np.array([16, 1, 7, 15], np.int32)
-    batch = {
-        "tokens": random.integers(0, 257, (4, CONTEXT + 1)).astype(np.uint16),
-        "length": length,
-        "bytes": 2 * length,
-    }
-    padding = np.arange(CONTEXT + 1) > length[:, None]
-    other = batch | {"tokens": np.where(padding, 256 - batch["tokens"], batch["tokens"])}
-    step = jax.jit(
-        lambda params, batch: jax.value_and_grad(weighted_mean(recipe, batch), has_aux=True)(params)
-    )
-    found, expected = step(params, other), step(params, batch)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # Text is.
-    changed = batch | {"tokens": np.where(padding, batch["tokens"], 256 - batch["tokens"])}
-    assert step(params, changed)[0][0] != expected[0][0]
-
-
 def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     recipe = GPT2(data=(texts,), vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))

@@ -19,9 +19,9 @@ from replicax.cli.step_options import (
     ModeOptions,
     RoundOptions,
     StepOptions,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.cluster.failure import stop_all_now
 from replicax.core.data.sources import PerProcess, can_shuffle
@@ -86,11 +86,6 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 
     steps_per_call: Annotated[Count | None, shown_as("N", "more than 1 for small steps")] = None
     """Steps of each dispatched program; checkpoints and stops come between two of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class IslandOptions(RoundOptions):
-    """Rounds of steps between two exchanges of islands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +185,7 @@ class TrainOptions:
 
     start: StartOptions = StartOptions()
     compute: ComputeOptions = ComputeOptions()
-    islands: IslandOptions = IslandOptions()
+    islands: RoundOptions = dataclasses.field(default_factory=RoundOptions)
     eval: EvalOptions = EvalOptions()
     record: RecordOptions = RecordOptions()
     save: SaveOptions = SaveOptions()
@@ -268,7 +263,7 @@ def _run(
         keep_freed_memory()
     said = keep_programs(dp.mesh.devices.flat[0], prunes=speaks)
     if speaks:
-        print_data(recipe)
+        show(*data_lines(recipe))
         if said is not None:
             show(*labelled("cache", said))
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
