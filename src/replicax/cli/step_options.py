@@ -152,7 +152,7 @@ class DeviceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RoundOptions:
-    """Rounds of steps between two exchanges of islands."""
+    """Rounds of steps between two exchanges, for commands that run a step in a single mode."""
 
     every: Annotated[Count | None, shown_as("N", "none: islands add up every step")] = None
     """Steps of a round, after which islands exchange how their parameters changed (DiLoCo)."""

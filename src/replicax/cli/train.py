@@ -89,6 +89,11 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class IslandOptions(RoundOptions):
+    """Rounds of steps between two exchanges of islands."""
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalOptions:
     """When to evaluate the run, besides at its end, and how to act on the result."""
 
@@ -185,7 +190,7 @@ class TrainOptions:
 
     start: StartOptions = StartOptions()
     compute: ComputeOptions = ComputeOptions()
-    islands: RoundOptions = dataclasses.field(default_factory=RoundOptions)
+    islands: IslandOptions = IslandOptions()
     eval: EvalOptions = EvalOptions()
     record: RecordOptions = RecordOptions()
     save: SaveOptions = SaveOptions()
