@@ -43,6 +43,7 @@ def test_twenty_slow_tests_are_above_the_budget(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")  # a process that runs tests itself
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes longer than all
     monkeypatch.setattr(cost, "loop_seconds", lambda: cost.LOOP_SECONDS)  # one would be noise
     for name in (times.FOLDER, "TEST_TIMES"):
         monkeypatch.delenv(name, raising=False)
