@@ -15,12 +15,8 @@ CHIP = Chip(
     title="Round",
     platform="cuda",
     kinds="Round",
-    memory_bytes=None,
-    usable_bytes=None,
     flops_per_second={"bfloat16": 1000, "float32": 500},
     memory_bytes_per_second=100,
-    inside=None,
-    between=None,
     devices_per_host=1,
 )
 
