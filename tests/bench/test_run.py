@@ -89,7 +89,6 @@ def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
         ({"rounds": 0}, "rounds=0"),
         ({"tokens_per_row": 0}, "tokens_per_row=0"),
         ({"modes": ["jti"]}, "did you mean 'jit'"),
-        ({"devices": (1, 9)}, "devices=9 and 8 attached"),
         ({"batch_size": 1}, "a batch of 1 rows on 2 replicas"),
         ({"layout": "fdsp"}, "did you mean 'fsdp'"),
         ({"source": iter([SOURCE])}, "read only once"),
