@@ -28,10 +28,8 @@ def loss(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 @cache
-def step(mode: str, accumulate: int = 1, layout: str = "replicated", donate: bool = True) -> Any:
-    dp = rx.DataParallel(
-        loss, optax.adam(0.1), mode=mode, accumulate=accumulate, layout=layout, donate=donate
-    )
+def step(mode: str, accumulate: int = 1, donate: bool = True) -> Any:
+    dp = rx.DataParallel(loss, optax.adam(0.1), mode=mode, accumulate=accumulate, donate=donate)
     return inspect(dp.lower(MODEL, BATCH).compile())
 
 
@@ -68,13 +66,6 @@ def test_a_donated_state_is_reused() -> None:
     assert kept.aliased == 0
     assert given.aliased >= 3 * GRADIENT_BYTES
     assert given.peak < kept.peak
-
-
-def test_fsdp_holds_an_eighth_of_the_state_and_gathers_it() -> None:
-    split = step("jit", layout="fsdp")
-    whole = step("jit")
-    assert whole.memory.arguments - split.memory.arguments == 3 * GRADIENT_BYTES * 7 // 8
-    assert split.count("all-gather") > 0
 
 
 class Compiled:
