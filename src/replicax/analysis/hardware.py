@@ -80,14 +80,10 @@ class Chip:
     largest_slice: int = 0
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def is_kind(self, device_kind: str) -> bool:
-        """Whether a device with this `device_kind` is such a chip."""
-        return re.fullmatch(self.kinds, device_kind) is not None
-
 
 def chip_of_kind(device_kind: str) -> Chip | None:
     """Return the chip with a `jax.Device.device_kind`; None if it is unknown."""
-    return next((chip for chip in CHIPS.values() if chip.is_kind(device_kind)), None)
+    return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kinds, device_kind)), None)
 
 
 def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
