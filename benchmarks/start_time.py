@@ -84,7 +84,7 @@ def child(arguments: list[str], began: float) -> None:
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: counts.update([event])
     )
-    timed(train, "print_data", "data")
+    timed(train, "data_lines", "data")
     timed(train, "initial_model", "model")
     timed(train, "in_micro_batches", "memory")
     timed(DataParallel, "init", "model")

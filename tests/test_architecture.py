@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.source_tree import FILES, imports, parsed, part
+from support.source_tree import FILES, imports, nodes, parsed, part
 
 from replicax.core.modes.mode_table import MODES
 from replicax.core.placement.layout import LAYOUTS
@@ -148,7 +148,7 @@ def comparing() -> set[str]:
     """Return modules that compare something with the name of a mode or a layout."""
     names, found = {*MODES, *LAYOUTS}, set()
     for module, path in FILES.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
                 if any(constant.value in names for constant in constants):
@@ -210,12 +210,11 @@ def test_versions_are_compared_in_one_room() -> None:
 
 
 def test_core_and_train_have_no_global_that_changes() -> None:
-    rooms = [module for module in FILES if part(module, 1) in ("core", "train")]
-    trees = {module: ast.walk(parsed(FILES[module])) for module in rooms}
     assert [
         module
-        for module, nodes in trees.items()
-        if any(isinstance(node, ast.Global) for node in nodes)
+        for module, path in FILES.items()
+        if part(module, 1) in ("core", "train")
+        and any(isinstance(node, ast.Global) for node in nodes(path))
     ] == []
 
 

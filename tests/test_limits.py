@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.entered import entered, files
 from support.one_step import warm_step
-from support.source_tree import FILES, imports, parsed, part
+from support.source_tree import FILES, imports, nodes, part
 
 from replicax.core.data_parallel import DataParallel
 
@@ -72,7 +72,7 @@ def short(module: str) -> str:
 
 def code_lines(path: Path) -> int:
     apart: set[int] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
                 apart |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
@@ -90,7 +90,7 @@ def test_a_class_is_not_cut_in_two() -> None:
     classes: dict[str, list[str]] = {}
     heirs = defaultdict(list)
     for path in FILES.values():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
                 classes[node.name] = bases
@@ -107,7 +107,7 @@ def test_the_arguments_of_data_parallel_are_listed_twice() -> None:
     """In the signature and in the record; a call or a class that names half of them is a list."""
     arguments, lists = {*signature(DataParallel.__init__).parameters}, []
     for module, path in FILES.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             names = {
                 getattr(child, "arg", getattr(getattr(child, "target", child), "id", None))
                 for child in ast.iter_child_nodes(node)
@@ -130,7 +130,7 @@ def test_islands_are_named_in_few_files_of_the_core() -> None:
 def test_an_implementation_is_not_asked_for() -> None:
     asked = set()
     for module, path in FILES.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             match node:
                 case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
                     names = {each.id for each in ast.walk(kinds) if isinstance(each, ast.Name)}

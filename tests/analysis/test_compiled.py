@@ -28,10 +28,8 @@ def loss(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 @cache
-def step(mode: str, accumulate: int = 1, layout: str = "replicated", donate: bool = True) -> Any:
-    dp = rx.DataParallel(
-        loss, optax.adam(0.1), mode=mode, accumulate=accumulate, layout=layout, donate=donate
-    )
+def step(mode: str, accumulate: int = 1, donate: bool = True) -> Any:
+    dp = rx.DataParallel(loss, optax.adam(0.1), mode=mode, accumulate=accumulate, donate=donate)
     return inspect(dp.lower(MODEL, BATCH).compile())
 
 
@@ -44,17 +42,6 @@ def test_a_per_replica_step_has_one_reduction_whatever_the_accumulation(
     assert step(mode, accumulate).collectives == (expected,)
     assert step(mode, accumulate).count("all-reduce") == 1
     assert step(mode, accumulate).count("all-gather") == 0
-
-
-def test_a_jit_step_reduces_the_same_bytes_once() -> None:
-    assert step("jit").collectives == (Collectives("all-reduce", 1, GRADIENT_BYTES + SCALAR_BYTES),)
-
-
-def test_the_reductions_of_a_jit_loop_are_multiplied_out() -> None:
-    (reductions,) = step("jit", 4).collectives
-    assert reductions.kind == "all-reduce"
-    assert reductions.bytes >= 4 * GRADIENT_BYTES
-    assert reductions.count % 4 == 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -74,24 +61,11 @@ def test_the_flops_of_a_convolution_are_those_of_the_hand_count() -> None:
     assert inspect(compiled).flops == 2 * (2 * 12 * 12 * 7) * (5 * 5 * 3)
 
 
-def test_batched_matrix_products_count_each() -> None:
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 4, 5), (3, 5, 6))]
-    compiled = jax.jit(lambda a, b: a @ b).lower(*shapes).compile()
-    assert inspect(compiled).flops == 2 * 3 * 4 * 5 * 6
-
-
 def test_a_donated_state_is_reused() -> None:
     kept, given = step("jit", donate=False).memory, step("jit").memory
     assert kept.aliased == 0
     assert given.aliased >= 3 * GRADIENT_BYTES
     assert given.peak < kept.peak
-
-
-def test_fsdp_holds_an_eighth_of_the_state_and_gathers_it() -> None:
-    split = step("jit", layout="fsdp")
-    whole = step("jit")
-    assert whole.memory.arguments - split.memory.arguments == 3 * GRADIENT_BYTES * 7 // 8
-    assert split.count("all-gather") > 0
 
 
 class Compiled:
@@ -146,11 +120,6 @@ def test_a_device_sends_in_the_ring_of_its_group(axis: Any, group: int) -> None:
     read = inspect(jax.jit(summed).lower(jnp.ones(64)).compile())
     assert read.collectives == (Collectives("all-reduce", 1, 32),)
     assert read.sent_bytes == 2 * 32 * (group - 1) / group
-
-
-def test_the_end_of_an_asynchronous_collective_is_not_another() -> None:
-    line = "%r = f32[8]{0} all-reduce-done(%p)"
-    assert inspect(Compiled(line)).collectives == ()  # type: ignore[arg-type]
 
 
 def test_a_collective_that_goes_on_in_another_instruction_is_not_another() -> None:

@@ -15,12 +15,8 @@ CHIP = Chip(
     title="Round",
     platform="cuda",
     kinds="Round",
-    memory_bytes=None,
-    usable_bytes=None,
     flops_per_second={"bfloat16": 1000, "float32": 500},
     memory_bytes_per_second=100,
-    inside=None,
-    between=None,
     devices_per_host=1,
 )
 
@@ -65,13 +61,6 @@ def test_transfers_in_a_loop_repeat() -> None:
     assert seconds == 4 + 3 * 7
     places = [(each.ready_seconds, each.needed_seconds) for each in transfers]
     assert places == [(4, 7), (11, 14), (18, 21)]
-
-
-def test_loops_in_loops_multiply() -> None:
-    steps = (WhileLoop(3, (WhileLoop(1000, (MOVING,)), reduction("a"), Wait("a"))),)
-    seconds, transfers = timeline(Schedule(steps), CHIP)
-    assert seconds == 3 * 1000 * 3
-    assert [each.ready_seconds for each in transfers] == [3000, 6000, 9000]
 
 
 def test_what_limits_a_step() -> None:

@@ -2,29 +2,28 @@
 
 import pytest
 
-from replicax.analysis.hardware import CHIPS, CPU
+from replicax.analysis.hardware import CHIPS, CPU, Chip
 from replicax.analysis.roofline import roofline
 from replicax.errors import ConfigError
 
 V100 = CHIPS["v100"]
 
 
-def test_bound_by_products() -> None:
+@pytest.mark.parametrize(
+    ("flops", "size", "bound"), [(15.7e12, 90e9, "compute"), (15.7e11, 900e9, "memory")]
+)
+def test_the_longer_of_products_and_bytes_is_the_bound(
+    flops: float, size: float, bound: str
+) -> None:
     # 15.7 TFLOP/s and 900 GB/s by the data sheet.
-    told = roofline(15.7e12, 90e9, V100, "float32")
-    assert (told.seconds, told.bound) == (pytest.approx(1.0), "compute")
+    told = roofline(flops, size, V100, "float32")
+    assert (told.seconds, told.bound) == (pytest.approx(1.0), bound)
 
 
-def test_bound_by_memory() -> None:
-    told = roofline(15.7e11, 900e9, V100, "float32")
-    assert (told.seconds, told.bound) == (pytest.approx(1.0), "memory")
-
-
-def test_a_dtype_without_units() -> None:
-    with pytest.raises(ConfigError, match=r"V100.*bfloat16.*float32"):
-        roofline(1, 1, V100, "bfloat16")
-
-
-def test_a_device_that_must_be_measured() -> None:
-    with pytest.raises(ConfigError, match=r"known: none.*bench"):
-        roofline(1, 1, CPU, "float32")
+@pytest.mark.parametrize(
+    ("chip", "dtype", "said"),
+    [(V100, "bfloat16", "V100.*bfloat16.*float32"), (CPU, "float32", "known: none.*bench")],
+)
+def test_a_dtype_without_units(chip: Chip, dtype: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        roofline(1, 1, chip, dtype)

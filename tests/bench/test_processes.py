@@ -48,10 +48,6 @@ def measured(counts: tuple[int, ...] = (1, 2), rounds: int = 3) -> tuple[Bench, 
     return bench_processes(measure, counts, rounds=rounds, notes=["a"], progress=False), order
 
 
-def test_counts_take_turns() -> None:
-    assert measured()[1] == [1, 2, 1, 2, 1, 2]
-
-
 def test_a_round_is_the_median_of_its_runs_and_is_compared_with_itself() -> None:
     result, _ = measured()
     cases = {(case.mode, case.devices): case for case in result.scaling("weak")}
@@ -84,12 +80,6 @@ def test_text_and_pictures_speak_of_processes(tmp_path: Path) -> None:
     paths = write_bench(result, tmp_path)
     assert [path.name for path in paths] == ["bench.json", "bench.md", "scaling.png"]
     assert '"scaled_over": "processes"' in paths[0].read_text()
-
-
-def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert check_counts([2, 1, 2], ["jit"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_one_line(
     assert "TOML" not in missing
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FILES | st.integers(1, 2000).map(lambda deep: b"sizes = " + b"[" * deep))
 def test_any_file_is_read_or_is_one_line(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "a.toml"

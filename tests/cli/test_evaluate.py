@@ -17,9 +17,9 @@ from replicax.train.files.places import copy_files, place, shown
 def test_the_figures_are_those_of_the_last_evaluation(
     recipe: str, main: Main, there: dict[str, Ended]
 ) -> None:
+    *_, last = (each for each in there[recipe].result.records if each.kind == "eval")
     out = done(main, "evaluate", recipe, "--json")
     found = json.loads(out)
-    *_, last = (each for each in there[recipe].result.records if each.kind == "eval")
     assert found["recorded"] == last.metrics
     assert found["metrics"] == pytest.approx(last.metrics, rel=1e-6)
     assert (found["step"], found["rows"]) == (last.step, last.rows)

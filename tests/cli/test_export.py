@@ -6,11 +6,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file
 from support.command_line import Main, refusal
 from support.recipe_runs import MLP, Ended, train
 from support.tiers import EXHAUSTIVE
+from support.weight_files import HOW
 
 import replicax as rx
 from replicax.recipes import transformer
@@ -19,26 +19,13 @@ MINE = (2).to_bytes(8, "little") + b"{}"
 """A file of no tensors."""
 
 
-def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], folder: Path) -> None:
-    file = folder / "gpt2.safetensors"
-    assert main("export", "gpt2", file)[0] == 0
-    with safe_open(file, framework="np") as opened:
-        assert opened.metadata() == {"format": "pt"}
-        assert {"wte.weight", "h.1.attn.c_attn.weight"} <= set(opened.keys())
-    run = rx.load(there["gpt2"].folder)
-    new = run.recipe.model(jax.random.key(0))
-    read = rx.load_weights(new, file, rename=run.recipe.weight_names())
-    jax.tree.map(np.testing.assert_array_equal, read, there["gpt2"].result.state.params)
-
-
 def test_a_run_begins_with_weights_from_a_file(
     main: Main, there: dict[str, Ended], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = folder / "mlp.safetensors"
+    file, wanted = folder / "mlp.safetensors", there["mlp"].result.state.params
     assert main("export", "mlp", file)[0] == 0
     monkeypatch.chdir(folder)
     begun = train("begun", *MLP, "--learning-rate", "0", "--steps", "1", "--init-from", file)
-    wanted = there["mlp"].result.state.params
     jax.tree.map(np.testing.assert_array_equal, begun.result.state.params, wanted)
 
 
@@ -90,14 +77,14 @@ class Normed(LinearRegression):
 def test_a_file_is_not_overwritten_without_force(
     main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
-    file = folder / "model.safetensors"
+    file, name = folder / "model.safetensors", there["mlp"].folder.name
     file.write_bytes(MINE)
-    assert "--force" in refusal(main, "export", "mlp", file)
+    assert "--force" in refusal(main, "export", name, file)
     assert file.read_bytes() == MINE
-    assert main("export", "mlp", file, "--force", "--step", "3")[0] == 0
+    assert main("export", name, file, "--force", "--step", "3")[0] == 0
     first = load_file(file)
-    assert main("export", "mlp", file, "--force")[0] == 0
-    assert any((load_file(file)[name] != array).any() for name, array in first.items())
+    assert main("export", name, file, "--force")[0] == 0
+    assert any((load_file(file)[leaf] != array).any() for leaf, array in first.items())
 
 
 @pytest.mark.promise("outside.no-harm-by-a-folder")
@@ -115,7 +102,7 @@ def test_only_a_regular_file_is_overwritten(
     if kind == "link":
         other.write_text("mine")
     before = os.lstat(file)
-    assert str(file) in refusal(main, "export", "mlp", file, "--force")
+    assert str(file) in refusal(main, "export", there["mlp"].folder.name, file, "--force")
     assert os.path.samestat(before, os.lstat(file))
     assert kind != "link" or other.read_text() == "mine"
 
@@ -124,17 +111,16 @@ def test_only_a_regular_file_is_overwritten(
 def test_transformers_reads_it_and_gives_the_same_logits(
     main: Main, there: dict[str, Ended], folder: Path
 ) -> None:
-    how = "no torch and transformers to compare with: `make peers` installs them"
-    torch = pytest.importorskip("torch", reason=how)
-    transformers = pytest.importorskip("transformers", reason=how)
+    torch = pytest.importorskip("torch", reason=HOW)
+    transformers = pytest.importorskip("transformers", reason=HOW)
 
+    run = rx.load(there["gpt2"].folder)
     assert main("export", "gpt2", folder / "model.safetensors")[0] == 0
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 257}
     transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256).save_pretrained(folder)
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = np.random.default_rng(0).integers(0, 257, (5, 16))
-    run = rx.load(there["gpt2"].folder)
     ours = transformer.logits(run.model, tokens, run.recipe.heads)
     with torch.no_grad():
         wanted = theirs.eval()(torch.tensor(tokens)).logits.numpy()

@@ -72,14 +72,6 @@ def test_a_field_may_be_named_preset_where_there_are_none(main: Main, folder: Pa
     assert "'preset'" in refusal(main, "train", "my_both.py:Mine")
 
 
-def test_a_preset_of_no_field_is_a_user_error(main: Main, folder: Path) -> None:
-    text = "from typing import ClassVar\n" + RECIPE + PRESETS.replace("offset", "offzet")
-    (folder / "my_typo.py").write_text(text)
-    line = refusal(main, "train", "my_typo.py:Mine")
-    for word in ("'odd'", "'offzet'", "mean 'offset'"):
-        assert word in line
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -22,7 +22,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise("outside.hostile-input")
-@pytest.mark.parametrize(("kind", "trials"), [("folder", 12), ("config", 12), ("command line", 12)])
+@pytest.mark.parametrize(("kind", "trials"), [("folder", 6), ("config", 6), ("command line", 6)])
 def test_hostile_input_is_one_line(kind: str, trials: int, original: Path, tmp_path: Path) -> None:
     found = (trial(kind, seed, original, tmp_path / "at") for seed in range(trials))
     assert [wrong for wrong in found if wrong] == []

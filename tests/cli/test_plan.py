@@ -67,12 +67,6 @@ def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
     assert "a100-80" not in near
 
 
-def test_json_alone_on_standard_output(main: Main) -> None:
-    out = done(main, "plan", *LINE, *H100, "--json")
-    assert json.loads(out)["target"]["devices"] == 8
-    assert not Path("runs").exists()
-
-
 def given(main: Main, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
     """Return the arguments that the command passes to `rx.plan`."""
     asked: dict[str, Any] = {}

@@ -115,11 +115,3 @@ def test_a_loaded_run_has_the_whole_state_with_its_own_rounds(run: Ended) -> Non
     like = dp.abstract_state(recipe.model(jax.random.key(0)))
     loaded = rx.load(run.folder, dp=dp, state=like)
     jax.tree.map(np.testing.assert_array_equal, loaded.state, state)
-
-
-def test_the_saved_configuration_starts_another_run(run: Ended, folder: Path) -> None:
-    config = json.loads((run.folder / "config.json").read_text())
-    assert config["options"]["every"] == 3
-    assert config["parallel"]["rounds"]["send"] == "int4"
-    again = train("again", "mlp", "--config", run.folder / "config.json", "--devices", 2)
-    jax.tree.map(np.testing.assert_array_equal, again.result.state.params, run.result.state.params)

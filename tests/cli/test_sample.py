@@ -12,16 +12,17 @@ import replicax as rx
 
 
 def test_it_is_what_the_recipe_says_after_training(main: Main, there: dict[str, Ended]) -> None:
-    out = done(main, "sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
     run = rx.load(there["gpt2"].folder)
+    out = done(main, "sample", "gpt2", "one two ", "--tokens", "12", "--temperature", "0")
     asked = {"sample": "one two ", "sample_tokens": 12, "temperature": 0.0}
     assert out == f"{dataclasses.replace(run.recipe, **asked).after_training(run.model)}\n"
     assert len(out) > len("one two \n")
 
 
 def test_the_seed_decides(main: Main, there: dict[str, Ended]) -> None:
+    name = there["gpt2"].folder.name
     drawn = [
-        main("sample", "gpt2", "one", "--temperature", "3", "--seed", seed)[1] for seed in (0, 0, 1)
+        main("sample", name, "one", "--temperature", "3", "--seed", seed)[1] for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
 

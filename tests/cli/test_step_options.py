@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 import pytest
-from support.command_line import REGRESSION, Main, done, refusal
+from support.command_line import Main, refusal
 
 import replicax as rx
 from replicax.cli import step_options
@@ -118,9 +118,3 @@ def test_threads_are_fixed_for_modes_whose_bits_are(
     monkeypatch.setattr(step_options, "fix_threads", fixed.append)
     StepOptions(micro_shards=16).fix_threads(*modes)
     assert fixed == threads
-
-
-def test_a_bfloat16_reduction_trains(main: Main) -> None:
-    flags = ("--mode", "shard_map", "--reduction", "bfloat16", "--devices", 2)
-    out = done(main, *REGRESSION, *flags)
-    assert "done: 1 steps" in out

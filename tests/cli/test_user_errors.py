@@ -32,10 +32,6 @@ def test_a_corrupt_data_file_is_a_user_error(content: bytes, main: Main, folder:
     assert "corrupt" in err
 
 
-def test_a_missing_data_file_is_a_user_error(main: Main, folder: Path) -> None:
-    assert "missing" in refusal(main, "train", "cnn", "--data-dir", folder / "nowhere")
-
-
 REFUSED = """
     def model(self, key):
         raise RuntimeError("RESOURCE_EXHAUSTED: %s.\\nThis is how: ...")

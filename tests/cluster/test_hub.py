@@ -31,16 +31,6 @@ def ends(stranger: socket.socket) -> bool:
     return True
 
 
-def test_what_is_prepared_reaches_all() -> None:
-    job = Job(2, Timeouts(), HANG_SECONDS)
-    job.open(lambda hellos: (700, [[hello.process] for hello in hellos]))
-    try:
-        told = [(p.go.port, p.go.local_devices) for p in job.start()]
-        assert told == [(700, [[0], [1]])] * 2
-    finally:
-        job.close()
-
-
 def test_what_cannot_be_prepared_ends_all() -> None:
     def prepare(hellos: list[Hello]) -> list[Any]:
         raise ValueError("2 GPUs for 3 processes")

@@ -94,17 +94,6 @@ def test_process_0_vanishes() -> None:
         assert processes[1].link.fail("late", collateral=True) is not None
 
 
-def test_process_0_leaves_after_all_are_done() -> None:
-    with opened(2) as job:
-        processes = job.start()
-        for process in processes:
-            process.link.leave()
-        assert job.hub is not None
-        job.hub.close()
-        time.sleep(0.2)
-        assert not any(process.stopped.done() for process in processes)
-
-
 @pytest.mark.promise("faults.frozen")
 def test_process_0_falls_silent() -> None:
     with opened(2, silent_seconds=2.0) as job:

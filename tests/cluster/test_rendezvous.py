@@ -21,7 +21,6 @@ from replicax.cluster.wire import Busy, Go, Hello, Prove
 from replicax.errors import ClusterError
 from replicax.net.message import encode
 from replicax.net.proof import Proof
-from replicax.net.sockets import is_loopback
 
 
 def opening(port: int, job: str = "theirs") -> str:
@@ -40,14 +39,6 @@ def going(coordinator: str, seconds: float, said: list[str] | None = None) -> st
             (said if said is not None else []).append,
         )
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False), ("n1", False)],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) == loopback
 
 
 @pytest.mark.promise("faults.second-job-on-port")

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import pytest
+from support.clock import Clock, clock_of
 
 from replicax.cluster import watchdog
 from replicax.cluster.watchdog import (
@@ -25,14 +26,6 @@ NOW = 1000.0
 SILENT = 30.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 500.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Result:
     """An array that the devices compute."""
 
@@ -48,11 +41,7 @@ class Result:
         assert self.done
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(watchdog, "time", clock)
-    return clock
+clock = clock_of(watchdog)
 
 
 @pytest.fixture

@@ -98,12 +98,6 @@ def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
     assert sizes(largest) == expected
 
 
-def test_bandwidths() -> None:
-    found = timing(10**9, 0.5, devices=8)
-    assert found["algorithm_bytes_per_second"] == pytest.approx(2e9)
-    assert found["bus_bytes_per_second"] == pytest.approx(3.5e9)
-
-
 def test_wrong_sums_are_a_problem_of_their_process() -> None:
     (row,) = judge_reduction([timing(MB, 1e-3, 4)], [0, 3], 4, "cpu", None)
     assert row.verdict == FAIL

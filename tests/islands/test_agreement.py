@@ -15,7 +15,7 @@ from replicax.islands.messages import Decided, Done, Frame, GoOn, Have, Out, Sus
 
 COUNTS = st.integers(2, 5)
 ORDERS = st.binary(min_size=500, max_size=500)
-EXAMPLES = only([400], [400, 4_000, 40_000], sampled=[])
+EXAMPLES = only([200], [200, 4_000, 40_000], sampled=[])
 """Worlds of each property in `make test`, `make test-all` and `make test-everything`."""
 
 

@@ -22,7 +22,7 @@ from replicax.islands.frames import (
     message_bytes,
     receive_frame,
 )
-from replicax.islands.messages import CONTROL_DECODER, Control, Data, Frame, Have, Out
+from replicax.islands.messages import CONTROL_DECODER, Data, Frame, Have, Out
 from replicax.net.channel import LONGEST_MESSAGE_BYTES, Channel
 from replicax.net.message import PREFIX_BYTES, encode, prefixed
 
@@ -78,12 +78,6 @@ def test_all_frames_arrive_with_their_bits_in_pieces_of_any_size(
     assert here.received_bytes == there.sent_bytes == len(sends.sent)
     with pytest.raises(ConnectionResetError):
         receive_frame(here, MOST)
-
-
-@given(drawn(Control), PIECES)
-def test_any_message_of_the_protocol_there_and_back(message: Control, pieces: list[int]) -> None:
-    here = channel(message_bytes(message), pieces)
-    assert CONTROL_DECODER.decode(here.receive()) == message
 
 
 def receive(sent: bytes, most: int = MOST, **how: Any) -> tuple[Data, list[np.ndarray]]:

@@ -14,7 +14,7 @@ from support.waiting import until
 from replicax.islands.frames import frame_parts, message_bytes
 from replicax.islands.island_listener import connect
 from replicax.islands.messages import Beat, Frame
-from replicax.net.message import prefixed
+from replicax.net.message import PREFIX_BYTES, prefixed
 from replicax.net.secret import Secret
 from replicax.net.sockets import MORE_STRANGERS
 
@@ -41,9 +41,9 @@ def test_second_connections_are_refused(raw: tuple[Island, RawIsland]) -> None:
 @pytest.mark.parametrize(
     ("purpose", "sent"),
     [
-        (0, b"junk junk junk"),
+        (0, b"junk " * 5),
         (0, prefixed(b"[]")),
-        (0, prefixed(b"[]")[:4] + b"\0" * 8),
+        (0, prefixed(b"[]")[:8] + bytes(PREFIX_BYTES - 8)),
         (0, prefixed(b"[" * 100_000)),
         (0, message_bytes(FRAME)),
         (1, message_bytes(Beat())),

@@ -129,11 +129,6 @@ def test_what_is_not_given_is_not_asked_for() -> None:
     }
 
 
-def test_simulated_devices() -> None:
-    script = slurm_script(_job(devices_per_process=2), SlurmOptions())
-    assert "\nexport JAX_NUM_CPU_DEVICES=2\n" in script
-
-
 @pytest.mark.parametrize(
     ("codes", "restart", "code", "calls"),
     [

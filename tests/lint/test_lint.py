@@ -91,7 +91,7 @@ def deprecated(name: str) -> Any:
 def test_a_library_that_is_not_there_is_not_looked_up(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup, "_installed", lambda library: library != "haiku")
+    monkeypatch.setattr(lookup, "_is_module", lambda name: name != "haiku")
     path.write_text("import haiku\nhaiku.no_such_thing\n")
     assert examine_file(path).findings == []
     assert re.search(r"not installed, .*: haiku$", lint_summary([examine_file(path)]))

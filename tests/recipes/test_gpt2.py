@@ -101,28 +101,6 @@ def weighted_mean(recipe: GPT2, batch: dict[str, np.ndarray]) -> Callable[[Param
     return mean
 
 
-def test_padding_never_counts() -> None:
-    recipe = GPT2(**TINY)
-    params = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(0))
-    random = np.random.default_rng(0)
-    length = np.array([16, 1, 7, 15], np.int32)
-    batch = {
-        "tokens": random.integers(0, 257, (4, CONTEXT + 1)).astype(np.uint16),
-        "length": length,
-        "bytes": 2 * length,
-    }
-    padding = np.arange(CONTEXT + 1) > length[:, None]
-    other = batch | {"tokens": np.where(padding, 256 - batch["tokens"], batch["tokens"])}
-    step = jax.jit(
-        lambda params, batch: jax.value_and_grad(weighted_mean(recipe, batch), has_aux=True)(params)
-    )
-    found, expected = step(params, other), step(params, batch)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # Text is.
-    changed = batch | {"tokens": np.where(padding, batch["tokens"], 256 - batch["tokens"])}
-    assert step(params, changed)[0][0] != expected[0][0]
-
-
 def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     recipe = GPT2(data=(texts,), vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
@@ -215,8 +193,8 @@ def test_the_tied_embedding_is_reduced_once(accumulate: int, devices: int, mode:
     loss = GPT2(heads=2, context=8).loss
     dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
     (found,) = inspect(dp.lower(shapes, batch).compile()).collectives
-    # A total and a weight of the loss, and of bits_per_byte.
-    least = 4 * (parameters + 4)
+    # A total and a weight of the loss, and of bits_per_byte; the divisor of the gradient.
+    least = 4 * (parameters + 5)
     assert found.kind == "all-reduce"
     assert found.bytes >= least
     assert mode == "jit" or found == Collectives("all-reduce", 1, least)
@@ -252,16 +230,11 @@ def weights(folder: Path) -> list[object]:
         (empty, [], ["no text in", "empty.txt", "a file"]),
         (latin, ["--tokenizer", "bpe"], ["latin.txt is not UTF-8", "0xef at offset 2"]),
         (text, ["--context", "1024"], ["context 1,024", "1,025 tokens", "has 932", "--context"]),
-        (text, ["--context", "0"], ["context=0", "at least 1"]),
-        (text, ["--data", "nowhere"], ["nowhere does not exist", "a file"]),
         (text, ["--tokenizer", "bites"], ["'bites'", "mean 'bytes'"]),
         (text, ["--vocab-size", "10"], ["vocab_size=10", "257 tokens", "raise it to 257"]),
         (text, ["--heads", "3"], ["width=16 and heads=3", "multiple"]),
         (text, ["--layers", "0"], ["layers=0", "at least 1"]),
-        (text, ["--epochs", "0"], ["epochs=0", "at least 1"]),
-        (text, ["--batch-size", "0"], ["batch_size=0", "at least 1"]),
         (text, ["--sample", ""], ["text to continue is empty"]),
-        (text, ["--sample", "a", "--temperature", "-1"], ["temperature=-1", "at least 0"]),
         (text, ["--sample", "a", "--sample-tokens", "-1"], ["sample_tokens=-1", "at least 0"]),
         (text, ["--remat", "some"], ["'some'", "--remat", "selective"]),
         (text, ["--preset", "125m"], ["'125m'", "nano, 124m", "mean '124m'"]),

@@ -76,20 +76,6 @@ def test_a_module_and_a_name_is_a_recipe(write: Write, monkeypatch: pytest.Monke
         assert recipe_name(find_recipe(spec)) == "Mine"
 
 
-def test_a_file_finds_its_neighbours(write: Write) -> None:
-    write("EXTRA = 7\n", "sub/my_neighbour.py")
-    write("from my_neighbour import EXTRA\n" + MINE.replace("= 3", "= EXTRA"), "sub/my_recipe.py")
-    assert find_recipe("sub/my_recipe.py:Mine")().extra == 7
-
-
-def test_a_file_may_have_the_name_of_a_module_in_use(write: Write) -> None:
-    import json
-
-    write(MINE, "json.py")
-    assert find_recipe("json.py:Mine")().extra == 3
-    assert sys.modules["json"] is json
-
-
 def test_two_files_of_one_name_are_two_recipes(write: Write) -> None:
     for folder, extra in (("a", 1), ("b", 2)):
         write(MINE.replace("= 3", f"= {extra}"), f"{folder}/my_recipe.py")
@@ -138,13 +124,6 @@ def test_an_import_that_fails_inside_a_recipe_is_its_own_error(
     for spec in ("my_broken:Mine", "my_broken.py:Mine"):
         with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
             find_recipe(spec)
-
-
-def test_a_file_that_could_not_be_loaded_leaves_nothing_behind(write: Write) -> None:
-    write("raise RuntimeError('half way')\n", "my_half_way.py")
-    with pytest.raises(RuntimeError, match="half way"):
-        find_recipe("my_half_way.py:Mine")
-    assert "my_half_way" not in sys.modules
 
 
 PRESETS = """

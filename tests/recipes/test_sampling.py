@@ -108,5 +108,5 @@ def test_draws_are_as_likely_as_the_network_says() -> None:
 def test_what_cannot_be_drawn_is_refused(changed: dict[str, Any], message: str) -> None:
     good = {"prompt": [1], "count": 1, "context": 40, "end": END}
     with pytest.raises(ConfigError) as caught:
-        sample(network, a_network(), **good | changed)
+        sample(successor, 12, **good | changed)
     assert str(caught.value) == message

@@ -21,13 +21,21 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return list(ast.walk(parsed(path)))
+
+
 def part(module: str, depth: int) -> str:
     """The word at `depth` of a dotted name, or "" for the package itself."""
     return (*module.split("."), "", "")[depth]
 
 
-def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(module: str, *, when_loaded: bool = False) -> list[str]:
     """The modules of Replicax that `module` imports: anywhere, or only while it is being loaded."""
+    found = list[str]()
     path = FILES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in statements(parsed(path), into_functions=not when_loaded):
@@ -42,7 +50,8 @@ def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
             names = [name if name in FILES else base for name in named]
         else:
             continue
-        yield from (name for name in names if part(name, 0) == "replicax" and name != module)
+        found += [name for name in names if part(name, 0) == "replicax" and name != module]
+    return found
 
 
 def statements(node: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:

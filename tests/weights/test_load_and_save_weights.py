@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from support.tiers import EXHAUSTIVE
+from support.weight_files import assert_same_bytes
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError
@@ -34,14 +35,6 @@ def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
-
-
-def assert_same_bytes(found: Path, expected: Path) -> None:
-    ours, theirs = load_file(found), load_file(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert ours[name].tobytes() == tensor.tobytes(), name
 
 
 def by_hand(tensors: Tensors) -> dict[str, Any]:

@@ -1,39 +1,18 @@
 """Llama and ViT with weights that transformers saved: the same outputs, and the same bytes back."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from support import llama, vit
 from support.llama import Llama, Sizes
 from support.tiers import EXHAUSTIVE
+from support.weight_files import HOW, assert_same_bytes, saved
 
 import replicax as rx
-
-HOW = "no torch and transformers to compare with: `make peers` installs them"
-
-
-def assert_same_bytes(found: Path, expected: Path) -> None:
-    ours, theirs = load_file(found), load_file(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert ours[name].tobytes() == tensor.tobytes(), name
-
-
-def saved(model: Any, folder: Path) -> Path:
-    """Save a model of transformers whose norms and biases are not what they start with."""
-    torch = pytest.importorskip("torch", reason=HOW)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    model.eval().save_pretrained(folder)
-    return folder / "model.safetensors"
 
 
 @EXHAUSTIVE

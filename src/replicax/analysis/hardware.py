@@ -44,18 +44,18 @@ class Chip:
         title: its display name.
         platform: `cpu`, `cuda` or `tpu`.
         kinds: regular expression for its `jax.Device.device_kind`.
-        memory_bytes: the memory of one device; None if unknown.
-        usable_bytes: the memory available to a program by default: on a GPU the share that JAX
-            preallocates, on a TPU what libtpu's compiler reports as available; None if unknown.
         flops_per_second: dense peak of matrix products, by dtype (`float32`, `bfloat16`,
             `float16`). float32 means JAX's default precision: TF32 on Ampere and newer, plain
             float32 on older GPUs, bfloat16 multiplications on TPUs. The others accumulate in
             float32. A dtype without hardware support is absent.
+        devices_per_host: devices of the usual host; on a TPU, of one process of a larger slice.
+        memory_bytes: the memory of one device; None if unknown.
+        usable_bytes: the memory available to a program by default: on a GPU the share that JAX
+            preallocates, on a TPU what libtpu's compiler reports as available; None if unknown.
         memory_bytes_per_second: peak bandwidth of the device's memory; None if unknown.
         inside: link between the devices of one host; on a TPU, the torus, which spans hosts. None
             if unknown.
         between: link between hosts (between slices of a TPU), per device; None if unknown.
-        devices_per_host: devices of the usual host; on a TPU, of one process of a larger slice.
         torus_dims: dimensions of a TPU's torus (2 or 3); 0 for other chips.
         ring_multiple: a dimension of a 2-D torus that is a multiple of this closes into a ring,
             any other is a line; a 3-D torus has three rings if all its dimensions are such
@@ -68,26 +68,22 @@ class Chip:
     title: str
     platform: str
     kinds: str
-    memory_bytes: int | None
-    usable_bytes: int | None
     flops_per_second: Mapping[str, float]
-    memory_bytes_per_second: float | None
-    inside: Interconnect | None
-    between: Interconnect | None
     devices_per_host: int
+    memory_bytes: int | None = None
+    usable_bytes: int | None = None
+    memory_bytes_per_second: float | None = None
+    inside: Interconnect | None = None
+    between: Interconnect | None = None
     torus_dims: int = 0
     ring_multiple: int = 0
     largest_slice: int = 0
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def is_kind(self, device_kind: str) -> bool:
-        """Whether a device with this `device_kind` is such a chip."""
-        return re.fullmatch(self.kinds, device_kind) is not None
-
 
 def chip_of_kind(device_kind: str) -> Chip | None:
     """Return the chip with a `jax.Device.device_kind`; None if it is unknown."""
-    return next((chip for chip in CHIPS.values() if chip.is_kind(device_kind)), None)
+    return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kinds, device_kind)), None)
 
 
 def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
@@ -195,12 +191,7 @@ CPU = Chip(
     title="CPU device of this host",
     platform="cpu",
     kinds="cpu",
-    memory_bytes=None,
-    usable_bytes=None,
     flops_per_second={},
-    memory_bytes_per_second=None,
-    inside=None,
-    between=None,
     devices_per_host=1,
 )
 """A CPU device of this host, whose speed is measured and whose memory is shared."""

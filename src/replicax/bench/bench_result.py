@@ -100,11 +100,6 @@ class CaseResult:
         return None if rate is None else self.flops_per_second / rate
 
     @property
-    def collective_count(self) -> int:
-        """Number of collectives of all kinds in a step."""
-        return sum(each.count for each in self.collectives)
-
-    @property
     def sent_bytes(self) -> float:
         """Bytes that each device sends in a step, assuming ring algorithms."""
         if self.layout is not None:

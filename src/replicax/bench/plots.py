@@ -20,8 +20,6 @@ TIME, STATE, REST = "#56B4E9", "#009E73", "#E69F00"
 BESIDE = 0.02
 """Horizontal offset between modes on the same devices, as a share of the width."""
 
-_Values = Callable[[CaseResult], Iterable[float]]
-
 
 def draw_bench(bench: Bench, file: Path | IO[bytes]) -> None:
     """Plot throughput and efficiency by device count, or the time and memory of each case.
@@ -133,7 +131,7 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
 def _draw_modes(
     axis: Any,
     cases: Sequence[CaseResult],
-    values: _Values,
+    values: Callable[[CaseResult], Iterable[float]],
     *,
     linestyle: str,
     labelled: bool = True,

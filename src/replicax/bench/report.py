@@ -152,7 +152,7 @@ def _resource_columns(bench: Bench) -> list[Column]:
         ("peak\nMiB", lambda case: _mebibytes(case.peak_bytes_per_device)),
         ("seen\nMiB", lambda case: _mebibytes(case.measured_peak_bytes_per_device)),
         ("compile\ns", lambda case: number_text(case.trace_seconds + case.compile_seconds)),
-        ("reduc-\ntions", lambda case: number_text(case.collective_count)),
+        ("reduc-\ntions", lambda case: number_text(sum(e.count for e in case.collectives))),
         ("\nsent", lambda case: size_text(case.sent_bytes)),
         ("\nGFLOP/s", gigaflops),
         ("of\npeak", lambda case: percent(case.share_of_peak or None)),

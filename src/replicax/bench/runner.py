@@ -76,8 +76,9 @@ class Runner:
             started = time.perf_counter()
             state, _ = jax.block_until_ready(self.dp.step(state, next(self.batches)))
         seconds = time.perf_counter() - started
+        fitting = min(max(round(RUN_SECONDS / seconds), FEWEST_STEPS), MOST_STEPS)
         # All processes use process 0's count, because their steps wait for each other.
-        self.steps = self.dp.job.broadcast("steps in a run", lambda: steps_in_a_run(seconds))
+        self.steps = self.dp.job.broadcast("steps in a run", lambda: fitting)
         self.run_seconds = (UNMEASURED_STEPS + self.steps) * seconds
         if memory := self._compiled.memory:
             self._measured_peak_bytes = own_peak(before, device.memory_stats(), memory.arguments)
@@ -181,11 +182,6 @@ def _epochs(
     opened = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
     for epoch in count():
         yield from dp.feed(opened, epoch=epoch)
-
-
-def steps_in_a_run(seconds_per_step: float) -> int:
-    """Return the number of steps that take about `RUN_SECONDS`."""
-    return min(max(round(RUN_SECONDS / seconds_per_step), FEWEST_STEPS), MOST_STEPS)
 
 
 def own_peak(

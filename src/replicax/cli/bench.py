@@ -24,7 +24,7 @@ from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import run_folder, show
-from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
+from replicax.cli.step_options import StepOptions, check_alone, data_lines, make_host_devices
 from replicax.core.ground.job import Alone
 from replicax.core.modes.mode_table import MODES
 from replicax.errors import ClusterError, ConfigError, MissingDependencyError
@@ -96,7 +96,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
     if jax.devices()[0].platform == "cpu":
         keep_freed_memory()
     folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
-    print_data(parsed.recipe)
+    show(*data_lines(parsed.recipe))
     result = bench_recipe(
         parsed,
         batch_size=parsed.recipe.batch_size,
@@ -175,7 +175,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.settings(recipe)["accumulate"])
     folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
-    print_data(recipe)
+    show(*data_lines(recipe))
     if not check_source(recipe.train_source(), recipe.batch_size, Alone()):
         raise ConfigError(
             f"--processes {options.processes} with a source of fixed batches; each count needs "

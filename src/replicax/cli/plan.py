@@ -65,7 +65,7 @@ def plan(arguments: list[str]) -> int:
         wished = _above_0("--tokens", options.tokens) / (tokens_per_row or 1)
 
     about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
-    printed: list[str] = []
+    named_changes, printed = options.compile_alternatives, list[str]()
 
     def named(planned: Plan) -> Plan:
         return dataclasses.replace(planned, about={**about, **planned.about})
@@ -97,7 +97,7 @@ def plan(arguments: list[str]) -> int:
             islands=options.islands,
             network=options.network,
             by_formula=options.by_formula,
-            compile_alternatives=_wanted(options.compile_alternatives),
+            compile_alternatives=named_changes is not None and (words(named_changes) or True),
             show=show,
             show_plan=show_plan,
         )
@@ -142,11 +142,6 @@ def _transformer(recipe: Any) -> Transformer | None:
     if not all(isinstance(getattr(recipe, name, None), int) for name in names):
         return None
     return Transformer(recipe.context, recipe.heads, recipe.width // recipe.heads)
-
-
-def _wanted(names: str | None) -> bool | list[str]:
-    """Return the changes to compile: none without the flag, all with the flag alone."""
-    return False if names is None else words(names) or True
 
 
 def _noise_scale(text: str | None) -> float | None:

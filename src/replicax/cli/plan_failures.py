@@ -14,17 +14,12 @@ from replicax.text.wording import counted, time_text
 class FailureOptions(JsonOptions, Failures):
     """Forecast the goodput of three ways to survive failures, for any number of devices."""
 
-    @property
-    def job(self) -> Failures:
-        """The options without those of the output."""
-        names = [field.name for field in dataclasses.fields(Failures)]
-        return Failures(**{name: getattr(self, name) for name in names})
-
 
 def plan_failures(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse("plan --failures", FailureOptions, arguments)
-    forecast = goodput_forecast(options.job)
+    names = [field.name for field in dataclasses.fields(Failures)]
+    forecast = goodput_forecast(Failures(**{name: getattr(options, name) for name in names}))
     content: dict[str, Any] = dataclasses.asdict(forecast)
     options.write_json(content)
     options.say(*failure_lines(forecast))

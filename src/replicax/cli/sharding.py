@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.leaves import by_path
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.mesh import STAGE, by_rows
 from replicax.core.placement.sharding_rules import axes_of
@@ -54,7 +54,7 @@ def print_sharding(state: TrainState, rows: int) -> None:
 
 def _arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
     """Yield the parameters, largest first, and optimizer arrays that are sharded differently."""
-    params, optimizer = _by_path(state.params), _by_path(state.opt_state)
+    params, optimizer = by_path(state.params), by_path(state.opt_state)
     for path in sorted(params, key=lambda path: -params[path].size):
         param = params[path]
         yield f"params{path}", param
@@ -62,10 +62,6 @@ def _arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
             apart = leaf.sharding.spec != param.sharding.spec
             if other.endswith(path) and leaf.shape == param.shape and apart:
                 yield f"opt_state{other}", leaf
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _bytes_per_device(leaves: Iterable[Any]) -> int:

@@ -9,7 +9,6 @@ import jax
 
 import replicax as rx
 from replicax.cli.flags import one_of, shown_as
-from replicax.cli.output import show
 from replicax.cluster.place import find_place
 from replicax.core.between.rounds import OuterSGD
 from replicax.core.data.given import leading_rows
@@ -225,11 +224,6 @@ def data_lines(recipe: Any) -> list[str]:
     if not hasattr(recipe, "data_description"):
         return []
     return labelled("data", recipe.data_description())
-
-
-def print_data(recipe: Any) -> None:
-    """Print the lines of `data_lines`."""
-    show(*data_lines(recipe))
 
 
 def first_rows(source: Any, rows: int) -> Any:

@@ -19,9 +19,9 @@ from replicax.cli.step_options import (
     ModeOptions,
     RoundOptions,
     StepOptions,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.cluster.failure import stop_all_now
 from replicax.core.data.sources import PerProcess, can_shuffle
@@ -268,7 +268,7 @@ def _run(
         keep_freed_memory()
     said = keep_programs(dp.mesh.devices.flat[0], prunes=speaks)
     if speaks:
-        print_data(recipe)
+        show(*data_lines(recipe))
         if said is not None:
             show(*labelled("cache", said))
     source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())

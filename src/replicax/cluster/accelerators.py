@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from replicax.cluster.differences import processes_text
 from replicax.errors import ConfigError
+from replicax.text.wording import counted
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_SECONDS = 30.0
@@ -97,7 +98,7 @@ def deal(gpus_of: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, ...] |
 def _deal_evenly(host: str, processes: list[int], gpus: list[str]) -> dict[int, list[str]]:
     count = len(processes)
     share, remainder = divmod(len(gpus), count)
-    those = f"{processes_text(processes)} on {host} see the same {_count(gpus)}"
+    those = f"{processes_text(processes)} on {host} see the same {counted(len(gpus), 'GPU')}"
     if not share:
         raise ConfigError(
             f"{those}, fewer than the {count} processes; each process needs its own GPU: "
@@ -120,15 +121,16 @@ def _check_apart(host: str, seen: Mapping[int, Sequence[str]]) -> None:
             other = next(i for i, theirs in seen.items() if theirs)
             raise ConfigError(
                 f"process {process} on {host} sees no GPU and process {other} sees "
-                f"{_count(seen[other])}; either all processes use GPUs or none: correct {VISIBLE}"
+                f"{counted(len(seen[other]), 'GPU')}; either all processes use GPUs or none: "
+                f"correct {VISIBLE}"
             )
         for gpu in gpus:
             if gpu in owner:
                 first = owner[gpu]
                 raise ConfigError(
                     f"processes {first} and {process} on {host} see {len(seen[first])} and "
-                    f"{_count(gpus)}, both including {gpu}; processes on one host must see either "
-                    f"identical or disjoint sets of GPUs: correct {VISIBLE}"
+                    f"{counted(len(gpus), 'GPU')}, both including {gpu}; processes on one host "
+                    f"must see either identical or disjoint sets of GPUs: correct {VISIBLE}"
                 )
             owner[gpu] = process
 
@@ -145,7 +147,3 @@ def _find(entry: str, shown: Mapping[str, str], mig_devices: Sequence[str]) -> s
         number = re.match(r"\+?(\d+)", entry, re.ASCII)
         matches = list(shown.values())[int(number[1]) :][:1] if number else []
     return matches[0] if len(matches) == 1 else None
-
-
-def _count(gpus: Sequence[str]) -> str:
-    return f"{len(gpus)} GPU" + ("" if len(gpus) == 1 else "s")

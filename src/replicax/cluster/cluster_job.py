@@ -38,6 +38,7 @@ class Linked:
         self.place, self.link = place, link
         self.process, self.processes = link.process, link.processes
         self.in_flight = link.progress.in_flight
+        self.move, self.rest = link.progress.move, link.progress.rest
         self._uses: collections.Counter[str] = collections.Counter()
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
@@ -92,12 +93,6 @@ class Linked:
     def unique(self, topic: str) -> str:
         self._uses[topic] += 1
         return f"{topic} ({self._uses[topic]})"
-
-    def move(self) -> None:
-        self.link.progress.move()
-
-    def rest(self) -> None:
-        self.link.progress.rest()
 
 
 ClusterJob = Lone | Linked

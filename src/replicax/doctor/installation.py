@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicax.cluster.accelerators import list_gpus
+from replicax.known_wrong.known_table import release_numbers
 from replicax.text.checks import FAIL, NOTE, PASS, Check
 
 VERSIONS = "versions"
@@ -60,7 +61,7 @@ def judge_versions(
 
 def _outside(name: str, version: str, supported: str) -> list[Check]:
     for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", supported):
-        below = _numbers(version) < _numbers(bound)
+        below = release_numbers(version) < release_numbers(bound)
         if sign == ">=" and below:
             older = f"{name} {version} is older than {bound}, the oldest that Replicax supports"
             return [Check(VERSIONS, "", FAIL, older, f"pip install -U '{name}{supported}'")]
@@ -81,20 +82,10 @@ def _unlike_jaxlib(versions: Mapping[str, str]) -> list[Check]:
         fix = f"pip install 'jax=={jax}' 'jaxlib=={jax}'"
         rows.append(Check(VERSIONS, "", NOTE, text, fix))
     for name, version in versions.items():
-        if _PLUGIN.fullmatch(name) and _release(version) != _release(jaxlib):
+        if _PLUGIN.fullmatch(name) and release_numbers(version) != release_numbers(jaxlib):
             text = f"{name} {version} with jaxlib {jaxlib}, which does not load it"
             rows.append(Check(VERSIONS, "", FAIL, text, f"pip install '{name}=={jaxlib}'"))
     return rows
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", _release(version))))
-
-
-def _release(version: str) -> str:
-    """Return `0.10.2` for `0.10.2.post1` and for `0.10.2.dev20260101`."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return match[0] if match else version
 
 
 def check_limits(env: Mapping[str, str]) -> list[Check]:

@@ -239,11 +239,6 @@ class Group:
         refuse(self.network, self.place.others, why, self._changed, self._refused_by)
 
     @property
-    def rank(self) -> int:
-        """The place of this island among those that completed the last exchange, from 0."""
-        return self.agreement.rank
-
-    @property
     def newcomers(self) -> list[int]:
         """Members to which this island has to give the state, before its next exchange."""
         with self._changed:

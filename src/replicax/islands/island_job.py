@@ -58,7 +58,6 @@ class IslandJob:
         """Seconds by which exchanges took longer than usual because of these changes."""
         self.place, self.process, self.processes = inner.place, inner.process, inner.processes
         self.in_flight = inner.in_flight
-        self.everyone = AllIslands(self)
         self.facts: dict[str, Any] = {}
         """By topic, what all islands must agree on before they exchange anything."""
         self._compared: dict[str, str] = {}
@@ -67,6 +66,7 @@ class IslandJob:
         self._under_way: Future[Any] | None = None
         self.gather, self.broadcast = inner.gather, inner.broadcast
         self.barrier, self.unique = inner.barrier, inner.unique
+        self.everyone = AllIslands(self)
 
     @property
     def peers(self) -> Self:
@@ -169,8 +169,9 @@ class IslandJob:
         def find() -> dict[str, Any]:
             nonlocal lists
             assert self.group is not None
-            local = functools.partial(_own_arrays, arrays)
-            lists, _ = self.group.exchange(NOTHING, same=same, topic="a round", own_parts=local)
+            lists, _ = self.group.exchange(
+                NOTHING, same=same, topic="a round", own_parts=lambda *_: LocalArrays(arrays)
+            )
             view = self.group.agreement.complete
             assert view is not None
             _check_finite(lists, view)
@@ -233,7 +234,7 @@ class IslandJob:
         group = self.group
         assert group is not None
         status = {
-            "rank": group.rank,
+            "rank": group.agreement.rank,
             "span": group.agreement.span,
             "newcomers": group.newcomers,
             "changes": [dataclasses.asdict(change) for change in group.taken_changes()],
@@ -270,10 +271,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _own_arrays(arrays: list[np.ndarray], *_: Any) -> LocalArrays:
-    return LocalArrays(arrays)
-
-
 class AllIslands:
     """The processes of all islands as a job: `process` is the rank among those that live."""
 
@@ -282,7 +279,8 @@ class AllIslands:
     def __init__(self, job: IslandJob) -> None:
         self._job = job
         self.processes = job.count * job.processes
-        self.in_flight = job.in_flight
+        self.in_flight, self.unique = job.in_flight, job.unique
+        self.move, self.rest = job.move, job.rest
 
     @property
     def process(self) -> int:
@@ -337,12 +335,3 @@ class AllIslands:
 
     def barrier(self, topic: str) -> None:
         self.gather(topic, None)
-
-    def unique(self, topic: str) -> str:
-        return self._job.unique(topic)
-
-    def move(self) -> None:
-        self._job.move()
-
-    def rest(self) -> None:
-        self._job.rest()

@@ -40,9 +40,9 @@ class KnownWrong:
 
     def holds(self, version: str) -> bool:
         """Whether `version` is in the range."""
-        own = _numbers(version)
-        later = not self.fixed or own < _numbers(self.fixed)
-        return later and (not self.first or own >= _numbers(self.first))
+        own = release_numbers(version)
+        later = not self.fixed or own < release_numbers(self.fixed)
+        return later and (not self.first or own >= release_numbers(self.first))
 
     @property
     def versions(self) -> str:
@@ -103,7 +103,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def release_numbers(version: str) -> tuple[int, ...]:
     """Return the numbers of a release: `(0, 10, 2)` for `0.10.2.post1`."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

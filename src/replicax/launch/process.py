@@ -87,6 +87,8 @@ class RunningProcess(Protocol):
 
     def stop(self, number: int) -> None:
         """Stop it with a signal, SIGTERM or SIGKILL."""
+        self.forced |= self.status is None
+        self.send(number)
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -95,7 +97,7 @@ class RunningProcess(Protocol):
         """Return how the process ended."""
 
 
-class Process:
+class Process(RunningProcess):
     """A command that runs under a guard; see `guard.py`."""
 
     def __init__(self, start: ProcessStart, echo: Echo) -> None:
@@ -126,11 +128,11 @@ class Process:
         assert self._guard.stderr
         row = start.number if start.row is None else start.row
         self._errors = Output(row, echo, self._log, error=True)
-        self.streams: dict[int, Output] = {
+        self.streams = {
             self._guard.stdout.fileno(): Output(row, echo, self._log, error=False),
             self._guard.stderr.fileno(): self._errors,
         }
-        self.channel: int = self._channel.fileno()
+        self.channel = self._channel.fileno()
 
     def listen(self) -> bool:
         """Read messages from the guard; return False after the last one."""
@@ -160,11 +162,6 @@ class Process:
         """Forward a signal."""
         with contextlib.suppress(OSError):
             self._channel.send(bytes([number]))
-
-    def stop(self, number: int) -> None:
-        """Stop it with a signal, SIGTERM or SIGKILL."""
-        self.forced |= self.status is None
-        self.send(number)
 
     def close(self) -> None:
         """Close all descriptors; the guard, if still running, kills all remaining processes."""

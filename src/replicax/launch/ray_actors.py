@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from replicax.errors import require
 from replicax.launch.attempt import Attempt
 from replicax.launch.cause import Ended, FailureReport
-from replicax.launch.echo import Echo, Output
+from replicax.launch.echo import Echo
 from replicax.launch.event_loop import EventLoop, collected_signals
 from replicax.launch.island_supervisor import island_labels
-from replicax.launch.process import ProcessStart, free_port
+from replicax.launch.process import ProcessStart, RunningProcess, free_port
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.net.address import join_address
 from replicax.net.secret import SECRET, SECRET_FILE
@@ -119,20 +119,20 @@ class PlacedParts(Protocol):
         """Run the part; return how it ends, later."""
 
 
-class RayProcess:
+class RayProcess(RunningProcess):
     """A process on Ray as the launcher supervises it, as if it were one of this host."""
 
     def __init__(self, placed: PlacedParts, start: ProcessStart, number: int) -> None:
         self.start = start
         self.status: int | None = None
         self.forced = False
-        self.streams: dict[int, Output] = {}  # Ray shows them
+        self.streams = {}  # Ray shows them
         self._placed, self._number = placed, number
         self._ended: Ended | None = None
         self._killed_by: int | None = None
         # Ray answers in a thread of its own: a byte wakes the loop, which polls descriptors.
         self._channel, self._wakes = socket.socketpair()
-        self.channel: int = self._channel.fileno()
+        self.channel = self._channel.fileno()
         self._actor, address = placed.begin(number)
         self._runs = address is None
         self._wait_for(self._run(None) if address is None else address)
@@ -159,11 +159,6 @@ class RayProcess:
         else:
             self._killed_by = number
             self._placed.ray.kill(self._actor)
-
-    def stop(self, number: int) -> None:
-        """Stop it with a signal, SIGTERM or SIGKILL."""
-        self.forced |= self.status is None
-        self.send(number)
 
     def close(self) -> None:
         """Close all descriptors."""

@@ -29,7 +29,7 @@ def check_names(program: ParsedFile) -> list[str]:
         library = name.partition(".")[0]
         if library not in LIBRARIES or _is_guarded(program, node):
             continue
-        if not _installed(library):
+        if not _is_module(library):
             absent[library] = None
             continue
         resolved = _resolved(name)
@@ -76,11 +76,6 @@ def _is_guarded(program: ParsedFile, node: ast.AST) -> bool:
             if "hasattr" in test or "version" in test.lower():
                 return True
     return False
-
-
-@functools.cache
-def _installed(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
 
 
 @functools.cache
@@ -135,6 +130,7 @@ def _resolved(name: str) -> _Resolved:
     return _Resolved(value)
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     """Return whether a library has a module, even if it cannot be imported here."""
     try:
@@ -178,7 +174,7 @@ def _check_call(program: ParsedFile, call: ast.Call) -> None:
     """Report a call whose arguments its function does not take."""
     name = program.called(call)
     library = name.partition(".")[0]
-    if library not in LIBRARIES or not _installed(library) or _is_guarded(program, call):
+    if library not in LIBRARIES or not _is_module(library) or _is_guarded(program, call):
         return
     value = _resolved(name).value
     if isinstance(value, types.ModuleType):

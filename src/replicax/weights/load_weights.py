@@ -123,7 +123,8 @@ def _placed(
         if not isinstance(place, Tied):
             for filled_path, size in zip(paths, sizes, strict=True):
                 filled[filled_path] += size
-    needed = [*leaves.weights, *(p for p, leaf in leaves.by_path.items() if _is_abstract(leaf))]
+    shapes = (p for p, x in leaves.by_path.items() if isinstance(x, jax.ShapeDtypeStruct))
+    needed = [*leaves.weights, *shapes]
     empty = [p for p in dict.fromkeys(needed) if p not in filled and not table.skips(p)]
     partly = [
         f"{p} ({count:,} of {hollow[p].size:,} numbers)"
@@ -139,10 +140,6 @@ def _placed(
         (inexact, "tensor", "that would be rounded", "load into its dtype, or pass cast=True"),
     )
     return placed
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _refuse(path: Path, *faults: tuple[list[str], str, str, str]) -> None:

@@ -110,11 +110,6 @@ def test_beside_arrays_they_stay_for_an_epoch() -> None:
     assert result.step == 2
 
 
-def test_verify_takes_them() -> None:
-    dp = parallel("jit")
-    assert rx.verify(dp, MODEL, batches()[0], modes=["shard_map"], micro_batches=2).ok
-
-
 def test_a_random_key_in_one_is_named() -> None:
     batch = {"x": X, "noise": rx.Shared({"key": jax.random.key(0)})}
     with pytest.raises(rx.DataError, match=r"batch\['noise'\]\['key'\]"):

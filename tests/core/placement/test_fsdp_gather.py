@@ -163,22 +163,6 @@ def test_exact_has_the_same_bits_with_the_optimizer_split() -> None:
     assert moment.addressable_shards[0].data.size == moment.size // 8
 
 
-def test_exact_splits_the_state_of_what_trains() -> None:
-    settings = {"mode": "exact", "trainable": r"\['h'\]|out", "ema": 0.9}
-    one, many = (
-        trained(loss_of(scanned), layout=layout, **settings) for layout in ("replicated", "zero1")
-    )
-    assert_near(many, one, rtol=1e-4)  # shards have other bits
-
-
-def test_exact_reads_the_norm_of_a_split_gradient() -> None:
-    one, many = (
-        trained(loss_of(scanned), CLIPPED, mode="exact", layout=layout)
-        for layout in ("replicated", "zero1")
-    )
-    assert_near(many, one, rtol=1e-4)
-
-
 @pytest.mark.promise("exact.refuses-what-it-cannot-hold")
 def test_exact_refuses_to_split_the_state_of_an_optimizer_that_mixes_places() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:

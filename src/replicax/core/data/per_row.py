@@ -97,8 +97,7 @@ def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
 
     `padded` returns the size of a batch of so many rows. `ConfigError` if their numbers differ.
     """
-    nodes = [node for node in jax.tree.leaves(params, is_leaf=_is_marked) if _is_marked(node)]
-    counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(nodes)}
+    counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(_nodes(PerRow, params))}
     if not counts:
         return params
     if len(counts) > 1 or () in counts:
@@ -108,13 +107,8 @@ def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
             "row of a batch: give them the same number"
         )
     [(real,)] = counts
-    return jax.tree.map(
-        lambda node: (
-            RowsOfState(resized(node.value, padded(real), real), real) if _is_marked(node) else node
-        ),
-        params,
-        is_leaf=_is_marked,
-    )
+    size = padded(real)
+    return _map_nodes(PerRow, lambda rows: RowsOfState(resized(rows.value, size), real), params)
 
 
 def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
@@ -127,16 +121,12 @@ def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
 
 def has_rows(model: PyTree) -> bool:
     """Whether a `PerRow` is in a state."""
-    return any(map(_is_marked, jax.tree.leaves(model, is_leaf=_is_marked)))
+    return bool(_nodes(PerRow, model))
 
 
 def with_rows(model: PyTree, rows: int) -> PyTree:
     """Return a state for batches of so many `rows`: each `PerRow` in it cut, or repeated."""
-    return jax.tree.map(
-        lambda node: PerRow(resized(node.value, rows)) if _is_marked(node) else node,
-        model,
-        is_leaf=_is_marked,
-    )
+    return _map_nodes(PerRow, lambda node: PerRow(resized(node.value, rows)), model)
 
 
 def resized(value: PyTree, size: int, real: int | None = None) -> PyTree:
@@ -154,11 +144,7 @@ def resized(value: PyTree, size: int, real: int | None = None) -> PyTree:
 
 def map_rows_of_state(function: Callable[[RowsOfState], Any], tree: PyTree) -> PyTree:
     """Return `tree` with each `RowsOfState` in it replaced by `function` of it."""
-    return jax.tree.map(
-        lambda node: function(node) if is_rows_of_state(node) else node,
-        tree,
-        is_leaf=is_rows_of_state,
-    )
+    return _map_nodes(RowsOfState, function, tree)
 
 
 def real_rows(tree: PyTree) -> PyTree:
@@ -202,7 +188,7 @@ def padded_again(tree: PyTree, like: PyTree) -> PyTree:
 
 def rows_of_state(tree: PyTree) -> list[RowsOfState]:
     """Return each `RowsOfState` in `tree`."""
-    return list(filter(is_rows_of_state, jax.tree.leaves(tree, is_leaf=is_rows_of_state)))
+    return _nodes(RowsOfState, tree)
 
 
 def is_rows_of_state(node: Any) -> bool:
@@ -210,5 +196,14 @@ def is_rows_of_state(node: Any) -> bool:
     return isinstance(node, RowsOfState)
 
 
-def _is_marked(node: Any) -> bool:
-    return isinstance(node, PerRow)
+def _nodes(kind: type[Any], tree: PyTree) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def _map_nodes(kind: type[Any], function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda node: function(node) if isinstance(node, kind) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+    )

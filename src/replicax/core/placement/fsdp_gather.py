@@ -114,9 +114,6 @@ class _Split:
     def shape(self) -> jax.ShapeDtypeStruct:
         return self.place.whole_shape(self.part)
 
-    def with_part(self, part: jax.Array) -> "_Split":
-        return dataclasses.replace(self, part=part)
-
     @cached_property
     def whole(self) -> jax.Array:
         value = _gathered(self.part, self.place)
@@ -138,10 +135,6 @@ def _gathered(part: jax.Array, place: ShardedParameter) -> jax.Array:
     return whole
 
 
-def _forward(part: jax.Array, place: ShardedParameter) -> tuple[jax.Array, jax.Array]:
-    return _gathered(part, place), jnp.zeros((), part.dtype)
-
-
 def _backward(place: ShardedParameter, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     wide = to_sum(gradient)
     if place.manual:
@@ -151,7 +144,7 @@ def _backward(place: ShardedParameter, like: jax.Array, gradient: jax.Array) -> 
     return (summed.astype(like.dtype),)
 
 
-_gathered.defvjp(_forward, _backward)
+_gathered.defvjp(lambda part, place: (_gathered(part, place), jnp.zeros((), part.dtype)), _backward)
 
 
 def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list[jax.Array]:
@@ -196,13 +189,11 @@ def _with_parts(
     """Return `function(values)` with shards, not all-gathered arrays, as residuals."""
 
     def of_arrays(arrays: list[jax.Array]) -> Any:
-        pairs = zip(values, arrays, strict=True)
-        return function(
-            [
-                value.with_part(array) if isinstance(value, _Split) else array
-                for value, array in pairs
-            ]
-        )
+        given = [
+            dataclasses.replace(value, part=array) if isinstance(value, _Split) else array
+            for value, array in zip(values, arrays, strict=True)
+        ]
+        return function(given)
 
     arrays = [value.part if isinstance(value, _Split) else value for value in values]
     found: list[Any] = jax.checkpoint(of_arrays, **settings)(arrays)
@@ -216,7 +207,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     consts, carry = _all_whole(fixed), _all_whole(begun)
     stacks = [
         # A stack sharded along its layers cannot be all-gathered one layer at a time.
-        _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each
+        each.whole if isinstance(each, _Split) and (not each.place.dim or each.moves) else each
         for each in over
     ]
     layers = {n: each for n, each in enumerate(stacks) if isinstance(each, _Split)}
@@ -232,10 +223,6 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = lax.scan(body, carry, arrays, **settings)
     return [*carry, *stacked]
-
-
-def _by_layer(stack: _Split) -> bool:
-    return stack.place.dim > 0 and not stack.moves
 
 
 def _all_whole(values: Sequence[Any]) -> list[Any]:
