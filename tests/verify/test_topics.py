@@ -77,6 +77,8 @@ def test_two_runs_and_two_traces(loss: Any, runs: str, traces: str) -> None:
     found = determinism(trial, subject.full, *(trial.run([subject.full]) for _ in range(2)))
     assert [found.verdict, cases.traces(trial).verdict] == [runs, traces]
     assert ("pure_callback" in found.cause) == (runs == "fail")
+    facts = examine_subject(subject)
+    assert (facts.repeatable, facts.random) == (runs == "pass", loss is zoo.dropout)
 
 
 def test_a_batch_of_another_shape_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
