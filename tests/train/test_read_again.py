@@ -15,6 +15,7 @@ from support.resumable import BATCH, EPOCHS, bits, crashing, fit, rows
 from support.tiers import only
 
 import replicax as rx
+from replicax.core.data.sources import ArraySource
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
 from replicax.train.folder.read_again import FirstBatch, checksums, difference
@@ -109,19 +110,22 @@ def test_the_same_order_goes_on_to_the_same_bits(
 
 
 class Back(rx.Hook):
-    """Goes back from step 4 to step 2, once."""
+    """Goes back two steps from `step`, once."""
 
     good: Any = None
     done = False
+
+    def __init__(self, step: int = 4) -> None:
+        self.at = step
 
     def dispatched(self, run: Any, step: Any) -> None:
         run.wait()
 
     def settle(self, run: Any, due: bool) -> None:
-        if run.place.step == 2 and self.good is None:
+        if run.place.step == self.at - 2 and self.good is None:
             self.good = Snapshot(run.state), run.place
             run.note_good()
-        if run.place.step == 4 and not self.done:
+        if run.place.step == self.at and not self.done:
             self.done = True
             run.go_back(self.good[0].restore(), self.good[1], "a trial", {})
 
@@ -135,6 +139,34 @@ def test_a_run_that_goes_back_says_that_rows_have_changed(
     assert [each.kind for each in result.records].count("restore") == 1
     said = re.findall(r"\b1 of epoch 0\b.*[0-9a-f]{8} -> ", "".join(capsys.readouterr()))
     assert len(said) == (order == "kept")
+
+
+def test_the_next_epoch_is_read_ahead_and_dropped_if_the_run_goes_back(
+    dp: rx.DataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, closed = list[int](), list[list[int]]()
+    order = ArraySource.order
+    monkeypatch.setattr(
+        ArraySource, "order", lambda self, epoch: read.append(epoch) or order(self, epoch)
+    )
+
+    class Closes(rx.Hook):
+        def epoch(self, run: Any, record: Any) -> None:
+            closed.append(sorted({*read}))
+
+    class Late(Back):
+        """Goes back when the epoch is closed."""
+
+        def settle(self, run: Any, due: bool) -> None:
+            if run.place.step != END or read[-1] == 1:
+                super().settle(run, due)
+
+    found = fit(dp, hooks=[Closes()])
+    assert closed == [[*range(epoch + 2)] for epoch in range(EPOCHS - 1)] + [[*range(EPOCHS)]]
+    read.clear()
+    back = fit(dp, hooks=[Late(END)])
+    assert read[-5:] == [0, 1, 0, 1, 2]
+    assert bits(back.state) == bits(found.state)
 
 
 @pytest.mark.promise("outside.other-rows")

@@ -31,6 +31,9 @@ class RunPosition:
     batch: int
     """Batches of the epoch done."""
 
+    def next_epoch(self) -> "RunPosition":
+        return RunPosition(self.step, self.epoch + 1, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

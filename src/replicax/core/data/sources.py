@@ -66,6 +66,8 @@ class Source(abc.ABC):
     """Whether it can be split into batches of any size."""
     can_repeat = True
     """Whether an epoch can be read again; an iterator can be read only once."""
+    reads_ahead = False
+    """Whether the next epoch may be read while the steps of this one have not finished."""
     rows: int | None = None
     batches: int | None = None
     last_rows: int | None = None
@@ -183,6 +185,7 @@ def can_shuffle(data: Any) -> bool:
 class _Ordered(Source):
     """Rows that can be read in any order, drawn from a seed if they are shuffled."""
 
+    reads_ahead = True
     rows: int
 
     def __init__(self, data: Any, rows: int, batch_size: int, shuffle: bool, seed: int) -> None:

@@ -6,14 +6,14 @@ import math
 import threading
 import time
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, Self
 
 from replicax.core.data.feed import GaveUpError
 from replicax.core.data.share import Batches, FeedItem
 from replicax.core.ground.in_flight import STEPS_IN_FLIGHT
 from replicax.core.step.loss import LOSS
 from replicax.errors import DivergedError, StateError
-from replicax.train.dispatched import dispatched
+from replicax.train.dispatched import RunPosition, dispatched
 from replicax.train.files.records import Record
 from replicax.train.folder.program_fingerprint import program_fingerprint
 from replicax.train.run.open_run import OpenRun
@@ -27,6 +27,7 @@ class Loop:
         self._dp, self._hooks, self._steps = run.parts.dp, run.parts.hooks, run.steps
         self._evaluator, self._stopping = run.parts.evaluator, run.stopping
         self._stream: Generator[FeedItem] | None = None
+        self._ahead: _EpochBatches | None = None  # of the next epoch
         self._given: FeedItem | None = None  # the newest, if not stepped on yet
         self._ended = False  # whether all batches of the run were yielded
         self._compiled = set[int]()  # numbers of steps of calls
@@ -53,7 +54,7 @@ class Loop:
     def _epoch(self) -> Generator[FeedItem, None, bool]:
         """Yield the remaining batches of the epoch; return whether the run went back."""
         self._evaluate_if_due()
-        with contextlib.closing(_EpochBatches(self.run)) as batches:
+        with contextlib.closing(self._opened()) as batches:
             for batch in batches:
                 self._given = batch
                 yield batch
@@ -83,8 +84,19 @@ class Loop:
             if batches.gave_up:  # all processes did
                 self._stopping.vote(now=True)
             closing = self._now.is_done or not self._parts.settings.resumable or batches.ended
+        if not self._is_last() and batches.ended:
+            self._ahead = _EpochBatches.ahead(self.run)
         due = self._is_last() or self._evaluator is not None
         return self._steps.settle(closing=closing, due=due)
+
+    def _opened(self) -> "_EpochBatches":
+        """Return the batches from the place of the run on, read ahead if it is as expected."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.place == self._now.place:
+            return ahead
+        if ahead is not None:
+            ahead.close()
+        return _EpochBatches(self.run, self._now.place)
 
     def step(self, batch: FeedItem) -> dict[str, Any]:
         """Implement `rx.Run.step`: the step, or the steps, on the newest batch."""
@@ -233,15 +245,17 @@ class Loop:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 class _EpochBatches(Iterator[FeedItem]):
-    """Yields the batches from the place of a run on; knows whether there are more."""
+    """Yields the batches from a place of a run on; knows whether there are more."""
 
-    def __init__(self, run: OpenRun) -> None:
-        parts, now = run.parts, run.parts.now
-        now.source.set_epoch(now.place.epoch)
-        self._feed = parts.feed.at(now.place.epoch, now.place.batch, run.calls.sizes(now.place))
+    def __init__(self, run: OpenRun, place: RunPosition) -> None:
+        parts, now, self.place = run.parts, run.parts.now, place
+        now.source.set_epoch(place.epoch)
+        self._feed = parts.feed.at(place.epoch, place.batch, run.calls.sizes(place))
         self._feed.stops = parts.gives_up
         self._items: Generator[FeedItem] = iter(self._feed)
         self._run, self._now = run, now
@@ -249,6 +263,17 @@ class _EpochBatches(Iterator[FeedItem]):
         self._has_begun, self._waited = False, 0.0
         self.gave_up = False
         """Whether the next batch did not come before the run had to stop."""
+
+    @classmethod
+    def ahead(cls, run: OpenRun) -> Self | None:
+        """Begin to read the next epoch while this one ends, if that changes nothing else."""
+        now = run.parts.now
+        if not now.source.reads_ahead:
+            return None
+        batches = cls(run, now.place.next_epoch())
+        batches.ended  # noqa: B018  (reads the first)
+        now.job.rest()  # what is done between two epochs may take long
+        return batches
 
     def __next__(self) -> FeedItem:
         batch = self._next.pop() if self._next else self._read()

@@ -64,7 +64,7 @@ class RunState:
         self.reread.trained_on(batch.hosts[1] if isinstance(batch, Batches) else batch.host)
 
     def next_epoch(self) -> None:
-        self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
+        self.place = self.place.next_epoch()
 
     @property
     def is_done(self) -> bool:
