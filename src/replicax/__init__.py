@@ -58,6 +58,8 @@ if typing.TYPE_CHECKING:
     from replicax.errors import StateError as StateError
     from replicax.islands.initialize import initialize as initialize
     from replicax.load_run import load as load
+    from replicax.optimizers import by_matrix as by_matrix
+    from replicax.optimizers import muon as muon
     from replicax.plan.planned import Plan as Plan
     from replicax.plan.planner import plan as plan
     from replicax.train.folder.load import Loaded as Loaded
@@ -155,6 +157,7 @@ _MODULE_OF = {
     "Weighted": "core.step.loss",
     "Written": "core.models.stateful",
     "bench": "bench.run",
+    "by_matrix": "optimizers",
     "fit": "train.run.fit",
     "gather": "core.step.loss_context",
     "independent": "core.step.loss_context",
@@ -164,6 +167,7 @@ _MODULE_OF = {
     "load_weights": "weights.load_weights",
     "make_mesh": "core.placement.mesh",
     "mean": "core.custom.summing",
+    "muon": "optimizers",
     "plan": "plan.planner",
     "row_numbers": "core.step.loss_context",
     "row_weights": "core.step.loss_context",

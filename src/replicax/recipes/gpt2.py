@@ -63,8 +63,11 @@ class GPT2:
     """bytes; bpe, trained on the text; or the path of a tokenizer.json."""
     learning_rate: float = 2e-3
     """Peak learning rate, reached after 1% of the steps, then cosine decay to a tenth of it."""
+    muon_learning_rate: Positive | None = None
+    """Peak learning rate of Muon for the matrices of the blocks, such as 0.02; by default they are
+    AdamW's, as the other parameters are."""
     weight_decay: float = 0.1
-    """AdamW weight decay, applied to weight matrices only."""
+    """Weight decay, applied to weight matrices only."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradient; larger gradients are clipped."""
     remat: transformer.Remat = "selective"
@@ -114,17 +117,19 @@ class GPT2:
         return rx.Weighted(nats, real), {"bits_per_byte": bits_per_byte}
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Return AdamW with warmup, cosine decay and gradient clipping."""
+        """Return AdamW, or Muon and AdamW, with warmup, cosine decay and gradient clipping."""
         decay = self.weight_decay
         descent = optax.adamw(self.schedule(), b2=0.95, weight_decay=decay, mask=_matrices)
+        if self.muon_learning_rate is not None:
+            rate = self.schedule(self.muon_learning_rate)
+            descent = rx.muon(rate, transformer.MATRICES, rest=descent, weight_decay=decay)
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
-    def schedule(self) -> optax.Schedule:
-        """Return the learning rate as a function of the update count."""
+    def schedule(self, peak: float | None = None) -> optax.Schedule:
+        """Return the learning rate as a function of the update count; `peak` instead of AdamW's."""
+        peak = self.learning_rate if peak is None else peak
         steps = self.epochs * -(-self._text.train_rows // self.batch_size)
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, steps // 100, steps, self.learning_rate / 10
-        )
+        return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 100, steps, peak / 10)
 
     def rules(self) -> Rules:
         """Return Megatron-LM's rules (arXiv:1909.08053): heads and the MLP's hidden dims over

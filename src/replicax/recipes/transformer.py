@@ -33,6 +33,11 @@ from replicax.weights.save_weights import named_weights
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]
 EPSILON = 1e-5
+MATRICES = {
+    r"c_attn'\]\['weight'\]": (1, 3),
+    r"c_(proj|fc)'\]\['weight'\]": (1, 2),
+}
+"""Dims of the rows and columns of the matrices of the blocks, for `rx.muon`."""
 
 
 @typed

@@ -14,7 +14,14 @@ from replicax.core.ground.job import PartsExchange
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.train_state import TrainState
 from replicax.core.placement.layout import Layout
-from replicax.core.placement.mesh import AnyMesh, Axis, batch_shardings, by_rows, replicated
+from replicax.core.placement.mesh import (
+    AnyMesh,
+    Axis,
+    batch_shardings,
+    by_rows,
+    replicated,
+    shard_axis,
+)
 from replicax.core.step.base import (
     Accumulator,
     Apply,
@@ -126,6 +133,11 @@ def jitted(
     function: MappedFunction[Any] = sums
     if parts.apply is not None:
         apply = _of_each_replica(parts, parts.apply) if parts.names_replicas else parts.apply
+        if parts.layout.splits_optimizer:
+            from replicax.core.placement.matrix_owners import on_mesh, performing
+
+            axis, whole = shard_axis(parts.mesh), not parts.layout.splits_params
+            apply = performing(partial(on_mesh, parts.mesh, axis, whole))(apply)
         function = partial(update, sums=sums, apply=apply)
     return Jitted(
         function,

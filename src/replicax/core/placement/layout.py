@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import from_host
 from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.matrix_slots import Owned
 from replicax.core.placement.mesh import (
     DATA,
     FSDP,
@@ -87,7 +88,21 @@ class Layout:
                     spec = _split_largest(shape, spec, axis, parts)
                 return NamedSharding(mesh, spec)
 
-            return jax.tree_util.tree_map_with_path(sharding, tree)
+            def whole_slots(path: Any, node: Any) -> Any:
+                if not isinstance(node, Owned):
+                    return sharding(path, node)
+                if splits and node.owners % parts:
+                    raise ConfigError(
+                        f"the optimizer has {node.owners} owners of matrices and "
+                        f"layout={self.name!r} {parts} parts; each needs equally many: use owners= "
+                        f"a multiple of {parts}, or layout='replicated'"
+                    )
+                spec = PartitionSpec(axis) if splits else PartitionSpec()
+                return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
+
+            return jax.tree_util.tree_map_with_path(
+                whole_slots, tree, is_leaf=lambda node: isinstance(node, Owned)
+            )
 
         return placed
 

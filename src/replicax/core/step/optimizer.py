@@ -90,6 +90,8 @@ def _read(
         closed, outputs = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state, more)
     except NameError:  # it names a mesh axis, defined only inside the step
         return None, True
+    except ConfigError:
+        raise
     except Exception as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         kinds = map(type, jax.tree.leaves(state, is_leaf=lambda node: type(node) in _INSTEAD))
@@ -191,9 +193,7 @@ def averaging(
         average = optax.incremental_update(after, state.average, 1 - decay)
         return updates, Averaged(inner, average)
 
-    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return optax.GradientTransformationExtraArgs(init, update)
-    return optax.GradientTransformation(init, update)
+    return optimizer._replace(init=init, update=update)  # of the same type
 
 
 def average_of(opt_state: PyTree, params: PyTree) -> PyTree:

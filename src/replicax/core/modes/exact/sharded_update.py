@@ -35,11 +35,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
+from replicax.core.ground.leaves import PyTree
 from replicax.core.jaxprs.jaxpr import CALLS, bind_eqn, called, evaluate_jaxpr
 from replicax.core.jaxprs.row_rules import BY_ENTRY
 from replicax.core.modes.exact.micro_shard_primitives import gather_micro_shards
+from replicax.core.placement.matrix_owners import Moves, OwnersWork, performing
 from replicax.core.placement.mesh import ShardDim
 from replicax.core.step.base import Apply
 
@@ -77,6 +80,26 @@ class MicroShard:
         return jax.tree.unflatten(structure, each)
 
 
+owners_p = Primitive("update_of_owners")
+"""The `OwnersWork` of owners on whole leaves, of which a piece does its own part."""
+owners_p.multiple_results = True
+
+
+def of_owners(
+    work: OwnersWork, gradients: list[jax.Array], params: list[jax.Array], states: list[PyTree]
+) -> tuple[list[jax.Array], list[PyTree]]:
+    """Do `work` when it is evaluated on a piece."""
+    given, structure = jax.tree.flatten((gradients, params, states))
+    shapes = jax.eval_shape(work, gradients, params, states)
+    results, after = jax.tree.flatten(shapes)
+    avals = tuple(ShapedArray(each.shape, each.dtype) for each in results)
+    found = owners_p.bind(*given, work=work, structure=structure, avals=avals)
+    return jax.tree.unflatten(after, found)  # type: ignore[no-any-return]
+
+
+owners_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
+
+
 def by_pieces(
     apply: Apply, into: Sequence[ShardDim], out: Sequence[ShardDim], piece: MicroShard
 ) -> Apply:
@@ -91,7 +114,8 @@ def by_pieces(
         pairs = itertools.zip_longest(leaves, into)
         inputs = [_Value(leaf, dim) for leaf, dim in pairs]
         wholes = jax.tree.unflatten(structure, [_whole_shape(each, piece) for each in inputs])
-        closed, shapes = jax.make_jaxpr(apply, return_shape=True)(*wholes)
+        with performing(of_owners):
+            closed, shapes = jax.make_jaxpr(apply, return_shape=True)(*wholes)
         wanted = itertools.zip_longest(_evaluate(closed, inputs, piece), out)
         values = [value.placed(dim, piece) for value, dim in wanted]
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
@@ -138,7 +162,24 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: MicroShard) 
     return evaluate_jaxpr(closed, inputs, partial(_apply, piece=piece), _Value)
 
 
+def _at_owners(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
+    """Update the matrices of the owners of a piece."""
+    gradients, params, states = jax.tree.unflatten(eqn.params["structure"], values)
+    own = lambda slots: _Value(slots).part(0, piece)  # noqa: E731
+    moves = Moves(own, own, own, partial(gather_micro_shards, dim=0, count=piece.count))
+    updates, states = eqn.params["work"](
+        [value.placed(None, piece) for value in gradients],
+        [value.placed(None, piece) for value in params],
+        jax.tree.map(lambda value: value.part(0, piece), states),
+        moves,
+    )
+    after = [_Value(leaf, 0) for leaf in jax.tree.leaves(states)]
+    return [*map(_Value, updates), *after]
+
+
 def _apply(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
+    if eqn.primitive is owners_p:
+        return _at_owners(eqn, values, piece)
     dims = {value.dim for value in values if value.dim is not None}
     if not dims:
         # Nothing is split yet, but the result may meet a piece later. It is computed whole, for
