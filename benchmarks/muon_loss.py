@@ -23,7 +23,7 @@ import replicax as rx
 from replicax.recipes.gpt2 import GPT2
 from replicax.text.plot_style import PALETTE, picture
 
-ADAMW, MUON = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (0.01, 0.02, 0.04, 0.08)
+ADAMW, MUON = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (0.02, 0.04, 0.08, 0.16)
 TUNING, STEPS, SEEDS = 300, 1_000, (1, 2, 3)
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "muon_loss.png"
 

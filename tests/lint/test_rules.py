@@ -63,6 +63,7 @@ RULES = {
     "mean-of-batches",
     "mean-of-means",
     "no-reduction",
+    "rank-rule",
     "remainder",
     "removed-api",
     "shared-key",

@@ -90,6 +90,21 @@ def step(state, batch):
     grads = lax.pmean(jax.grad(loss)(state.params), "i")
     return state.apply_gradients(grads=grads)
 """,
+    "masks by rank beside stacked layers": """
+from optax.contrib import muon
+
+def network(params, x):
+    return lax.scan(lambda x, own: (x @ own["w"] + own["b"], None), x, params["layers"])[0]
+
+def decays(params):
+    return jax.tree.map(lambda leaf: len(leaf.shape) > 1, params)
+
+plain = optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))  #! rank-rule
+named = optax.adamw(0.1, mask=decays)  #! rank-rule
+hidden = muon(0.1)  #! rank-rule
+declared = muon(0.1, muon_weight_dimension_numbers=dims)
+by_name = optax.adamw(0.1, mask=lambda params: {name: name != "b" for name in params})
+""",
     "compiled at every turn": """
 def train(params, loader):
     for batch in loader:

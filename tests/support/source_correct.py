@@ -1,6 +1,12 @@
 """Small data-parallel programs without an error, in many spellings."""
 
 CORRECT = {
+    "masks by rank beside a scan over batches": """
+optimizer = optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+
+def epoch(state, batches):
+    return lax.scan(lambda state, batch: (state, loss_fn(state[0], batch)), state, batches)
+""",
     "pmap with pmean, every spelling": """
 from jax.lax import pmean as pm
 import jax.lax

@@ -79,6 +79,7 @@ FACTS = Facts(
     weighs=True,
     scalars=frozenset(),
     asked=[],
+    by_rank=None,
 )
 
 

@@ -22,6 +22,7 @@ from replicax.core.first_step.argument_checks import check_shapes, check_state, 
 from replicax.core.first_step.examiner import LossRun, of_loss
 from replicax.core.first_step.loss_check import LossExamination
 from replicax.core.first_step.memory_check import check_fits
+from replicax.core.first_step.rank_rules import rank_rule
 from replicax.core.first_step.row_trials import Division
 from replicax.core.first_step.step_run import each_set, run_step
 from replicax.core.ground.job import Job
@@ -238,6 +239,10 @@ class CallChecks:
             )
         if examination.nonlinear:
             raise row_errors.nonlinear(examination.nonlinear)
+        if phase.learns and not custom and not self._examinations:
+            given = self.program.updater, self._abstract.params, examination.traced.jaxpr
+            if rule := rank_rule(*given):
+                _log.warning(rule)
         self._check_out(rows=examination.returns_rows, merges=examination.merges)
         hands_on, bitwise = not (custom or self._apart), self.program.configuration.mode.bitwise
         for division, sees in self._divisions(batch.size):

@@ -25,9 +25,14 @@ from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
 from replicax.lint.parsed import ERROR, NOTE_LEVEL, WARNING, Finding, ParsedFile
+from replicax.lint.ranks import check_rank_rules
 from replicax.text.wording import counted
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
+_CHECKS = (
+    *(check_loops, check_reshapes, check_batch_means, check_steps, check_frozen),
+    check_rank_rules,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +78,7 @@ def examine_file(path: Path) -> FileFindings:
     try:
         program = ParsedFile(text, path)
         absent = check_names(program)
-        for check in (check_loops, check_reshapes, check_batch_means, check_steps, check_frozen):
+        for check in _CHECKS:
             check(program)
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is nested too deeply to analyze: split it") from error

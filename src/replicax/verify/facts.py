@@ -11,6 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.call_checks import TRAINING, examination_of
 from replicax.core.first_step.examiner import of_loss, with_gradient
 from replicax.core.first_step.loss_check import LossExamination
+from replicax.core.first_step.rank_rules import rank_rule
 from replicax.core.ground.leaves import by_path
 from replicax.core.ground.train_state import TrainState
 from replicax.core.step.update import step_key
@@ -48,6 +49,8 @@ class Facts:
     """Names of results that are one number for the whole batch, regardless of weights."""
     asked: list[str]
     """Device queries that the loss calls."""
+    by_rank: str | None
+    """A rule of the optimizer by rank that meets stacked layers, in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +107,7 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
         examination.weighs,
         examination.scalars,
         traced.asked,
+        rank_rule(subject.updater, subject.state.params, examination.traced.jaxpr),
     )
 
 

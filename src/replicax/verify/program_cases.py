@@ -218,6 +218,8 @@ class ProgramCases:
         subject = self._subject
         dead, stopped = dead_and_stopped(subject)
         yield from _gradients(dead, stopped, len(jax.tree.leaves(subject.state.params)))
+        if self._facts.by_rank:
+            yield Check("parameters", "rank", NOTE, self._facts.by_rank)
         without = [f"params{path}" for path in (*dead, *stopped)]
         trial = self.trial(subject.own)
         yield parameters(trial, subject.full, "update", of="params", without=without)

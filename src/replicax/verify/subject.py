@@ -100,10 +100,10 @@ class Subject:
         self.scored, self.sums = _scored(program, self.full)
         if self.quick and _FORWARD_AND_BACK * count_flops(self.scored.jaxpr, "cpu") > _LONG:
             self.quick = {**self.quick, **_OPTIMIZED}
-        self._updater = program.updater
-        self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
+        self.updater = program.updater
+        self._optimizer = optax.with_extra_args_support(self.updater.optimizer)
         leaves, structure = jax.tree.flatten(program.shapes.params)
-        read = self._updater.read or (True,) * len(leaves)
+        read = self.updater.read or (True,) * len(leaves)
         self.trained = jax.tree.unflatten(structure, read)
         self.own = self.case(dp.mode, dp.accumulate)
         self.parallel = functools.cache(self._parallel)
@@ -309,7 +309,7 @@ class Subject:
 
     def _begun_update(self, *given: Any) -> Future[jax.stages.Compiled]:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> Any:
-            value = {"value": loss} if self._updater.takes_value else {}
+            value = {"value": loss} if self.updater.takes_value else {}
             updates, after = self._optimizer.update(gradient, opt_state, params, **value)
             return optax.apply_updates(params, updates), after
 

@@ -10,6 +10,7 @@ Read in this order:
     trial_inputs.py      other parameters, rows, masks and step numbers
     row_gradients.py     gradients with padding, and of the real rows alone
     row_trials.py        if it is not, or the trace does not tell: compare numbers
+    rank_rules.py        does the optimizer choose by rank what a scan stacks?
     row_errors.py        one line that names the value and what to write
 
 `jaxprs` has the rules; this room knows what a loss is. `call_checks.py`, above, calls it, and
