@@ -56,7 +56,6 @@ class LossExamination:
         self._run, self._rows, self._whole = run, batch.size, whole
         self._given = jax.eval_shape(lambda *given: given, state, batch)
         self.traced = self._traced(self._rows, self._examiner(self._rows, learns=learns))
-        """The trace with all rows; its inputs are the leaves of the state, and of the batch."""
         examiner = self.traced.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.returns_rows, self.merges = examiner.returns_rows, examiner.merges
