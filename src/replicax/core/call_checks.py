@@ -240,7 +240,7 @@ class CallChecks:
         if examination.nonlinear:
             raise row_errors.nonlinear(examination.nonlinear)
         if phase.learns and not custom and not self._examinations:
-            given = self.program.updater, self._abstract.params, examination.traced.jaxpr
+            given = self.program.updater, self._abstract.params, examination.one.jaxpr
             if rule := rank_rule(*given):
                 _log.warning(rule)
         self._check_out(rows=examination.returns_rows, merges=examination.merges)

@@ -107,7 +107,7 @@ def examine_subject(subject: Subject, traced: TracedLoss | None = None) -> Facts
         examination.weighs,
         examination.scalars,
         traced.asked,
-        rank_rule(subject.updater, subject.state.params, examination.traced.jaxpr),
+        rank_rule(subject.updater, subject.state.params, examination.one.jaxpr),
     )
 
 

@@ -55,14 +55,14 @@ class LossExamination:
     ) -> None:
         self._run, self._rows, self._whole = run, batch.size, whole
         self._given = jax.eval_shape(lambda *given: given, state, batch)
-        self.traced = self._traced(self._rows, self._examiner(self._rows, learns=learns))
-        examiner = self.traced.examiner
+        self.one = self._traced(self._rows, self._examiner(self._rows, learns=learns))
+        examiner = self.one.examiner
         self.gathers, self.weighs = examiner.gathers, examiner.weighs
         self.returns_rows, self.merges = examiner.returns_rows, examiner.merges
         self.scalars = frozenset(examiner.names[label] for label in examiner.scalars)
         """Names of outputs that a loss returns as one number for the whole batch."""
         followed = Follow((1, 1), ruled=False)
-        followed(self.traced.jaxpr, self.traced.jaxpr, self._places(Division(np.zeros((1, 1)))))
+        followed(self.one.jaxpr, self.one.jaxpr, self._places(Division(np.zeros((1, 1)))))
         self.draws, self.draws_alone = followed.draws, followed.draws_alone
         """Whether random numbers are drawn by the step's key, and by another one."""
         self._twins: dict[tuple[int, bool, bool], Trace | Exception] = {}
@@ -75,14 +75,12 @@ class LossExamination:
     def moves(self) -> bool:
         """Whether the loss has a gradient that is not identically 0."""
         before = len(jax.tree.leaves((self._given[0].step, self._given[0].params)))
-        return any(with_gradient(self.traced.jaxpr, before))
+        return any(with_gradient(self.one.jaxpr, before))
 
     @cached_property
     def nonlinear(self) -> Cause | None:
         """A backward pass that is not linear, if weights divide a gradient after it."""
-        found = (
-            calls_not_linear(self.traced.jaxpr.jaxpr) if self.traced.examiner.divides else iter(())
-        )
+        found = calls_not_linear(self.one.jaxpr.jaxpr) if self.one.examiner.divides else iter(())
         return next((Cause("jax.custom_vjp", BACKWARD, user_line(eqn)) for eqn in found), None)
 
     @cached_property
@@ -96,7 +94,7 @@ class LossExamination:
         """Whether the traces show that padding changes nothing but sums in metrics, by adding."""
         some = Division(np.zeros((1, self._rows // 2), int), padded=True)
         outputs, labels = self._doubted(some, shows=False)
-        merged = self.traced.examiner.merged
+        merged = self.one.examiner.merged
         added = {label for label in merged if {*self._seen[label]} <= {None, Total(0)}}
         return not outputs and added.issuperset(labels)
 
@@ -105,12 +103,12 @@ class LossExamination:
         """Whether gathered rows depend on random numbers that no row has for itself."""
         if not (self.gathers and self.draws):
             return False
-        gathers = [label for label, name in self.traced.examiner.names.items() if name == GATHER]
+        gathers = [label for label, name in self.one.examiner.names.items() if name == GATHER]
         twice = 2 * self._rows
         follow = Follow((self._rows, twice), {SUMMED: GIVEN, GATHERED: GIVEN}, drawn_for_all=MIXED)
         places = self._places(Division(np.zeros((1, twice))))
         with contextlib.suppress(Unlike):
-            follow(self.traced.jaxpr, self._twin(twice).jaxpr, places)
+            follow(self.one.jaxpr, self._twin(twice).jaxpr, places)
         return any(MIXED in follow.seen.get(label, []) for label in gathers)
 
     @cached_property
@@ -119,9 +117,9 @@ class LossExamination:
         state, batch = self._given
         seeds = [leaf is state.seed for leaf in jax.tree.leaves(state)]
         inputs = [MIXED if each else None for each in seeds] + [None] * len(jax.tree.leaves(batch))
-        jaxpr = self.traced.jaxpr
+        jaxpr = self.one.jaxpr
         places = Follow((1, 1), {SUMMED: GIVEN})(jaxpr, jaxpr, inputs)
-        return [name for name, place in zip(self.traced.outputs, places, strict=False) if place]
+        return [name for name, place in zip(self.one.outputs, places, strict=False) if place]
 
     def proves(self, division: Division) -> bool:
         """Whether the traces show that no value of the loss differs on parts of `division`."""
@@ -130,7 +128,7 @@ class LossExamination:
     def doubts(self, division: Division) -> tuple[list[Broken], list[str]]:
         """Return what differs on parts of `division`, and names or labels of what may."""
         outputs, labels = self._left_open(division)
-        examiner = self.traced.examiner
+        examiner = self.one.examiner
         if division.padded and self.weighs:
             counted = [name for name in (*labels, *outputs) if self._padding.counts(name)]
             return list(map(self._broken, counted)), [*labels, *outputs]
@@ -161,7 +159,7 @@ class LossExamination:
             return found
         trials, why, raised = {}, "", ""
         try:
-            own = [label for label in labels if label not in self.traced.examiner.apart]
+            own = [label for label in labels if label not in self.one.examiner.apart]
             trials = self.compared(division, own, state, batch)
         except Undecided as reason:
             why, raised = str(reason), str(reason.__cause__ or "") and str(reason)
@@ -180,7 +178,7 @@ class LossExamination:
         return found
 
     def _broken(self, label: str) -> Broken:
-        examiner = self.traced.examiner
+        examiner = self.one.examiner
         return Broken(
             examiner.names.get(label, label),
             scalar=label in examiner.scalars,
@@ -198,7 +196,7 @@ class LossExamination:
             return ()
         if follow not in self._causes:
             causes = Causes(follow, self._rows)
-            outputs = zip(self.traced.outputs, causes(self.traced.jaxpr), strict=False)
+            outputs = zip(self.one.outputs, causes(self.one.jaxpr), strict=False)
             self._causes[follow] = {**causes.seen, **dict(outputs)}
         return self._causes[follow].get(label, ())
 
@@ -208,8 +206,8 @@ class LossExamination:
         May raise `Undecided`.
         """
         _, doubted = self._left_open(division)
-        names, merged = self.traced.examiner.names, self.traced.examiner.merged
-        wanted = [label for label in names if label not in self.traced.examiner.apart]
+        names, merged = self.one.examiner.names, self.one.examiner.merged
+        wanted = [label for label in names if label not in self.one.examiner.apart]
         wanted = [label for label in wanted if division.padded or label not in merged]
         declared = [DECLARED] if self._declares else []
         found = self.compared(division, [*wanted, *declared], state, batch)
@@ -252,7 +250,7 @@ class LossExamination:
 
         `shows`: whether rows that were moved are looked for, by `replicax.core.jaxprs.row_symbols`.
         """
-        one = self.traced
+        one = self.one
         known: dict[str, Location] = {SUMMED: GIVEN, GATHERED: MIXED if division.padded else GIVEN}
         if division.within:
             known |= {ENTERED: Rows(0), LEFT: GIVEN}
@@ -297,7 +295,7 @@ class LossExamination:
         """
         outputs, labels = self._doubted(division, shows)
         weighs = self.weighs and bool(outputs or labels)
-        one, losses = self.traced, self.traced.examiner.losses
+        one, losses = self.one, self.one.examiner.losses
         backward = bool(losses) and any(backward_passes(one.jaxpr.jaxpr))
         if not (division.padded and (weighs or backward)):
             return outputs, labels
@@ -325,13 +323,13 @@ class LossExamination:
         shows: bool,
     ) -> tuple[Follow, list[Location]]:
         """Follow rows through the traces of all and of so many `rows`; may raise `Unlike`."""
-        one, twin = self.traced.jaxpr, self._twin(rows, division.within, division.padded).jaxpr
+        one, twin = self.one.jaxpr, self._twin(rows, division.within, division.padded).jaxpr
         # Where a program draws for all rows at once, padding must not alter the numbers of others.
         following = partial(Follow, known=known, drawn_first=division.padded and self._whole)
         follow, back = following((self._rows, rows)), following((rows, self._rows))
         places = follow(one, twin, inputs)
-        doubts = any(self._doubts(label, follow, division) for label in self.traced.examiner.names)
-        doubts |= not division.within and any(places[: len(self.traced.outputs)])
+        doubts = any(self._doubts(label, follow, division) for label in self.one.examiner.names)
+        doubts |= not division.within and any(places[: len(self.one.outputs)])
         if not (doubts and shows and follow.mixing & MOVING and rows == division.size):
             return follow, places
         back(twin, one, inputs)
@@ -344,9 +342,9 @@ class LossExamination:
 
     def _doubts(self, label: str, follow: Follow, division: Division) -> bool:
         """Whether what was followed does not show that a value is that of all rows."""
-        if label in self.traced.examiner.merged:
+        if label in self.one.examiner.merged:
             return division.padded and any(follow.seen[label])
-        if label not in self.traced.examiner.scalars:
+        if label not in self.one.examiner.scalars:
             return any(place and place != Total(0) for place in follow.seen[label])
         mean = None if division.padded else Total(-1)
         return any(place and place != mean for place in follow.seen[label])
@@ -387,7 +385,7 @@ class LossExamination:
         return twin
 
     def _pair(self, part: Trace, division: Division) -> Pair:
-        one, counts, inputs = self.traced, (self._rows, division.size), self._places(division)
+        one, counts, inputs = self.one, (self._rows, division.size), self._places(division)
         known: dict[str, Location] = {SUMMED: GIVEN}
         if division.within:
             known |= {ENTERED: Rows(0), LEFT: GIVEN}
