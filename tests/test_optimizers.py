@@ -57,8 +57,8 @@ def source() -> Any:
     return {"token": tokens, "next": (tokens * 3 + 1) % 16}
 
 
-def optimizer(**given: Any) -> Any:
-    return rx.muon(0.02, MATRICES, weight_decay=0.1, **given)
+def optimizer(rate: Any = 0.02, **given: Any) -> Any:
+    return rx.muon(rate, MATRICES, weight_decay=0.1, **given)
 
 
 def apart(tree: Any) -> dict[str, Any]:
@@ -106,6 +106,31 @@ def test_each_matrix_has_the_bits_that_optax_gives_it_by_itself(given: Any) -> N
                 given_here = apart(gradient)[path], states[path], apart(params)[path]
                 found, states[path] = of_one(*given_here)
                 np.testing.assert_array_equal(expected, found)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 15])
+def test_any_number_of_matrices_of_any_dtype(count: int) -> None:
+    params = {"w": jnp.ones((count, 4, 8), jnp.bfloat16)}
+    gradient = {"w": jnp.asarray(normals(0)(count, 4, 8))}
+    ours, theirs = rx.muon(0.1, "w"), optax.contrib.muon(0.1)
+    updates, _ = ours.update(gradient, ours.init(params), params)
+    for at in range(count):
+        one = params["w"][at]
+        expected, _ = theirs.update(gradient["w"][at], theirs.init(one), one)
+        np.testing.assert_allclose(updates["w"][at], expected, rtol=0, atol=1e-6)
+        assert updates["w"].dtype == expected.dtype
+
+
+def test_a_state_is_that_of_the_shape_of_its_matrix() -> None:
+    first = optax.GradientTransformation(
+        lambda matrix: jnp.full((), matrix.shape[0], jnp.float32),
+        lambda gradient, state, params=None: (gradient * state, state),
+    )
+    params = {"a": jnp.ones((2, 4)), "b": jnp.ones((4, 2))}
+    optimizer = rx.by_matrix(first, ["a", "b"], rest=optax.sgd(0.1))
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert (updates["a"] == 2).all()
+    assert (updates["b"] == 4).all()
 
 
 def trained(devices: int, mode: str, layout: str, **settings: Any) -> tuple[Any, Any]:
@@ -194,7 +219,9 @@ def test_exact_has_the_same_bits_on_any_number_of_devices(
     assert len({trained(count, "exact", layout)[1] for count in devices}) == 1
 
 
+INJECTED = optax.inject_hyperparams(lambda learning_rate: optimizer(rate=learning_rate))
 AROUND: list[dict[str, Any]] = [
+    {"mode": "exact", "optimizer": INJECTED(optax.linear_schedule(0.02, 0.01, 8))},
     {"accumulate": 2},
     {"precision": "bfloat16"},
     {"ema": 0.9},
@@ -207,10 +234,12 @@ AROUND: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", only(AROUND[-1:], AROUND))
+@pytest.mark.parametrize("settings", only([AROUND[0], AROUND[-1]], AROUND))
 def test_what_is_around_it_is_as_on_one_device(settings: Any) -> None:
-    one, _ = trained(1, "single", "replicated", **settings)
-    several, _ = trained(4, "jit", "zero1", **settings)
+    given = dict(settings)
+    mode = given.pop("mode", "jit")
+    one, _ = trained(1, "single", "replicated", **given)
+    several, _ = trained(4, mode, "zero1", **given)
     bound = 1e-6 if "precision" not in settings else 1e-2  # rounded to 8 bits, in another order
     for path, leaf in by_path(one).items():
         np.testing.assert_allclose(by_path(several)[path], leaf, rtol=0, atol=bound, err_msg=path)
@@ -323,7 +352,7 @@ def shares(params: Any, matrices: Any, owners: int) -> tuple[Sequence[MatrixGrou
 def test_what_is_left_over_goes_to_those_with_the_least() -> None:
     sizes = {"a": (3, 8, 8), "b": (2, 4, 4), "c": (4, 4)}
     params = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
-    _, loads = shares(params, ["a", "b", "c"], owners=2)
+    _, loads = shares(params, dict.fromkeys("abc"), owners=2)
     assert loads == [2 * 512 + 64, 512 + 2 * 64]
 
 
@@ -335,10 +364,10 @@ def test_stacks_of_vectors_and_what_is_called_bias_are_no_matrices() -> None:
             "bias": np.zeros((2, 3, 4)),
             "phase": np.zeros(4),
         },
-        "last": {"kernel": np.zeros((4, 2))},
+        "last_norm": {"kernel": np.zeros((4, 2)), "none": np.zeros((0, 4))},
     }
-    found = {path for path, dims in _dims(params, ["blocks", "last"]).items() if dims}
-    assert found == {"['blocks']['kernel']", "['last']['kernel']"}
+    found = {path for path, dims in _dims(params, {"": None}).items() if dims}
+    assert found == {"['blocks']['kernel']", "['last_norm']['kernel']"}
 
 
 @pytest.mark.parametrize(
@@ -346,18 +375,34 @@ def test_stacks_of_vectors_and_what_is_called_bias_are_no_matrices() -> None:
     [
         (None, ["['blocks']['down']", 4]),
         ("nothing", ["nothing", "['blocks']['down']", 4]),
-        ("wte", ["['wte']", "{'wte': (0, 1)}"]),
-        ("gates", ["[3, 8, 2, 8]", 4, "{'gates': (rows, columns)}"]),
-        ({"up": (1, 3)}, ["[3, 8, 16]", "(3,)", "0 to 2"]),
-        ({"up": (1, 1)}, ["[3, 8, 16]", "(1,)"]),
+        ("wte", ["['wte']", ": (0, 1)}"]),
+        ("gates", ["[3, 8, 2, 8]", 4, ": (rows, columns)}"]),
+        *(({"up": dims}, ["[3, 8, 16]", dims, 2]) for dims in [(1, 3), (1, 1), (), 5, ((), 1)]),
+        ("(", ["'('"]),
+        (3, [3]),
     ],
 )
 def test_what_is_no_hidden_matrix_is_refused(matrices: Any, parts: list[Any]) -> None:
     with refused(rx.ConfigError, *parts) as caught:
         parallel(loss, rx.muon(0.1, matrices)).init(model())
-    assert caught.value.__cause__ is None  # as it was raised, not as an error of the optimizer
+    assert "update(" not in str(caught.value)  # it is no error of an unknown optimizer
 
 
 def test_owners_that_devices_cannot_share_are_refused() -> None:
     with refused(rx.ConfigError, 6, "zero1", 4):
         parallel(loss, optimizer(owners=6), layout="zero1").init(model())
+    with refused(rx.ConfigError, "owners=0"):
+        optimizer(owners=0)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with refused(rx.ConfigError, "transform"):
+        rx.by_matrix(optax.sgd, "up", rest=optax.sgd(0.1))  # type: ignore[arg-type]
+    with refused(rx.ConfigError, "adam_learning_rate"):
+        optimizer(adam_learning_rate=0.1)
+
+
+@pytest.mark.parametrize("layout", only(["zero1"], ["zero1", "replicated"]))
+def test_verify_passes_it(layout: str) -> None:
+    dp = parallel(loss, optimizer(), devices=2, layout=layout)
+    assert rx.verify(dp, model(), source()).ok

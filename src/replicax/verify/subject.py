@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
+from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged, named_values
@@ -317,12 +318,18 @@ class Subject:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given))
         return self.begun(("update", kinds), functools.partial(made.lower, *given))
 
-    def compile_update_ahead(self) -> None:
+    def compile_update_ahead(self) -> Future[jax.stages.Compiled] | None:
         """Begin to compile the optimizer's update on one device."""
         gradient, inner = self.state.opt_state
         given = self.state.params, inner, gradient, np.float32(0)
         with contextlib.suppress(Exception):  # raised again by `apply`
-            self._begun_update(*jax.device_put(given, self.one_device))
+            return self._begun_update(*jax.device_put(given, self.one_device))
+        return None
+
+    def update_flops(self) -> int:
+        """Return the FLOPs of products in an update on one device; 0 if it is elementwise."""
+        update = self.compile_update_ahead()
+        return 0 if update is None else inspect(update.result()).flops
 
     def _first_state(self) -> TrainState:
         """Return the first state, on one device; with a loss scale, the first without overflow."""

@@ -25,6 +25,7 @@ from replicax.analysis.compiled import (
     result_bytes,
 )
 from replicax.core.data_parallel import DataParallel
+from replicax.core.ground.train_state import owned_nodes
 from replicax.core.placement.mesh import DATA, FSDP, STAGE, replica_count, shard_axis, split_dim
 from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import axes_of
@@ -165,7 +166,8 @@ def check_traffic(
 def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
     """Return the most and the fewest bytes that a device sends to other replicas under its layout.
 
-    The minimum reduces the sums once, or scatters them and gathers the results. A layout that
+    The minimum reduces the sums once, or scatters them and gathers the results. Owners of matrices
+    are sent whole gradients, and with split parameters these, and send updates. A layout that
     splits the parameters gathers them twice and scatters once per micro-batch. One that splits the
     optimizer state gathers them after a reduction that cannot scatter.
     """
@@ -174,6 +176,13 @@ def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
     least = wire_bytes_of_all_reduce(bytes_needed(subject, case), replica_count(mesh))
     least += _merged_bytes(subject, case)
     parts = mesh.shape[shard_axis(mesh)]
+    if layout.splits_optimizer:
+        whole = not layout.splits_params
+        for owned in owned_nodes(subject.state.opt_state):
+            exchanged = owned.slot_bytes / parts * (1 if whole else 3)
+            least += (
+                (exchanged + whole * (owned.slot_bytes - owned.matrix_bytes)) * (parts - 1) / parts
+            )
     if not layout.splits_params:
         if layout.splits_optimizer and not isinstance(dp.reduction, Wire):
             least += wire_bytes_of_all_reduce(sums_bytes(_split(subject, case), 0), parts) / 2
@@ -221,15 +230,20 @@ def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def check_work(
-    subject: Subject, programs: dict[Case, CompiledCase], of_one: CompiledStep
+    subject: Subject, programs: dict[Case, CompiledCase], of_one: CompiledStep, updating: int = 0
 ) -> Iterator[Check]:
-    """Yield a row for each program, comparing the FLOPs on all devices with those of one."""
+    """Yield a row for each program, comparing the FLOPs on all devices with those of one.
+
+    `updating` are FLOPs of the optimizer, which devices may repeat where no matrix has an owner.
+    """
     for case, program in programs.items():
-        name, flops = str(case), program.step.flops
+        dp = subject.parallel(case)
+        owned = dp.layout.splits_optimizer and owned_nodes(subject.state.opt_state)
+        share = updating // dp.mesh.shape[shard_axis(dp.mesh)] if owned else updating
+        name, flops = str(case), max(program.step.flops - share, 0)
         if not of_one.flops or not flops:
             yield Check("redundant work", name, SKIP, NO_PRODUCTS)
             continue
-        dp = subject.parallel(case)
         ticks, staged = ticks_of(dp), dp.mesh.shape.get(STAGE, 1) > 1
         times = flops * case.devices / of_one.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, summed over {case.devices}"

@@ -270,7 +270,7 @@ def _traffic(
             yield check_reduced(program.unreduced, str(case))
     yield from check_traffic(subject, facts, programs)
     of_one = inspect(PlainStep(subject).compiled(subject.full))
-    yield from check_work(subject, programs, of_one)
+    yield from check_work(subject, programs, of_one, subject.update_flops())
 
 
 DRAWN_FROM_A_CONSTANT = (

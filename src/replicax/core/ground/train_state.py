@@ -101,6 +101,28 @@ class TrainState:
         return arrays_html(repr(self), self.params, "params")
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["owners", "matrix_bytes", "slot_bytes"],
+)
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Arrays `[owners * slots, ...]` of an optimizer state; an owner has slots in a row."""
+
+    values: PyTree
+    owners: int
+    matrix_bytes: int
+    """Size of the matrices, and of one in each slot."""
+    slot_bytes: int
+
+
+def owned_nodes(state: PyTree) -> list[Owned]:
+    """Return the parts of a state that owners have."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Owned))
+    return [node for node in nodes if isinstance(node, Owned)]
+
+
 MADE_BY = {
     "params": "model",
     "extras": "model",

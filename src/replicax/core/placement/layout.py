@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import from_host
-from replicax.core.ground.train_state import TrainState
-from replicax.core.placement.matrix_slots import Owned
+from replicax.core.ground.train_state import Owned, TrainState
 from replicax.core.placement.mesh import (
     DATA,
     FSDP,
@@ -25,6 +24,7 @@ from replicax.core.placement.pipeline_schedules import SCHEDULES
 from replicax.core.placement.sharding_rules import Rules, axes_of, check_rules, spec_by_rule
 from replicax.errors import ConfigError, choose
 from replicax.text.arguments import answered
+from replicax.text.wording import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,10 @@ class Layout:
                     return sharding(path, node)
                 if splits and node.owners % parts:
                     raise ConfigError(
-                        f"the optimizer has {node.owners} owners of matrices and "
-                        f"layout={self.name!r} {parts} parts; each needs equally many: use owners= "
-                        f"a multiple of {parts}, or layout='replicated'"
+                        f"the optimizer has {counted(node.owners, 'owner')} of matrices and "
+                        f"layout={self.name!r} {parts} parts, of which each needs equally many: "
+                        f"use a number of devices that divides {node.owners}, owners= a multiple "
+                        f"of {parts}, or layout='replicated'"
                     )
                 spec = PartitionSpec(axis) if splits else PartitionSpec()
                 return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)

@@ -11,6 +11,7 @@ another: a batched product has other bits. Then it takes the updates to where th
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -20,17 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from replicax.core.ground.leaves import PyTree
+from replicax.core.ground.train_state import Owned
 from replicax.core.placement.matrix_slots import (
     MatrixDims,
     MatrixForm,
     MatrixGroup,
     MatrixStack,
-    Owned,
     dealt_matrices,
 )
 from replicax.core.placement.mesh import AnyMesh
@@ -54,6 +57,9 @@ class Moves:
     """Takes what owners have updated back to all, or to those that have a part of the entries."""
 
 
+Programs = dict[tuple[tuple[int, int], Any], tuple[ClosedJaxpr, Any]]
+
+
 @dataclass(frozen=True)
 class OwnersWork:
     """The update of the matrices of some leaves by their owners."""
@@ -73,13 +79,51 @@ class OwnersWork:
         """Return the first state of each group."""
         apart = self.apart(params)
 
-        def first(group: MatrixGroup) -> PyTree:
-            def init(entries: jax.Array) -> PyTree:
-                return self.transform.init(group.forms[0].matrix(entries))
+        def of_form(form: MatrixForm, slots: jax.Array) -> PyTree:
+            return jax.vmap(lambda entries: self.transform.init(form.matrix(entries)))(slots)
 
-            return jax.vmap(init)(group.slots(apart))
+        def first(group: MatrixGroup) -> PyTree:
+            slots, kinds = group.slots(apart), np.array(group.kinds)
+            found = of_form(group.forms[0], slots)
+            for kind, form in enumerate(group.forms[1:], 1):
+                own = (kinds == kind).nonzero()[0]
+                found = jax.tree.map(
+                    lambda leaf, new, own=own: leaf.at[own].set(new.reshape(-1, *leaf.shape[1:])),
+                    *(found, of_form(form, slots[own])),
+                )
+            return found
 
         return list(map(first, self.groups))
+
+    def programs(self, gradients: list[jax.Array]) -> Programs:
+        """Return the traced update of each kind of matrix, with what it closes over as constants.
+
+        By shape and dtype of the gradient.
+        """
+        found: Programs = {}
+        for group in self.groups:
+            dtype = gradients[group.leaves[0]].dtype
+            for form in group.forms:
+                matrix = jax.ShapeDtypeStruct(form.shape, group.dtype)
+                state = jax.eval_shape(self.transform.init, matrix)
+                given = matrix.update(dtype=dtype), state, matrix
+                traced = jax.make_jaxpr(self.transform.update, return_shape=True)(*given)
+                found[form.shape, dtype] = traced[0], jax.tree.structure(traced[1])
+        return found
+
+    def by_programs(self, programs: Programs, outside: list[jax.Array]) -> "OwnersWork":
+        """Return the same work by `programs`, whose constants, one after another, are `outside`."""
+        rest, closed = iter(outside), dict[Any, Any]()
+        for key, (program, structure) in programs.items():
+            own = list(itertools.islice(rest, len(program.consts)))
+            closed[key] = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, own)), structure
+
+        def update(gradient: jax.Array, state: PyTree, params: Any = None) -> tuple[Any, PyTree]:
+            function, structure = closed[gradient.shape, gradient.dtype]
+            found = function(*jax.tree.leaves((gradient, state, params)))
+            return jax.tree.unflatten(structure, found)  # type: ignore[no-any-return]
+
+        return replace(self, transform=optax.GradientTransformation(self.transform.init, update))
 
     def __call__(
         self,
@@ -139,8 +183,9 @@ class OwnersWork:
             return form.entries(update), back
 
         def none(gradient: jax.Array, params: jax.Array, state: Any) -> Any:
-            update, _ = jax.eval_shape(branches[0], gradient, params, state)
-            return jnp.zeros(update.shape, update.dtype), state
+            update, after = jax.eval_shape(branches[0], gradient, params, state)
+            same = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
+            return jnp.zeros(update.shape, update.dtype), same
 
         branches: list[Any] = [partial(of_form, form) for form in group.forms]
         if len(group.forms) in group.kinds:
@@ -228,12 +273,17 @@ def by_owner(
         return OwnersWork(transform, stacks, dealt_matrices(transform, stacks, owners))
 
     def init(params: PyTree) -> Owned:
-        return Owned(work_of(params).init(jax.tree.leaves(params)), owners)
+        leaves, work = jax.tree.leaves(params), work_of(params)
+        slots = jax.eval_shape(lambda: [group.slots(work.apart(leaves)) for group in work.groups])
+        sizes = (sum(each.size * each.dtype.itemsize for each in some) for some in (leaves, slots))
+        return Owned(work.init(leaves), owners, *sizes)
 
     def update(gradient: PyTree, state: Owned, params: PyTree = None) -> tuple[PyTree, Owned]:
+        if params is None:
+            raise ValueError("params are needed: call update(gradient, state, params)")
         leaves, structure = jax.tree.flatten(gradient)
         given = leaves, jax.tree.leaves(params), state.values
-        updates, after = _performer.get()(work_of(gradient), *given)
-        return jax.tree.unflatten(structure, updates), Owned(after, owners)
+        updates, after = _performer.get()(work_of(params), *given)
+        return jax.tree.unflatten(structure, updates), replace(state, values=after)
 
     return optax.GradientTransformation(init, update)

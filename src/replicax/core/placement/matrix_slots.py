@@ -11,24 +11,13 @@ Five matrices of 8 x 2 and of 2 x 8, and two owners:
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from replicax.core.ground.leaves import PyTree
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["owners"])
-@dataclasses.dataclass(frozen=True)
-class Owned:
-    """Arrays `[owners * slots, ...]` of an optimizer state; an owner has slots in a row."""
-
-    values: PyTree
-    owners: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +109,8 @@ class MatrixGroup:
 
     @property
     def is_in_order(self) -> bool:
-        return self.order == tuple(range(len(self.order)))
+        every = len(self.forms) not in self.kinds
+        return every and self.order == tuple(range(len(self.order)))
 
     def slots(self, matrices: list[jax.Array]) -> jax.Array:
         """Return the matrices of all leaves in their slots, `[slots, entries]`, 0 where none is."""

@@ -89,12 +89,15 @@ def of_owners(
     work: OwnersWork, gradients: list[jax.Array], params: list[jax.Array], states: list[PyTree]
 ) -> tuple[list[jax.Array], list[PyTree]]:
     """Do `work` when it is evaluated on a piece."""
-    given, structure = jax.tree.flatten((gradients, params, states))
+    # An optimizer may close over values of this trace, such as a learning rate of its state.
+    programs = work.programs(gradients)
+    outside = [const for closed, _ in programs.values() for const in closed.consts]
+    given, structure = jax.tree.flatten((outside, gradients, params, states))
     shapes = jax.eval_shape(work, gradients, params, states)
     results, after = jax.tree.flatten(shapes)
     avals = tuple(ShapedArray(each.shape, each.dtype) for each in results)
-    found = owners_p.bind(*given, work=work, structure=structure, avals=avals)
-    return jax.tree.unflatten(after, found)  # type: ignore[no-any-return]
+    options = {"work": work, "programs": programs, "structure": structure, "avals": avals}
+    return jax.tree.unflatten(after, owners_p.bind(*given, **options))  # type: ignore[no-any-return]
 
 
 owners_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
@@ -164,14 +167,12 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: MicroShard) 
 
 def _at_owners(eqn: JaxprEqn, values: list[_Value], piece: MicroShard) -> list[_Value]:
     """Update the matrices of the owners of a piece."""
-    gradients, params, states = jax.tree.unflatten(eqn.params["structure"], values)
+    outside, gradients, params, states = jax.tree.unflatten(eqn.params["structure"], values)
     own = lambda slots: _Value(slots).part(0, piece)  # noqa: E731
     moves = Moves(own, own, own, partial(gather_micro_shards, dim=0, count=piece.count))
-    updates, states = eqn.params["work"](
-        [value.placed(None, piece) for value in gradients],
-        [value.placed(None, piece) for value in params],
-        jax.tree.map(lambda value: value.part(0, piece), states),
-        moves,
+    whole = [[each.placed(None, piece) for each in some] for some in (outside, gradients, params)]
+    updates, states = eqn.params["work"].by_programs(eqn.params["programs"], whole[0])(
+        *whole[1:], jax.tree.map(lambda value: value.part(0, piece), states), moves
     )
     after = [_Value(leaf, 0) for leaf in jax.tree.leaves(states)]
     return [*map(_Value, updates), *after]
