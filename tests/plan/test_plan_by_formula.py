@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -44,6 +45,18 @@ def test_by_formula_where_it_is_asked_for() -> None:
     assert {point.devices for point in found.scaling.weak} >= {1, 2, 4, 8, 16, 1024}
     assert found.device_hours == pytest.approx(1e6 / speed.rows_per_second * 8 / 3600)
     strict(found)
+
+
+def test_matrices_without_an_owner_are_updated_on_each_device() -> None:
+    def flops(optimizer: Any, layout: str) -> float:
+        dp = rx.DataParallel(loss, optimizer, mesh=rx.make_mesh(1), layout=layout)
+        given = {"target": "h100:8", "by_formula": True, "changes": {}}
+        return rx.plan(dp, MODEL, rows(64), **given).speed.flops
+
+    muon, plain = rx.muon(0.1, "first|second"), flops(optax.sgd(0.1), "replicated")
+    repeated, owned = flops(muon, "replicated") - plain, flops(muon, "zero1") - plain
+    assert repeated == 8 * owned > 0
+    assert flops(optax.contrib.muon(0.1), "zero1") - plain == owned  # one of eight slots is used
 
 
 @pytest.mark.parametrize("by_formula", only([True], [True, False]))

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from replicax.analysis.collectives import sums_bytes
@@ -16,6 +17,7 @@ from replicax.core.data.per_row import with_rows
 from replicax.core.data.rows import opened
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.traced_for import cuda_capability, traced_for
+from replicax.core.ground.train_state import owned_nodes
 from replicax.core.modes.exact.fixed_tree import float_sums
 from replicax.core.placement.mesh import (
     STAGE,
@@ -167,7 +169,21 @@ class StepCache:
 
     def flops(self, dp: DataParallel, rows: int) -> float:
         """Return the FLOPs of products and convolutions on one device, with `rows` per replica."""
-        return self._traced(dp, rows)[1] / dp.mesh.size
+        size = dp.mesh.size
+        return self._traced(dp, rows)[1] / size + self._repeated(dp, rows) * (1 - 1 / size)
+
+    def _repeated(self, dp: DataParallel, rows: int) -> int:
+        """Return the FLOPs of products of the optimizer, if each device does all of them."""
+        if dp.configuration.step is not None:
+            return 0
+        program = dp.program(self._sized(self._rows(dp, rows)))
+        params, state = program.shapes.params, program.shapes.opt_state
+        if dp.layout.splits_optimizer and owned_nodes(state):
+            return 0
+        value = {"value": jnp.float32(0)} if program.updater.takes_value else {}
+        update = partial(program.updater.optimizer.update, **value)
+        traced = jax.make_jaxpr(update)(params, state, params)
+        return count_flops(traced.jaxpr, self.target.chip.platform)
 
     def _recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
         """Return the share of `flops` that is recomputation; None if it cannot be determined."""
