@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from support.figures import assert_mentions
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 from support.training import normals, parallel
 
 import replicax as rx
@@ -66,22 +66,24 @@ def told(caplog: pytest.LogCaptureFixture, loss: Any, optimizer: Any) -> list[st
     return caplog.messages
 
 
-@pytest.mark.parametrize("name", BY_RANK)
+@pytest.mark.parametrize("name", only(["muon"], BY_RANK))
 def test_a_rule_by_rank_is_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     optimizer, parts = BY_RANK[name]
     [line] = told(caplog, loss, optimizer)
     assert_mentions(line, *parts)
 
 
-@pytest.mark.parametrize("name", only(["muon", "factored"], BY_PATH))
+@pytest.mark.parametrize("name", only(["muon"], BY_PATH))
 def test_a_rule_by_path_is_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, loss, BY_PATH[name]) == []
 
 
+@EXHAUSTIVE
 def test_nor_is_one_of_layers_that_are_not_scanned(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, unrolled, optax.contrib.muon(0.1)) == []
 
 
+@EXHAUSTIVE
 def test_verify_notes_it() -> None:
     dp = parallel(loss, optax.adamw(0.1, mask=by_rank), devices=2)
     found = [each for each in rx.verify(dp, MODEL, BATCH).checks if each.case == "rank"]
