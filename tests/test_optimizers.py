@@ -190,10 +190,9 @@ SETUPS = [
         for n in (2, 8)
     ),
 ]
-KEPT = [("jit", "zero1", 8), ("shard_map", "fsdp", 2)]
 
 
-@pytest.mark.parametrize(("mode", "layout", "devices"), only(KEPT, SETUPS))
+@pytest.mark.parametrize(("mode", "layout", "devices"), only([], SETUPS))
 def test_every_mode_and_layout_trains_as_plain_jax(mode: str, layout: str, devices: int) -> None:
     found, _ = trained(devices, mode, layout)
     for path, leaf in by_path(plain()).items():
@@ -260,7 +259,7 @@ def shampoo(rate: float) -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("mode", "layout", "devices"),
     only(
-        [("jit", "zero1", 4)],
+        [],
         [("jit", "zero1", 4), ("jit", "fsdp", 2), ("shard_map", "zero1", 8), ("exact", "zero1", 2)],
     ),
 )
@@ -298,9 +297,7 @@ def step_of(devices: int, layout: str, optimizer: Any = None) -> CompiledStep:
     return inspect(compiled)
 
 
-@pytest.mark.parametrize(
-    ("layout", "devices", "ways"), only([("zero1", 8, 1)], [("zero1", 8, 1), ("fsdp", 2, 3)])
-)
+@pytest.mark.parametrize(("layout", "devices", "ways"), only([], [("zero1", 8, 1), ("fsdp", 2, 3)]))
 def test_a_step_sends_what_adamw_sends_and_matrices_to_owners(
     layout: str, devices: int, ways: int
 ) -> None:
@@ -311,6 +308,7 @@ def test_a_step_sends_what_adamw_sends_and_matrices_to_owners(
     assert sent == {each.kind: each.bytes for each in adamw.collectives}
 
 
+@EXHAUSTIVE
 def test_each_device_does_its_share_of_the_products() -> None:
     flops = [step_of(4, layout).flops for layout in ("replicated", "zero1")]
     without = step_of(4, "replicated", optax.sgd(0.1)).flops

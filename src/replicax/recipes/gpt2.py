@@ -64,8 +64,7 @@ class GPT2:
     learning_rate: float = 2e-3
     """Peak learning rate, reached after 1% of the steps, then cosine decay to a tenth of it."""
     muon_learning_rate: Positive | None = None
-    """Peak learning rate of Muon for the matrices of the blocks, such as 0.02; by default they are
-    AdamW's, as the other parameters are."""
+    """Peak learning rate of Muon for the matrices of the blocks; by default AdamW trains all."""
     weight_decay: float = 0.1
     """Weight decay, applied to weight matrices only."""
     clip_norm: float = 1.0
