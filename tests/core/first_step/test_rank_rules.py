@@ -73,7 +73,8 @@ def test_a_rule_by_rank_is_told_once(name: str, caplog: pytest.LogCaptureFixture
     assert_mentions(line, *parts)
 
 
-@pytest.mark.parametrize("name", only([], BY_PATH))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", BY_PATH)
 def test_a_rule_by_path_is_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, loss, BY_PATH[name]) == []
 
