@@ -385,6 +385,7 @@ def test_owners_that_devices_cannot_share_are_refused() -> None:
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
+    rx.by_matrix(optax.sgd(0.1), "up", rest=optax.MultiSteps(optax.sgd(0.1), 2))  # type: ignore[arg-type]
     with refused(rx.ConfigError, "transform"):
         rx.by_matrix(optax.sgd, "up", rest=optax.sgd(0.1))  # type: ignore[arg-type]
     with refused(rx.ConfigError, "adam_learning_rate"):

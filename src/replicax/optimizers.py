@@ -59,7 +59,7 @@ def by_matrix(
         ConfigError: no matrices are named, or one that matches is an embedding or a head.
     """
     for name, given in (("transform", transform), ("rest", rest)):
-        if not isinstance(given, optax.GradientTransformation):
+        if not (hasattr(given, "init") and hasattr(given, "update")):
             raise ConfigError(
                 f"{name}={given!r} is no optax.GradientTransformation: call optax.adamw(...), for "
                 "example"

@@ -70,8 +70,7 @@ def _updater(optimizer: Any, leaves: Sequence[Any], structure: Any) -> Updater:
     given = optimizer.init, optimizer.update, structure, *leaves
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may only pass `value` on to other optimizers, so try
-            value = jax.ShapeDtypeStruct((), jnp.float32)
-            return Updater(optimizer, True, *_read(*given, value=value))
+            return Updater(optimizer, True, *_read(*given, value=jax.ShapeDtypeStruct((), "f4")))
         except ConfigError as error:
             if not isinstance(error.__cause__, TypeError):
                 raise
@@ -193,7 +192,8 @@ def averaging(
         average = optax.incremental_update(after, state.average, 1 - decay)
         return updates, Averaged(inner, average)
 
-    return optimizer._replace(init=init, update=update)  # of the same type
+    kinds = optax.GradientTransformation, optax.GradientTransformationExtraArgs
+    return kinds[isinstance(optimizer, kinds[1])](init, update)
 
 
 def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
