@@ -222,7 +222,8 @@ AROUND: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", only(AROUND[-1:], AROUND))
+@EXHAUSTIVE
+@pytest.mark.parametrize("settings", AROUND)
 def test_what_is_around_it_is_as_on_one_device(settings: Any) -> None:
     given = dict(settings)
     mode = given.pop("mode", "jit")
