@@ -21,6 +21,15 @@ def assert_mentions(text: str, *parts: object) -> None:
     assert not missing, f"{missing} not in {text!r}"
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what Replicax and asyncio logged.
+
+    Other packages also log in threads that an earlier test left: an MLflow without its server.
+    """
+    ours = ("replicax", "asyncio")
+    return [record.getMessage() for record in caplog.records if record.name in ours]
+
+
 @contextlib.contextmanager
 def refused(
     kind: type[Exception], *parts: object, match: str | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from support.figures import assert_mentions
+from support.figures import assert_mentions, logged
 from support.tiers import EXHAUSTIVE, only
 from support.training import normals, parallel
 
@@ -63,7 +63,7 @@ def told(caplog: pytest.LogCaptureFixture, loss: Any, optimizer: Any) -> list[st
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):
             state, _ = dp.step(state, BATCH)
-    return caplog.messages
+    return logged(caplog)
 
 
 @pytest.mark.parametrize("name", only(["muon"], BY_RANK))
