@@ -21,6 +21,7 @@ from replicax.verify.difference import (
     perturbed,
     rounding_noise,
     step_changes,
+    stored_rounding,
 )
 
 
@@ -176,7 +177,7 @@ def test_rounding_is_no_difference_and_a_thousandth_is(
         rounding_noise(reference, params, rows, eps=EPS, expected=expected),
         terms=64,
         eps=EPS,
-        values=leaves((params, params)),
+        stored=stored_rounding((params, params)),
     )
     apart = leaf_differences(step(loss, optimizer, 8)(params, rows), expected, limits)
     assert apart == []

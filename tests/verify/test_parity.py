@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE
 from support.training import parallel
@@ -16,7 +18,7 @@ from replicax.core.modes.mode_table import MODES
 from replicax.core.step import loss as loss_module
 from replicax.verify.facts import Facts, examine_subject
 from replicax.verify.plain_step import PlainStep
-from replicax.verify.program_cases import FULL, ProgramCases
+from replicax.verify.program_cases import FULL, PADDED, ProgramCases
 from replicax.verify.stages import run_stages
 from replicax.verify.subject import Case, Subject, results_of
 
@@ -51,6 +53,34 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "shard_map, padded": "fail",
         "shard_map, unequal weights": "fail",
     }
+    # Some of its replicas and micro-batches hold only padding, whose mean is no number.
+    case = of.case(of.own.mode, zoo.MICRO_BATCHES)
+    check = ProgramCases(of, facts).parity(case, PADDED)
+    assert (check.verdict, check.figures["rows"]) == ("fail", zoo.ROWS)
+
+
+class Scaled(nnx.Module):
+    """Follows a mean that stays near 1."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(np.ones(6, np.float32))
+        self.square = nnx.BatchStat(np.ones(6, np.float32))
+
+
+def scaled(model: Scaled, batch: Any, key: Any) -> Any:
+    now = jax.numpy.mean(batch["x"] ** 2, axis=0)
+    model.square[...] = 0.9999 * model.square[...] + 1e-4 * now
+    return batch["x"] @ model.scale[...]
+
+
+def test_a_small_change_is_rounded_as_the_value_that_changes() -> None:
+    dp = parallel(scaled, optax.sgd(0.1), mode="jit", devices=2)
+    of = warm_subject(dp, Scaled(), zoo.data(), 1, 0)
+    trial = ProgramCases(of, examine_subject(of)).trial(of.own)
+    path = "extras['square']"
+    bound = trial.bounds(trial.expected([of.full]), [of.full], of.rows)[path]
+    assert np.all(bound >= 2 * np.finfo(np.float32).eps)
+    assert np.all(bound < 0.1 * np.abs(trial.expected([of.full])[path]).max())
 
 
 class LeftOut:

@@ -107,6 +107,16 @@ def step_changes(before: PyTree, after: PyTree) -> Leaves:
     }
 
 
+def stored_rounding(tree: PyTree) -> Leaves:
+    """Return by path two units in the last place of each float of a tree, in its own dtype."""
+    found: Leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        values = _values(leaf)
+        if values is not None and is_float(values):
+            found[jax.tree_util.keystr(path)] = 2 * _eps(jnp.result_type(leaf)) * np.abs(values)
+    return found
+
+
 def is_float(values: np.ndarray) -> bool:
     """Whether a leaf is compared within bounds; others must be equal."""
     return bool(np.issubdtype(values.dtype, np.inexact))
@@ -166,13 +176,14 @@ def bounds(
     *,
     terms: int,
     eps: float,
-    values: Mapping[str, np.ndarray] | None = None,
+    stored: Mapping[str, np.ndarray],
 ) -> Leaves:
     """Return by path the largest difference that rounding explains, per element.
 
     It is the sum of the change in the perturbed runs, with a margin; eps · sqrt(terms) times the
-    leaf's scale, the expected error of a sum in a different order; and, for changes, two units of
-    the values that were subtracted. `terms` is the length of the longest sum: rows.
+    leaf's scale, the expected error of a sum in a different order; and, for changes, the rounding
+    of the `stored` values that they are differences of. `terms` is the length of the longest sum:
+    rows.
     """
     result: Leaves = {}
     for path, value in expected.items():
@@ -182,8 +193,8 @@ def bounds(
         finite = np.abs(value[np.isfinite(value)])
         scale = float(finite.max()) if finite.size else 0.0
         bound = SAFETY * (moved + np.quantile(moved, _BULK)) + 4 * eps * math.sqrt(terms) * scale
-        if values is not None and path in values and values[path].shape == value.shape:
-            bound = bound + 2 * eps * (np.abs(values[path]) + np.abs(value))
+        if path in stored and stored[path].shape == value.shape:
+            bound = bound + stored[path]
         result[path] = bound
     return result
 

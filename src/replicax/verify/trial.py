@@ -21,6 +21,7 @@ from replicax.verify.difference import (
     is_float,
     leaves,
     rounding_noise,
+    stored_rounding,
     step_changes,
 )
 from replicax.verify.evidence import Evidence
@@ -96,9 +97,12 @@ class Trial:
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
         """Return the difference that rounding explains in each element of `expected`."""
-        values = self.named(leaves({"state": self.state}))
         noise = self.noise(expected, batches)
-        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
+        return bounds(expected, noise, terms=rows, eps=self.eps, stored=self.stored())
+
+    def stored(self) -> Leaves:
+        """Return the rounding of each value of the state."""
+        return self.named(stored_rounding({"state": self.state}))
 
     def noise(self, expected: Leaves, batches: Sequence[PyTree]) -> Leaves:
         """Return how much rounding changes each element of `expected`."""
@@ -157,9 +161,13 @@ class Trial:
             micro_batches=self.micro_batches,
             on_rows=None
             if self.draws
-            else lambda indices: self.expected([take(batch, indices) for batch in batches]),
+            else lambda indices: self.on_rows(batches, indices),
             **more,
         )
+
+    def on_rows(self, batches: Sequence[PyTree], indices: np.ndarray) -> Leaves:
+        """Return the reference's results on only some rows of each batch."""
+        return self.expected([take(batch, indices) for batch in batches])
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
         """Return results by their names in the table."""
