@@ -21,8 +21,8 @@ from replicax.verify.difference import (
     is_float,
     leaves,
     rounding_noise,
-    stored_rounding,
     step_changes,
+    stored_rounding,
 )
 from replicax.verify.evidence import Evidence
 from replicax.verify.form import Form, StepFile, host, is_pmap, parts_returned
@@ -159,9 +159,7 @@ class Trial:
             rows=rows_of_batch(batches[0]),
             replicas=self.replicas,
             micro_batches=self.micro_batches,
-            on_rows=None
-            if self.draws
-            else lambda indices: self.on_rows(batches, indices),
+            on_rows=None if self.draws else lambda indices: self.on_rows(batches, indices),
             **more,
         )
 
