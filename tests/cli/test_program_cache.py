@@ -66,9 +66,6 @@ def bits(text: str) -> str:
     return found[1]
 
 
-@pytest.mark.skipif(
-    program_cache._REFUSED in program_cache.host_processor(), reason="a CPU without the cache"
-)
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = train(tmp_path, cache, "--steps", "4", "--run", "a")
@@ -76,7 +73,7 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -
     again = train(tmp_path, cache, "--steps", "4", "--run", "b")
     assert again.count(MISSES) == 0
     assert not re.search("^cache ", again, re.MULTILINE)
-    assert again.count(HITS) > 5
+    assert again.count(HITS) > 2
     without = train(tmp_path, tmp_path / "none", "--steps", "4", "--run", "c")
     assert without.count(HITS) == without.count(MISSES) == 0
     assert bits(first) == bits(again) == bits(without)
@@ -87,9 +84,6 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path: Path) -
     assert all(read_entry(path) for path in entries)
 
 
-@pytest.mark.skipif(
-    program_cache._REFUSED in program_cache.host_processor(), reason="a CPU without the cache"
-)
 def test_a_second_verification_compiles_nothing(tmp_path: Path) -> None:
     verify = ["verify", "linear_regression", "--devices", "2", "--modes", "jit,exact"]
     kept = []
@@ -112,21 +106,18 @@ def test_a_users_own_cache_is_left_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("features", "kept"), [("GenuineIntel avx512f", False), ("other", True)])
-def test_a_cpu_has_a_folder_for_its_features_unless_it_loads_programs_badly(
-    configured: Any,
-    features: str,
-    kept: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_cpu_has_a_folder_for_its_features(
+    configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(program_cache, "host_processor", lambda: features)
     said = keep_programs(jax.devices()[0], prunes=True)
-    folders = [str(each) for each in tmp_path.glob("replicax/programs/cpu-*")]
-    assert [configured.jax_compilation_cache_dir] == (folders if kept else [None])
-    assert (said is not None) == kept
-    assert keep_programs(jax.devices()[0], prunes=True) is None
+    [folder] = tmp_path.glob("replicax/programs/cpu-*")
+    assert configured.jax_compilation_cache_dir == str(folder)
+    assert str(folder) in (said or "")
+    configured.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(program_cache, "host_processor", lambda: "another")
+    keep_programs(jax.devices()[0], prunes=True)
+    assert len(list(tmp_path.glob("replicax/programs/cpu-*"))) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_said(
@@ -134,7 +125,6 @@ def test_a_folder_that_cannot_be_made_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(program_cache, "host_processor", lambda: "other")
     assert os.strerror(errno.ENOTDIR) in (keep_programs(jax.devices()[0], prunes=True) or "")
     assert configured.jax_compilation_cache_dir is None
 

@@ -14,9 +14,6 @@ from replicax.text.wording import size_text
 MOST_KEPT_BYTES = 10**9
 """Size to which the programs of one kind of device are pruned, least recently read first. JAX's own
 limit, `jax_compilation_cache_max_size`, keeps no more once a process is killed while it writes."""
-# There XLA takes preferences of its compiler for features that the processor lacks, and prints an
-# error for each program that it loads (jaxlib 0.10).
-_REFUSED = "GenuineIntel"
 
 
 class _Programs:
@@ -39,8 +36,8 @@ class _Programs:
 def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
     """Have JAX keep what it compiles, however fast, in the user's cache; return a line to print.
 
-    Nothing happens if the user has configured JAX's cache, or on a CPU that loads programs badly. A
-    CPU has a folder of its own for each set of features.
+    Nothing happens if the user has configured JAX's cache. A CPU has a folder of its own for each
+    set of features.
 
     Args:
         device: a device of the run.
@@ -49,9 +46,9 @@ def keep_programs(device: jax.Device, *, prunes: bool) -> str | None:
     config = jax.config
     enabled = config.jax_enable_compilation_cache
     chosen = config.jax_compilation_cache_dir is not None
-    host = host_processor() if device.platform == "cpu" else ""
-    if chosen or not enabled or _REFUSED in host:
+    if chosen or not enabled:
         return None
+    host = host_processor() if device.platform == "cpu" else ""
     kind = hashlib.sha256(host.encode()).hexdigest()[:8] if host else ""
     folder = cache_folder() / "programs" / f"{device.platform}{kind and f'-{kind}'}"
     is_new = not folder.exists()
