@@ -80,7 +80,7 @@ def test_the_first_row_comes_before_anything_runs(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [
-        (7, {}, "need 16"),
+        (7, {}, "need 8"),
         (32, {"modes": ["jt"]}, "did you mean 'jit'"),
         (32, {"micro_batches": 0}, "micro_batches=0"),
     ],

@@ -11,7 +11,7 @@ from replicax.core.data.batch import Batch
 from replicax.verify.difference import Leaves, bounds, rounding_noise
 from replicax.verify.facts import Facts
 from replicax.verify.form import Form
-from replicax.verify.subject import Case, SkippedStepError, Subject, named_results, results_of
+from replicax.verify.subject import Case, Subject, named_results, results_of
 from replicax.verify.trial import Trial
 
 _OF_FLOAT32 = 2.0**-23
@@ -111,14 +111,6 @@ class ProgramTrial(Trial):
             for path, value in expected.items()
             if (each := of_full.get(path)) is not None
         }
-
-    def on_rows(self, batches: Sequence[Any], indices: np.ndarray) -> Leaves:
-        """Return one device's results on some rows; NaN if these are only padding."""
-        try:
-            return super().on_rows(batches, indices)
-        except SkippedStepError:
-            whole = self.expected(batches)
-            return {path: np.full(np.shape(each), np.nan) for path, each in whole.items()}
 
     def trace(self, batch: Batch) -> Any:
         """Return the step's jaxpr."""

@@ -49,7 +49,7 @@ from replicax.verify.verification import Verification, failed_on_one_device
 from replicax.verify.verify_custom_step import verify_custom_step
 
 ALL = "all"
-MICRO_BATCHES_TRIED = 4
+MICRO_BATCHES_TRIED = 2
 ROWS_OF_ONE = 2
 """Rows per micro-batch of a replica; more would show nothing new."""
 Looked = tuple[Iterator[Check], Callable[[], bool]]
