@@ -30,7 +30,8 @@ class Voting(Alone):
         return [value, *self.others]
 
 
-QUIET = {"signal": None, "stop": None, "save": False, "evaluate": False, "clock": False, "next": 1}
+ASKED: dict[str, Any] = {"signal": None, "stop": None, "save": False, "evaluate": False}
+QUIET = {**ASKED, "clock": False, "next": 1, "took": None}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ class InFlight:
         """Number of steps dispatched."""
         self.entered = 0
         """Number of steps dispatched or being dispatched; the last may wait for other processes."""
+        self.waited_seconds = 0.0
+        """Total time that this process waited for calls to finish."""
         self.lock = threading.RLock()
         """Held while a program is dispatched."""
         self._waited_for = self._noted = 0
@@ -120,9 +123,11 @@ class InFlight:
 
     def _wait(self) -> None:
         """Wait for the oldest call; re-raise any error from its devices."""
+        started = time.perf_counter()
         try:
             self._unfinished[0][0].block_until_ready()
         finally:  # a call that failed ended as well: the next wait is for the one after it
+            self.waited_seconds += time.perf_counter() - started
             with self._lock:
                 self._waited_for = self._unfinished.popleft()[1]
 

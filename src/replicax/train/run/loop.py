@@ -112,8 +112,11 @@ class Loop:
         if isinstance(batch, Batches):
             self._prepare(batch)
         run = self._dp.steps if isinstance(batch, Batches) else self._dp.step
+        started, before = time.perf_counter(), now.place.step
         (now.state, results), self._given = run(now.state, batch), None
         now.stepped(batch)
+        self.run.times.dispatched(now.place.step - before, time.perf_counter() - started)
+        self.run.garbage.stepped(now.place.step)
         now.job.in_flight.note(call := dispatched(now.place, batch, results))
         self.run.ledger.beat()
         self._hooks("dispatched", call.last)
@@ -122,6 +125,7 @@ class Loop:
         self._steps.follow(0 if waits else STEPS_IN_FLIGHT)
         if not now.begun:
             now.begun = True
+            self.run.garbage.begun(now.place.step)
             self.run.ledger.enter("productive")
             if self._evaluator is not None:
                 self._evaluator.check()
@@ -165,6 +169,7 @@ class Loop:
 
     def _evaluate(self) -> Record | None:
         assert self._evaluator is not None
+        self.run.times.interrupted()
         started, record, now = time.perf_counter(), None, self._now
         try:
             with self.run.ledger.spending("evaluating"):
@@ -202,6 +207,7 @@ class Loop:
         return bool((by_step and passed) or self._stopping.save_due)
 
     def _save(self) -> None:
+        self.run.times.interrupted()
         started = time.perf_counter()
         self._hooks("saving")
         self.run.storage.save(self._now.state, *self._now.save_state())
@@ -230,6 +236,7 @@ class Loop:
             return
         self._compiled.add(len(batches))
         self._now.job.in_flight.drain()  # or steps would finish in the time that is left out
+        self.run.times.interrupted()
         started = time.perf_counter()
         self._dp.prepare(self._now.state, batches)
         seconds = time.perf_counter() - started

@@ -28,6 +28,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.files.fingerprint import sha256
 from replicax.train.files.records import ISLANDS_KIND, Record, record_from_json
 from replicax.train.run.stopping import Interrupt, Stopping
+from replicax.train.run.stragglers import NO_TIMES, VoteTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +99,21 @@ class Members:
         interrupt: Interrupt,
         save_every_seconds: float | None,
         at_boundary: Callable[[], bool],
+        times: VoteTimes,
     ) -> Stopping:
         """Return what turns the requests of all processes into decisions.
 
-        `at_boundary` says whether a run with rounds is between two of them.
+        `at_boundary` says whether a run with rounds is between two of them; `times` travel with the
+        votes of processes that wait for one another in each step.
         """
         islands = None if self._islands is None else self._islands.everyone
         return Stopping(
-            interrupt, self.everyone, save_every_seconds, islands=islands, at_boundary=at_boundary
+            interrupt,
+            self.everyone,
+            save_every_seconds,
+            islands=islands,
+            at_boundary=at_boundary,
+            times=times if islands is None else NO_TIMES,
         )
 
     def enter(

@@ -28,8 +28,10 @@ from replicax.train.folder.written_folder import WrittenFolder
 from replicax.train.hooks.call_sizes import CallSizes, call_sizes
 from replicax.train.hooks.hook import Running
 from replicax.train.run.finished_steps import FinishedSteps
+from replicax.train.run.garbage import Garbage
 from replicax.train.run.run_parts import RunParts
 from replicax.train.run.stopping import Stopping, is_any_open
+from replicax.train.run.stragglers import StepTimes
 from replicax.train.run.summary import Fit, derived, describe, doubts, run_summary
 
 _ALIKE = "parallel", "data"
@@ -70,11 +72,14 @@ class OpenRun:
         # Steps after the folder, which is thus closed when none is in flight any more.
         stack.enter_context(dp.job.in_flight.followed())
         self.steps = FinishedSteps(parts, lambda: self.ledger)
+        self.garbage, self.times = Garbage(dp.job.processes), StepTimes(dp.job.in_flight, parts.say)
+        stack.enter_context(self.garbage.restored())
         # Votes before the state: a run that another island gives brings some.
         self.stopping: Stopping = members.stopping(
             parts.interrupt,
             saving.clock_seconds if parts.settings.resumable else None,
             lambda: dp.configuration.between.is_boundary(now.place.step),
+            self.times,
         )
         # The state last: a run that is refused above leaves the one it was given as it is.
         self._resume(donated)

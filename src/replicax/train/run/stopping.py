@@ -12,6 +12,7 @@ from typing import Any
 from replicax.core.ground.job import Job
 from replicax.islands.island_job import AllIslands
 from replicax.text.arguments import typed
+from replicax.train.run.stragglers import NO_TIMES, VoteTimes
 
 _BETWEEN_VOTES_SECONDS = 0.5
 _FIRST_SAVE_SECONDS = 60.0
@@ -197,6 +198,7 @@ class Stopping:
         *,
         islands: AllIslands | None = None,
         at_boundary: Callable[[], bool] = lambda: True,
+        times: VoteTimes = NO_TIMES,
     ) -> None:
         self.save_due = False
         """Whether all processes must save now; reset when they have."""
@@ -207,6 +209,7 @@ class Stopping:
         self.leaves: str | None = None
         """The signal on which this process leaves the others, which go on."""
         self._islands, self._signalled_votes, self._at_boundary = islands, 0, at_boundary
+        self._times = times
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at, self._has_saved = time.monotonic(), False
@@ -279,7 +282,8 @@ class Stopping:
             if clock or self._interrupt.wanted or any(self._asked.values()):
                 self._decide([self._mine(clock)])
         elif not self.is_ending and (now or self._calls >= self._vote_at or unit != self._unit):
-            mine = {**self._mine(not now and self._is_time()), "next": self._next()}
+            clock = not now and self._is_time()
+            mine = {**self._mine(clock), "next": self._next(), "took": self._times.mine()}
             if unit != self._unit:  # how long one takes is not known yet
                 self._span = mine["next"] = 1
             if self._islands is None:
@@ -287,6 +291,8 @@ class Stopping:
             else:
                 votes = self._islands.gather("whether to stop", mine, admits=admits)
             self._decide(votes)
+            self._times.heard([vote["took"] for vote in votes])
+            self._times.vote_ended()
             # The clock of one process says when, as those of others run differently.
             self._vote_at = self._calls + votes[0]["next"]
         self._unit = unit
