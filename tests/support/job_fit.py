@@ -1,5 +1,9 @@
-"""`fit` in a job: `STEPS FOLDER INTERRUPTED`; a process prints `{"steps": ..., "rows": ...}`."""
+"""`fit` in a job: `STEPS FOLDER INTERRUPTED`; a process prints `{"steps": ..., "rows": ...}`.
 
+With `late` for INTERRUPTED, process 1 sleeps 20 ms in each step, and nothing is evaluated.
+"""
+
+import gc
 import json
 import os
 import signal
@@ -15,6 +19,7 @@ from support.job_cases import DATA, loss, model
 
 import replicax as rx
 from replicax.core.ground.job import Job
+from replicax.train.run import stragglers
 
 
 def interrupt(job: Job, steps: int) -> None:
@@ -32,6 +37,19 @@ class FailsInProcess1(rx.Hook):
             raise KeyError("a mistake")
 
 
+class Sleeps(rx.Hook):
+    """Makes process 1 come late to each step; notes whether Python collects by itself."""
+
+    collects = True
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def dispatched(self, run: Any, step: Any) -> None:
+        time.sleep(self.seconds)
+        self.collects = gc.get_threshold()[2] < 10**9
+
+
 def main() -> None:
     """Steps of this process from `STEPS` (of each process, by commas), Ctrl-C in `INTERRUPTED`."""
     job = rx.initialize(verbose=False)
@@ -40,20 +58,24 @@ def main() -> None:
         threading.Thread(target=interrupt, args=[job, 20], daemon=True).start()
     dp = rx.DataParallel(loss, optax.adamw(1e-3), job=job)
     state = dp.init(model())
+    late = sys.argv[3] == "late"
+    stragglers._JUDGED_SECONDS = 1.0
+    sleeps = Sleeps(0.02 * late * job.process)
     result = rx.fit(
         dp,
         state,
         DATA,
         batch_size=16,
         steps=steps,
-        eval_source=DATA,
+        eval_source=None if late else DATA,
         run_dir=Path(sys.argv[2]) / "run",
         log_every=1000,
-        hooks=[FailsInProcess1()],
+        hooks=[FailsInProcess1(), sleeps],
         interrupt=rx.Interrupt(),
     )
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
     ended = {"steps": result.steps, "interrupted": result.interrupted, "norm": norm}
+    ended["collects"] = sleeps.collects
     print(json.dumps({**ended, **result.metrics}), flush=True)
 
 

@@ -34,6 +34,17 @@ def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
     assert [json.loads(record)["kind"] for record in records].count("eval") == 10
 
 
+@EXHAUSTIVE
+def test_the_process_that_is_late_is_named(folder: Path) -> None:
+    first, second = fit(folder, "150,150", "late")
+    assert said(first) == said(second)
+    [line] = [line for line in first.out.splitlines() if "process 1" in line]
+    own, others = (float(number) for number in re.findall(r"([\d.]+) ms", line)[:2])
+    assert 20 <= own - others < 60
+    assert "process 1 (" not in second.out
+    assert not said(first)["collects"]
+
+
 @pytest.mark.parametrize("process", only(["1"], ["0", "1"]))
 def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, process: str) -> None:
     first, second = fit(folder, "1000000,1000000", process)

@@ -71,9 +71,9 @@ class Linked:
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[Any]:
-        return self.link.gather(
-            self.unique(topic), value, cancelled, _SLOW_SECONDS if slow else None
-        )
+        timeout = _SLOW_SECONDS if slow else None
+        with self.in_flight.waiting():
+            return self.link.gather(self.unique(topic), value, cancelled, timeout)
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
         answer: dict[str, Any] = {}

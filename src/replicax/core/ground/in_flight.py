@@ -28,7 +28,7 @@ class InFlight:
         self.entered = 0
         """Number of steps dispatched or being dispatched; the last may wait for other processes."""
         self.waited_seconds = 0.0
-        """Total time that this process waited for calls to finish."""
+        """Total time that this process waited, for calls to finish or for other processes."""
         self.lock = threading.RLock()
         """Held while a program is dispatched."""
         self._waited_for = self._noted = 0
@@ -74,6 +74,15 @@ class InFlight:
             yield
         finally:
             self._is_followed = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time in the context as waited."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - started
 
     def note(self, note: Any) -> None:
         """Attach a note to the last call added; `notes` returns it."""
@@ -123,11 +132,10 @@ class InFlight:
 
     def _wait(self) -> None:
         """Wait for the oldest call; re-raise any error from its devices."""
-        started = time.perf_counter()
         try:
-            self._unfinished[0][0].block_until_ready()
+            with self.waiting():
+                self._unfinished[0][0].block_until_ready()
         finally:  # a call that failed ended as well: the next wait is for the one after it
-            self.waited_seconds += time.perf_counter() - started
             with self._lock:
                 self._waited_for = self._unfinished.popleft()[1]
 

@@ -2,8 +2,8 @@
 
 A step takes equally long in all processes, as its reduction waits for the last to come. So each
 process measures its own part: the time since the last vote without the dispatch of steps and the
-waits for devices, which is what loading, hooks, the user's loop and other programs of that host
-take. A device that is slow itself is not seen, as its process waits like the others.
+waits, which is what loading, hooks, the user's loop and other programs of that host take. A device
+that is slow itself is not seen, as its process waits like the others.
 """
 
 import socket
@@ -28,7 +28,7 @@ class Took(TypedDict):
     steps: int
     own: float
     waited: float
-    """Waits for devices, without the dispatch."""
+    """Waits for devices and other processes, without the dispatch of steps."""
     all: float
 
 
@@ -108,7 +108,7 @@ class StepTimes:
         step = sum(each["all"] for each in by_process[slowest]) / steps
         waited = sum(each["waited"] for each in by_process[slowest]) / steps
         more = own[slowest] - others
-        # One that itself waits for its devices that long would not come earlier.
+        # One that itself waits that long, as for its devices, would not come earlier.
         if more < max(_SHARE * step, _LEAST_SECONDS, waited) or slowest in self._named:
             return
         self._named.add(slowest)
