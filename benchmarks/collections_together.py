@@ -30,7 +30,7 @@ def process(way: str) -> None:
     import optax
 
     import replicax as rx
-    from replicax.train.run.garbage import Garbage
+    from replicax.train.run.host_memory import Garbage
 
     if way == "apart":
         Garbage.begun = lambda self, step: None  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicax.train.run.garbage import COLLECTED_EVERY, Garbage
+from replicax.train.run.host_memory import COLLECTED_EVERY, Garbage
 
 
 @pytest.fixture(autouse=True)

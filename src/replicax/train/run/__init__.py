@@ -8,7 +8,8 @@
     loop.py             batches, steps, evaluations and checkpoints, in order
     fit.py              `Run`, as users and hooks see it, and `fit`, a whole run in one call
 
-Read `loop.py` first, then `open_run.py`. `stopping.py` is where all processes agree; `evaluator.py`
-scores, `step_records.py` measures, `summary.py` prints and is the result; with islands,
-`members.py` says which of them writes. Tests: `tests/train/`. Public: `rx.Run`, `rx.fit`, `rx.Fit`.
+Read `loop.py` first, then `open_run.py`. `stopping.py` is where all processes agree, and
+`stragglers.py` finds the one that is late; `evaluator.py` scores, `step_records.py` measures,
+`summary.py` prints and is the result; with islands, `members.py` says which of them writes. Tests:
+`tests/train/`. Public: `rx.Run`, `rx.fit`, `rx.Fit`.
 """

@@ -28,7 +28,7 @@ from replicax.train.folder.written_folder import WrittenFolder
 from replicax.train.hooks.call_sizes import CallSizes, call_sizes
 from replicax.train.hooks.hook import Running
 from replicax.train.run.finished_steps import FinishedSteps
-from replicax.train.run.garbage import Garbage
+from replicax.train.run.host_memory import Garbage
 from replicax.train.run.run_parts import RunParts
 from replicax.train.run.stopping import Stopping, is_any_open
 from replicax.train.run.stragglers import StepTimes

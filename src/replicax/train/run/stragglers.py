@@ -33,7 +33,7 @@ class Took(TypedDict):
 
 
 class VoteTimes(Protocol):
-    """What a process adds to its votes."""
+    """Travels with the votes of a process."""
 
     def mine(self) -> Took | None:
         """Return what this process adds to a vote; None if nothing was measured."""
