@@ -17,6 +17,8 @@ import pytest
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TRACKIO_DIR"] = str(Path(__file__).parents[1] / "build/test-trackio")
+# A logger without its server would try again for minutes, in a thread beside the next tests.
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 if Path("/dev/shm").is_dir():  # runs would wait for the disk at every save
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
