@@ -1,6 +1,6 @@
 """`fit` in a job: `STEPS FOLDER INTERRUPTED`; a process prints `{"steps": ..., "rows": ...}`.
 
-With `late` for INTERRUPTED, process 1 sleeps 20 ms in each step, and nothing is evaluated.
+With `late` for INTERRUPTED, process 1 sleeps 50 ms in each step, and nothing is evaluated.
 """
 
 import gc
@@ -60,7 +60,7 @@ def main() -> None:
     state = dp.init(model())
     late = sys.argv[3] == "late"
     stragglers._JUDGED_SECONDS = 1.0
-    sleeps = Sleeps(0.02 * late * job.process)
+    sleeps = Sleeps(0.05 * late * job.process)
     result = rx.fit(
         dp,
         state,
