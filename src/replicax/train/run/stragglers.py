@@ -66,7 +66,6 @@ class StepTimes:
         self._host = socket.gethostname()
         self._named = set[int]()
         self._heard: list[Sequence[Took]] = []
-        self._is_whole = False
         self.vote_ended()
 
     def dispatched(self, steps: int, seconds: float) -> None:
@@ -88,7 +87,7 @@ class StepTimes:
 
     def heard(self, of_all: Sequence[Took | None]) -> None:
         known = [each for each in of_all if each is not None]
-        if len(known) < len(of_all) or len(known) < 2:
+        if len(known) < len(of_all):
             return
         self._heard.append(known)
         if sum(votes[0]["all"] for votes in self._heard) >= _JUDGED_SECONDS:
