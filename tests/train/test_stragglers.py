@@ -56,7 +56,7 @@ def test_it_is_named_once_after_ten_seconds(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("own", "waited", "step"),
     [
-        ([0.01, 0.01, 0.014], [0.08, 0.08, 0.08], 0.1),  # 4% of a step
+        ([0.01, 0.01, 0.014], [0.08, 0.08, 0.0], 0.1),  # 4% of a step
         ([0.01, 0.01, 0.03], [0.08, 0.08, 0.05], 0.1),  # beside its devices, which take longer
         ([0.0001, 0.0001, 0.0009], [0.0, 0.0, 0.0], 0.001),  # less than a millisecond
     ],
