@@ -92,6 +92,19 @@ def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dyin
     assert delays(ended)[0] > 0 or dying == 0  # the next writer's file begins after it
 
 
+def test_the_end_of_a_run_is_saved_by_another_if_the_island_that_writes_dies(
+    alone: rx.Fit, tmp_path: Path
+) -> None:
+    class DiesSaving(rx.Hook):
+        def saving(self, run: Any) -> None:
+            islands[0].die()
+
+    islands: list[Island] = []
+    islands += started(3, {0: [DiesSaving()]}, run_dir=tmp_path / "run")
+    assert {island.join().bits() for island in islands[1:]} == {sha256(alone.state.params)}
+    assert is_complete(tmp_path / "run", STEPS)
+
+
 @pytest.mark.promise("islands.come-back")
 @pytest.mark.parametrize("dying", [0, 2])
 def test_an_island_that_comes_back_receives_the_run(

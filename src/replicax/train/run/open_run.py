@@ -217,7 +217,7 @@ class OpenRun:
 
     def finish(self) -> None:
         """Save the final state, whether all steps are done or the loop was left early."""
-        parts, now, storage = self.parts, self.parts.now, self.storage
+        parts, now = self.parts, self.parts.now
         # Before it is saved, so that the newest checkpoint stays a good one.
         if wrong := sorted(params_not_finite(now.state) - self._never_finite):
             raise DivergedError(
@@ -227,10 +227,11 @@ class OpenRun:
         if parts.settings.resumable:
             parts.hooks("saving")
             while True:
-                storage.finish(now.state, *now.save_state())
-                if parts.members.all_saved(not storage.follows):
+                self.storage.finish(now.state, *now.save_state())
+                if parts.members.all_saved(not self.storage.follows):
                     break
                 self.meet_members(must=True)  # the island that writes is gone: another has to
+        storage = self.storage
         if not (storage.knows_program or now.begun or self.stopping.interrupted):
             repeats = now.job.gather("whether a source can be read again", now.source.can_repeat)
             rows = next(now.source.epoch(0))[0] if all(repeats) else None
