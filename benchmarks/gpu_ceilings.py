@@ -1,22 +1,29 @@
 """Hardware rates for the shapes of GPT-2 124M, as a reference for its step.
 
 Products in bfloat16 with the published vocabulary and one padded to a multiple of 128, a memory
-copy, cuDNN's attention, and the sum of an embedding's gradient in bfloat16 and float32.
+copy, cuDNN's attention, and the sum of an embedding's gradient in bfloat16 and float32. Those of a
+GPU that `replicax plan` knows are written to the table of rates that it reads.
 """
 
 import argparse
 import functools
 import time
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
+import gpu_rates
 import jax
 import jax.numpy as jnp
+from gpu_machine import version
 from gpu_part import answer, options
+
+from replicax.analysis.hardware import chip_of_kind
 
 ROWS, CONTEXT, HEADS, HEAD_DIM = 32, 1024, 12, 64
 WIDTH = HEADS * HEAD_DIM
 TOKENS = ROWS * CONTEXT
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 PRODUCTS = {
     "query, key and value": (TOKENS, WIDTH, 3 * WIDTH),
     "MLP in": (TOKENS, WIDTH, 4 * WIDTH),
@@ -30,7 +37,14 @@ PRODUCTS = {
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     small = 128 if args.tiny else 1
-    return {**products(small), **copy(small), **attention(small), **scatter_add(small)}
+    found = {**products(small), **copy(small), **attention(small), **scatter_add(small)}
+    device = jax.devices()[0]
+    known = chip_of_kind(device.device_kind)
+    if not args.tiny and known is not None and known.platform == "cuda":
+        cudnn = next(filter(None, map(version, CUDNN)), "unknown")
+        told = device.device_kind, str(date.today()), f"jax {jax.__version__}", f"cuDNN {cudnn}"
+        gpu_rates.write(known.name, gpu_rates.rates(", ".join(told), found, PRODUCTS))
+    return found
 
 
 def products(small: int) -> dict[str, float]:

@@ -23,8 +23,9 @@ from gpu_profile import longest_kernels
 import replicax as rx
 from replicax.analysis.compiled import read_memory
 from replicax.analysis.hardware import Chip
+from replicax.analysis.rates import RATES, MeasuredRates
 from replicax.analysis.roofline import kernel_roofline
-from replicax.analysis.schedule import read_schedule
+from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.modes.mode_table import MODES
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
@@ -132,12 +133,15 @@ def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) ->
     """Plan the memory and kernels of a program, whose compilation may have been cached."""
     text, memory = compiled.as_text() or "", read_memory(compiled)
     schedule = read_schedule(text)
-    kernels = {}
+    kernels: dict[str, float] = {}
+    at_rates: dict[str, float] = {}
     if chip and chip.memory_bytes_per_second and PRECISION in chip.flops_per_second:
-        for each in schedule.kernels:
-            kernels[each.name] = 1e3 * each.runs * kernel_roofline(each, chip).seconds
+        kernels = milliseconds(schedule, chip)
+        if rates := RATES.get(chip.name):
+            at_rates = milliseconds(schedule, chip, rates)
     figures = {
         "planned_ms": round(sum(kernels.values()), 3) if kernels else None,
+        "planned_ms_at_rates": round(sum(at_rates.values()), 3) if at_rates else None,
         "planned_gb": round(memory.peak / 1e9, 3) if memory else None,
         "compile_s": round(seconds, 1),
         "kernels_a_step": sum(each.runs for each in schedule.kernels),
@@ -146,6 +150,16 @@ def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) ->
         "triton_fusions": text.count('"kind":"__triton'),
     }
     return Plan(figures, kernels)
+
+
+def milliseconds(
+    schedule: Schedule, chip: Chip, rates: MeasuredRates | None = None
+) -> dict[str, float]:
+    """Return the milliseconds per step of each kernel, at the chip's peaks or at `rates`."""
+    return {
+        each.name: 1e3 * each.runs * kernel_roofline(each, chip, rates=rates).seconds
+        for each in schedule.kernels
+    }
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def seconds_a_step(steps: Callable[[int], Any], count: int, rounds: int = 7) -> 
 
 
 def chip(tiny: bool) -> Chip | None:
-    """Return the chip of the first device; tiny runs assume an H200, to exercise all code."""
+    """Return the chip of the first device; tiny runs assume an H100, to exercise all code."""
     found = chip_of_kind(jax.devices()[0].device_kind)
-    return CHIPS["h200"] if tiny else found
+    return CHIPS["h100"] if tiny else found
 
 
 def peak_memory_gb() -> float | None:

@@ -67,7 +67,8 @@ def planned(
         step = steps.step(dp, rows)
         if step.compilation is None:
             raise SystemExit(f"{preset} with {rows} rows does not fit {aim}")
-        found = speed(work(steps, step), target, dp).step
+        speeds = speed(work(steps, step), target, dp)
+    found, at_rates = speeds.step, speeds.at_rates and speeds.at_rates.step.seconds
     peak = target.chip.flops_per_second["bfloat16"]
     flops = rows * recipe.context * model_flops_per_token(recipe)
     return {
@@ -78,6 +79,8 @@ def planned(
         "ms": round(1e3 * found.seconds, 2),
         "gb": round(step.schedule.bytes / 1e9, 1),
         "mfu": round(flops / found.seconds / peak, 3),
+        "ms_at_rates": at_rates and round(1e3 * at_rates, 2),
+        "mfu_at_rates": at_rates and round(flops / at_rates / peak, 3),
         "exposed_ms": round(1e3 * found.exposed_seconds, 2),
         "memory_gb": round(step.need.bytes / 1e9, 2),
         "kernels": sum(each.runs for each in step.schedule.kernels),
@@ -90,8 +93,7 @@ def gpt2(**fields: Any) -> GPT2:
     """Return the recipe with these fields and synthetic text."""
     recipe = GPT2(**fields)
     size = types.SimpleNamespace(vocab_size=257)
-    train = {"length": np.zeros(1000)}
-    recipe.__dict__["_text"] = types.SimpleNamespace(tokenizer=size, train=train)
+    recipe.__dict__["_text"] = types.SimpleNamespace(tokenizer=size, train_rows=1000)
     return recipe
 
 

@@ -167,6 +167,7 @@ def test_attention_in_one_call(target: str, mask: str, flops: float) -> None:
     schedule = entry(ATTENTION.replace("TARGET", target).replace("MASK", mask))
     (kernel,) = schedule.kernels
     assert kernel.flops == flops
+    assert kernel.attends == ("backward" if target.endswith("Backward") else "forward")
     array = 2 * 2 * 128 * 4 * 64
     assert kernel.bytes == 4 * array + 4 * 2 * 4 * 128  # but for the 1024 it works in
     assert schedule.unknown_calls == ()
@@ -183,6 +184,7 @@ def test_a_product_of_cublas() -> None:
     )
     (kernel,) = schedule.kernels
     assert kernel.flops == 2 * 6 * 16 * 8
+    assert (kernel.product, kernel.attends) == ((6, 16, 8), "")
     assert kernel.bytes == 4 * (6 * 16 + 16 * 8 + 6 * 8)
 
 
@@ -227,7 +229,7 @@ def test_a_product_is_as_slow_as_its_wider_operand(left: str, right: str, dtype:
         f"%b = {right}[8,8]{{1,0}} parameter(2)",
         "%c = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
     ).kernels
-    assert kernel.dtype == dtype
+    assert (kernel.dtype, kernel.product) == (dtype, (8, 8, 8))
 
 
 def test_what_a_tpu_keeps_on_its_chip_is_not_in_its_memory() -> None:

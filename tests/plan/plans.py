@@ -186,6 +186,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "no rates": {"speeds": (), "scaling": None, "notes": ("no speed: not known",)},
     "no tokens": {"speeds": (NO_TOKENS,)},
     "MFU is HFU": {"speeds": (replace(NO_TOKENS, model_share=0.51),)},
+    "at measured rates": {
+        "speeds": (replace(SPEED, at_rates=replace(SPEED, rows_per_second=30_000.0)),)
+    },
     "no MFU": {"speeds": (replace(NO_TOKENS, model_share=None),)},
     "waits": {"speeds": (WAITING,)},
     "waits, no kernels": {"speeds": (replace(WAITING, kernels=()),)},

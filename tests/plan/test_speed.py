@@ -1,6 +1,7 @@
 """The minimum time of a step, against arithmetic by hand on a made-up chip."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from plan.plans import FORMULA
 
 import replicax as rx
-from replicax.analysis.hardware import Chip, Interconnect
+from replicax.analysis.hardware import CHIPS, Chip, Interconnect
 from replicax.analysis.schedule import Kernel, Schedule, WhileLoop
 from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
@@ -60,6 +61,23 @@ def test_by_formula_nothing_hides_the_reduction() -> None:
     assert found.step.compute_seconds == pytest.approx(0.05)
     assert found.step.exposed_seconds == pytest.approx(REDUCTION_SECONDS)
     assert found.step.seconds == pytest.approx(0.05 + REDUCTION_SECONDS)
+
+
+def test_a_step_at_measured_rates_is_beside_the_one_at_the_peaks() -> None:
+    h100 = Target("h100:1", CHIPS["h100"], 1, 1)
+    dims = (32_768, 768, 2304)
+    flops, size = 2 * math.prod(dims), 2957 * 10**9
+    product = Kernel("product", flops, 0, 1, "", "bf16", product=dims)
+    schedule = Schedule((product, Kernel("copy", 0, size, 1, "")))
+    work = work_of_schedule(schedule, h100, 32, "bfloat16")
+    found = speed(work, h100, step(mesh=abstract_mesh(1)), recomputed_share=0.0)
+    at_rates = found.at_rates
+    assert at_rates is not None
+    assert found.step.seconds == pytest.approx(flops / 989.4e12 + size / 3350e9)
+    assert at_rates.step.seconds == pytest.approx(flops / 749.488e12 + 1)
+    assert at_rates.model_share == pytest.approx(flops / at_rates.step.seconds / 989.4e12)
+    assert at_rates.rows_per_second == pytest.approx(32 / at_rates.step.seconds)
+    assert speed(work_of_schedule(schedule, ONE, 32, "bfloat16"), ONE, step()).at_rates is None
 
 
 def test_what_follows_from_the_time_of_a_step() -> None:

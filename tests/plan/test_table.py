@@ -85,6 +85,10 @@ SAID: dict[str, dict[str, str]] = {
     "unknown chip": {"fits": "unknown: 8 rows…64…11 GB…", "batch": "", "speed": "unknown; …"},
     "no tokens": {"speed": f"{COLUMNS} MFU HFU 8 rows… 50 ms 40,960 45% 51%"},
     "MFU is HFU": {"speed": f"{COLUMNS} MFU 8 rows… 50 ms 40,960 51%"},
+    "at measured rates": {
+        "speed": f"{COLUMNS} tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%"
+        " at measured rates 50 ms 30,000 41.9M 45% 51%"
+    },
     "no MFU": {"speed": f"{COLUMNS} HFU 8 rows… 50 ms 40,960 51%"},
     "waits": {  # the largest share comes first, and kernels of one name are one
         "limit": "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"

@@ -21,7 +21,8 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[([^\]]*)\]')
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _CAUSAL = re.compile(r'"mask_type":\s*"\w*CAUSAL')
-_FORWARD, _BACKWARD = 2, 5
+_ATTENTION = "__cudnn$fmha"
+_PRODUCTS = {"forward": 2, "backward": 5}
 """Products of `[tokens, head_dim]` with `[tokens, tokens]` in attention. Forward: scores and
 output; backward: the scores again, and two gradients for each of these (Dao et al. 2022,
 arXiv:2205.14135)."""
@@ -49,6 +50,26 @@ def product_dtype(module: Module, instruction: Instruction) -> str:
     return next(filter(None, inner), "")
 
 
+def product_dims(module: Module, instruction: Instruction) -> tuple[int, int, int] | None:
+    """Return rows, summed elements and columns of its first matrix product; None without one."""
+    if instruction.opcode == "fusion":
+        inner = (product_dims(module, each) for each in module.inside(instruction))
+        return next(filter(None, inner), None)
+    if instruction.opcode != "dot" and not call_target(instruction).startswith("__cublas$"):
+        return None
+    left, right, result = map(_size, (*instruction.operands[:2], instruction.shape))
+    summed = kernel_flops(module, instruction) // (2 * result)
+    return left // summed, summed, right // summed
+
+
+def attention_pass(instruction: Instruction) -> str:
+    """Return `forward` or `backward` for a call of cuDNN's attention; empty for anything else."""
+    target = call_target(instruction)
+    if not target.startswith(_ATTENTION):
+        return ""
+    return "backward" if target.endswith("Backward") else "forward"
+
+
 def call_target(instruction: Instruction) -> str:
     """Return the target of a custom call; empty for any other instruction."""
     match = _TARGET.search(instruction.attributes)
@@ -57,13 +78,13 @@ def call_target(instruction: Instruction) -> str:
 
 def is_counted(target: str) -> bool:
     """Whether the FLOPs of such calls are known."""
-    return target in FREE_CALLS or target.startswith(("__cublas$", "__cudnn$fmha", "__cudnn$conv"))
+    return target in FREE_CALLS or target.startswith(("__cublas$", _ATTENTION, "__cudnn$conv"))
 
 
 def _call_flops(call: Instruction) -> int:
     target = call_target(call)
-    if target.startswith("__cudnn$fmha"):
-        return _attention_flops(call, _BACKWARD if target.endswith("Backward") else _FORWARD)
+    if passed := attention_pass(call):
+        return _attention_flops(call, _PRODUCTS[passed])
     if target.startswith("__cublas$"):
         left, result = (_dims(shape) for shape in (call.operands[0], call.shape))
         summed = _SUMMED.search(call.attributes)
@@ -88,6 +109,10 @@ def _attention_flops(call: Instruction, products: int) -> int:
 
 def _dims(shape: str) -> tuple[int, ...]:
     return hlo.arrays(shape)[0][1]
+
+
+def _size(shape: str) -> int:
+    return math.prod(_dims(shape))
 
 
 def _integers(match: re.Match[str] | None) -> list[int]:

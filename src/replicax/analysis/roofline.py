@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from replicax.analysis.hardware import Chip
+from replicax.analysis.rates import MeasuredRates
 from replicax.analysis.schedule import Kernel, Schedule
 from replicax.errors import ConfigError
 
@@ -85,21 +86,31 @@ class Limits:
     """The longest kernels, in descending order."""
 
 
-def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roofline:
-    """Return the roofline of one run of a kernel.
+def kernel_roofline(
+    kernel: Kernel, chip: Chip, dtype: str = "bfloat16", rates: MeasuredRates | None = None
+) -> Roofline:
+    """Return the roofline of one run of a kernel, at the chip's peaks or at `rates` of its shape.
 
-    Products in a dtype that the chip has no units for are timed as products in `dtype`.
+    Products in a dtype that the chip has no units for are timed as products in `dtype`, and at the
+    peak if nothing like them was measured.
     """
     wanted = _DTYPES.get(kernel.dtype, dtype)
     known = wanted if wanted in chip.flops_per_second else dtype
-    return roofline(kernel.flops, kernel.bytes, chip, known)
+    least = roofline(kernel.flops, kernel.bytes, chip, known)
+    if rates is None:
+        return least
+    rate = rates.flops_per_second(kernel)
+    computing = least.compute_seconds if rate is None else kernel.flops / rate
+    return Roofline(computing, kernel.bytes / rates.bytes_per_second)
 
 
-def limits(schedule: Schedule, chip: Chip, dtype: str = "bfloat16") -> Limits:
+def limits(
+    schedule: Schedule, chip: Chip, dtype: str = "bfloat16", rates: MeasuredRates | None = None
+) -> Limits:
     """Return the limits of a step's computation; arguments as for `timeline`."""
     times = []
     for kernel in schedule.kernels:
-        least = kernel_roofline(kernel, chip, dtype)
+        least = kernel_roofline(kernel, chip, dtype, rates)
         times.append(KernelTime(kernel, kernel.runs * least.seconds, least.bound))
     total = sum(each.seconds for each in times)
     computing = sum(each.seconds for each in times if each.bound == COMPUTE)

@@ -15,10 +15,12 @@ from replicax.analysis.compiled import collective_kind, result_bytes
 from replicax.analysis.hlo import Instruction, Module
 from replicax.analysis.kernels import (
     FREE_CALLS,
+    attention_pass,
     call_target,
     is_counted,
     kernel_bytes,
     kernel_flops,
+    product_dims,
     product_dtype,
 )
 
@@ -42,6 +44,10 @@ class Kernel:
     """HLO dtype of the operands of its products, such as `f32` or `bf16`; empty if it has none."""
     share: float = 1.0
     """Share of its loop's iterations in which it runs; `runs` counts those."""
+    product: tuple[int, int, int] | None = None
+    """Rows, summed elements and columns of its first matrix product; None if it has none."""
+    attends: str = ""
+    """`forward` or `backward` if it is a pass of cuDNN's attention."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,8 @@ class _Reader:
             runs,
             instruction.op_name,
             product_dtype(self.module, instruction),
+            product=product_dims(self.module, instruction),
+            attends=attention_pass(instruction),
         )
 
 

@@ -32,6 +32,9 @@ _EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 _QUICK: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Compiler options by platform that change only machine code, which nothing here runs."""
+_UNTUNED: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+"""Compiler options for devices that are only described. Without a GPU to tune on, XLA gives each
+product to Triton; tuning gives most to cuBLAS, which leaves other arrays in memory."""
 _TOTAL = re.compile(
     r"(?:Used|HLO temporaries \() ?([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM \() ?"
     r"([\d.]+)([KMGT]?)"
@@ -103,14 +106,16 @@ def _bytes(number: str, prefix: str) -> int:
     return round(float(number) * 2.0 ** (10 * " KMGT".index(prefix or " ")))
 
 
-def answer(program: ExportedStep, devices: Sequence[Any]) -> Compilation | TooLarge | CompilerError:
-    """Compile a program for attached or described devices.
+def answer(
+    program: ExportedStep, devices: Sequence[Any], *, tunes: bool
+) -> Compilation | TooLarge | CompilerError:
+    """Compile a program for devices, whose compiler `tunes` kernels on them if they are attached.
 
     Anything that the compiler raises is returned, for the caller to handle.
     """
     started = time.monotonic()
     try:
-        compiled = _compile(program, devices)
+        compiled = _compile(program, devices, tunes)
     except Exception as error:
         return too_large(str(error)) or CompilerError(f"{FAILS}: {first_line(error)}")
     memory = read_memory(compiled)
@@ -119,7 +124,7 @@ def answer(program: ExportedStep, devices: Sequence[Any]) -> Compilation | TooLa
     return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
 
 
-def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compiled:
+def _compile(program: ExportedStep, devices: Sequence[Any], tunes: bool) -> jax.stages.Compiled:
     mesh = mesh_of(devices[: math.prod(program.sizes.values())], program.sizes)
     exported = jax.export.deserialize(bytearray(program.module))
     read = exported.module_kept_var_idx  # jit drops arguments that its function does not read
@@ -142,8 +147,9 @@ def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compil
     )
     shapes = [exported.in_avals[place] for place in read]
     lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
-    quick = _QUICK.get(platform_of(mesh), {})
-    return lowered.compile({**quick, **options_on(mesh), **program.options})
+    platform = platform_of(mesh)
+    usual = {**_QUICK.get(platform, {}), **({} if tunes else _UNTUNED.get(platform, {}))}
+    return lowered.compile({**usual, **options_on(mesh), **program.options})
 
 
 def check_installed(platform: str) -> None:
@@ -214,7 +220,7 @@ def serve(descriptor: int) -> None:
             program: ExportedStep = connection.recv()
         except EOFError:
             return
-        connection.send(answer(program, devices))
+        connection.send(answer(program, devices, tunes=False))
 
 
 def _devices(description: Description) -> list[Any]:

@@ -38,7 +38,7 @@ class AttachedCompiler:
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`."""
-        return _checked(answer(program, self._devices))
+        return _checked(answer(program, self._devices, tunes=True))
 
 
 class CompilerProcess:

@@ -20,7 +20,7 @@ from replicax.text.wording import counted, first_line, size_text
 
 _MOST_BYTES = 2**28
 """Limit on all entries; beyond it those not used for longest are removed."""
-_FORMAT = 1
+_FORMAT = 2
 """Changes with the meaning of an entry."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from replicax.plan.network_entries import island_entries, slow_links_entries, traffic_entries
-from replicax.plan.planned import LATER_PARTS, Need, Plan, Scaling, Speed, unclear
+from replicax.plan.planned import AT_RATES, LATER_PARTS, Need, Plan, Scaling, Speed, unclear
 from replicax.text.blocks import GAP, Entry, ReportBlock, report_of
 from replicax.text.table import MARGIN, Line, width
 from replicax.text.wording import (
@@ -147,20 +147,24 @@ def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[Entry]:
             why = "none: no batch fits"
         yield Entry("speed", why)
         return
+    rows = [
+        (name, each)
+        for speed in speeds
+        for name, each in ((_rows(plan, speed.rows), speed), (AT_RATES, speed.at_rates))
+        if each is not None
+    ]
     shown: dict[str, list[str]] = {
-        "by formula" if speeds[0].compute_share is None else "at best": [
-            _rows(plan, each.rows) for each in speeds
-        ],
-        "step": [time_text(each.step.seconds) for each in speeds],
-        "rows/s": [number_text(each.rows_per_second) for each in speeds],
-        "tokens/s": [_known(each.tokens_per_second, number_text) for each in speeds],
-        "MFU": [_known(each.model_share, percent) for each in speeds],
-        "HFU": [percent(each.peak_share) for each in speeds],
+        "by formula" if speeds[0].compute_share is None else "at best": [name for name, _ in rows],
+        "step": [time_text(each.step.seconds) for _, each in rows],
+        "rows/s": [number_text(each.rows_per_second) for _, each in rows],
+        "tokens/s": [_known(each.tokens_per_second, number_text) for _, each in rows],
+        "MFU": [_known(each.model_share, percent) for _, each in rows],
+        "HFU": [percent(each.peak_share) for _, each in rows],
     }
     if shown["MFU"] == shown["HFU"]:  # nothing is recomputed
         del shown["HFU"]
     known = {name: texts for name, texts in shown.items() if any(texts)}
-    cells = zip(*known.values(), [""] * len(speeds), strict=True)
+    cells = zip(*known.values(), [""] * len(rows), strict=True)
     yield Entry("speed", [(*known, ""), *cells])
 
 

@@ -20,6 +20,8 @@ from replicax.text.wording import size_text
 FORMULA_ERROR = 0.3
 """Share by which a formula may be wrong, scaled to a compiled step or not; the most measured is in
 `docs/plan.md`."""
+AT_RATES = "at measured rates"
+"""What a plan calls `Speed.at_rates`."""
 LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""
 
@@ -111,6 +113,9 @@ class Speed:
     tokens_per_second: float | None
     bubble: float = 0.0
     """Share of the computation time that a pipeline stage is idle."""
+    at_rates: "Speed | None" = None
+    """The speed, no bound, if each kernel is as fast as such kernels ran alone on such a chip; None
+    by formula, and for chips of which no rates were measured."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax
 
 import replicax.plan.plan_table  # noqa: F401 - how a plan is printed and shown
 from replicax.analysis.host import measured
+from replicax.analysis.rates import RATES
 from replicax.analysis.roofline import kernel_roofline
 from replicax.analysis.schedule import Schedule
 from replicax.core.data.given import batch_given, leading_rows, rows_given, size_given
@@ -23,7 +24,7 @@ from replicax.plan.advice import Wanted, batch_advice, change_names, first_chang
 from replicax.plan.compiler import compiler_for
 from replicax.plan.island_exchange import IslandExchange, island_exchange
 from replicax.plan.memory_formula import Transformer, tree_bytes
-from replicax.plan.planned import LATER_PARTS, Plan, Scaling, Speed
+from replicax.plan.planned import AT_RATES, LATER_PARTS, Plan, Scaling, Speed
 from replicax.plan.site_network import SiteNetwork, parse_network
 from replicax.plan.sizes import FoundSizes, Sizes
 from replicax.plan.slow_links import SlowLinks, slow_links
@@ -133,6 +134,12 @@ class _Planner:
     def _note_omissions(self, schedules: list[Schedule | None]) -> None:
         """Note what the speed does not count."""
         dp, chip = self.dp, self.steps.target.chip
+        if chip.platform == "cuda" and None not in schedules:
+            rates = RATES.get(chip.name)
+            reached = f"no kernel was measured on {chip.title}; `make gpu` does"
+            if rates is not None:
+                reached = f"{AT_RATES}: as fast as such kernels ran alone, {rates.source}"
+            self.notes.append(f"at best: each kernel at the data sheet's peaks; {reached}")
         unknown = {name for each in schedules if each is not None for name in each.unknown_calls}
         if unknown:
             self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")

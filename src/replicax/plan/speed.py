@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from replicax.analysis.hardware import Chip
+from replicax.analysis.rates import RATES, MeasuredRates
 from replicax.analysis.roofline import kernel_roofline, limits, roofline_seconds
 from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait
 from replicax.analysis.schedule import Step as ScheduleStep
@@ -34,6 +35,8 @@ class Work:
     """FLOPs of the device: matrix products and convolutions."""
     compute_share: float | None = None
     kernels: tuple[KernelShare, ...] = ()
+    at_rates: "Work | None" = None
+    """The same work at rates that such a chip has reached, if they are known."""
 
 
 def work(steps: StepCache, step: TargetStep) -> Work:
@@ -53,13 +56,22 @@ def work(steps: StepCache, step: TargetStep) -> Work:
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
     """Return the work of a compiled step of `rows` per replica, each kernel at the chip's peaks.
 
-    `dtype` is used for products of unknown dtype; see `known_dtype`.
+    `dtype` is used for products of unknown dtype; see `known_dtype`. With it comes the work at
+    measured rates, if there are any.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
-    seconds, transfers = timeline(schedule, target.chip, dtype)
-    found = limits(schedule, target.chip, dtype)
+    rates = RATES.get(target.chip.name)
+    at_rates = None if rates is None else _at(schedule, target.chip, rows, dtype, rates)
+    return dataclasses.replace(_at(schedule, target.chip, rows, dtype), at_rates=at_rates)
+
+
+def _at(
+    schedule: Schedule, chip: Chip, rows: int, dtype: str, rates: MeasuredRates | None = None
+) -> Work:
+    seconds, transfers = timeline(schedule, chip, dtype, rates)
+    found = limits(schedule, chip, dtype, rates)
     kernels = tuple(
         KernelShare(each.kernel.op_name or each.kernel.name, each.seconds / seconds, each.bound)
         for each in found.top
@@ -112,6 +124,8 @@ def speed(
         rows_per_second=rate,
         tokens_per_second=None if tokens_per_row is None else rate * tokens_per_row,
         bubble=bubble(dp.mesh.shape.get(STAGE, 1), dp.accumulate),
+        at_rates=work.at_rates
+        and speed(work.at_rates, target, dp, tokens_per_row, recomputed_share),
     )
 
 
@@ -133,13 +147,16 @@ def known_dtype(dp: DataParallel, chip: Chip) -> str:
 
 
 def timeline(
-    schedule: Schedule, chip: Chip, dtype: str = "bfloat16"
+    schedule: Schedule,
+    chip: Chip,
+    dtype: str = "bfloat16",
+    rates: MeasuredRates | None = None,
 ) -> tuple[float, tuple[Transfer, ...]]:
     """Compute when each collective of a step may start and is needed, in seconds of computation.
 
     Kernels run one after another; each takes the longer of its FLOPs and its bytes at the chip's
-    peaks. A TPU's asynchronous copies onto the chip count as kernels, because they use the same
-    memory bandwidth.
+    peaks, or at `rates`. A TPU's asynchronous copies onto the chip count as kernels, because they
+    use the same memory bandwidth.
 
     Returns:
         The seconds of computation in a step, and the collectives in the order in which they are
@@ -152,7 +169,7 @@ def timeline(
         nonlocal now
         for step in steps:
             if isinstance(step, Kernel):
-                now += step.share * kernel_roofline(step, chip, dtype).seconds
+                now += step.share * kernel_roofline(step, chip, dtype, rates).seconds
             elif isinstance(step, Collective):
                 started[step.name] = step, now
             elif isinstance(step, Wait):

@@ -84,6 +84,7 @@ class GPT2:
         "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none", batch_size=512),
         "350m": _published(24, 16, 1024, learning_rate=3e-4),
         "774m": _published(36, 20, 1280, learning_rate=2.5e-4),
+        "1.3b": _published(24, 16, 2048, learning_rate=2e-4),  # heads of 128
         "1.5b": _published(48, 25, 1600, learning_rate=2e-4, remat="full"),
     }
 
