@@ -36,6 +36,7 @@ CASES = (
     ("350m", "h100:1", 16, "single"),
     ("350m", "h100:8", 8, "shard_map"),
     ("774m", "h100:1", 8, "single"),
+    ("1.3b", "h100:1", 8, "single"),
     ("1.5b", "h200:1", 8, "single"),
 )
 """Preset, target, rows per device, mode."""

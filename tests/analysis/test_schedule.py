@@ -167,6 +167,7 @@ def test_attention_in_one_call(target: str, mask: str, flops: float) -> None:
     schedule = entry(ATTENTION.replace("TARGET", target).replace("MASK", mask))
     (kernel,) = schedule.kernels
     assert kernel.flops == flops
+    assert kernel.query == 2 * 128 * 4 * 64
     assert kernel.attends == ("backward" if target.endswith("Backward") else "forward")
     array = 2 * 2 * 128 * 4 * 64
     assert kernel.bytes == 4 * array + 4 * 2 * 4 * 128  # but for the 1024 it works in

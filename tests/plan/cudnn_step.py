@@ -1,4 +1,4 @@
-"""`python cudnn_step.py MODE LAYOUT`: the cuDNN kernels of GPT-2 in bfloat16 on eight H100."""
+"""`python cudnn_step.py MODE LAYOUT`: the kernels of cuDNN and epilogues of cuBLAS of GPT-2 in bfloat16 on eight H100."""
 
 import json
 import re
@@ -21,7 +21,8 @@ def main() -> None:
         done = compiler.compile(program)
     assert isinstance(done, Compilation)
     calls = sorted(set(re.findall(r"__cudnn\$fmha\w+", done.text)))
-    print(json.dumps({"calls": calls, "notes": program.notes}))
+    epilogues = sorted(set(re.findall(r'"epilogue":"(\w+)"', done.text)))
+    print(json.dumps({"calls": calls, "epilogues": epilogues, "notes": program.notes}))
 
 
 main()

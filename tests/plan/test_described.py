@@ -107,6 +107,7 @@ def test_cudnn_attends_where_there_are_host_devices_to_export_on(
     )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
+    assert "BIAS" in told.pop("epilogues")
     both = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert told == {"calls": both if attends else [], "notes": notes}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from replicax.core.placement.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
 from replicax.plan.memory_formula import MemoryFormula
+from replicax.plan.planner import _Planner
 from replicax.plan.speed import Work, known_dtype, scaling, speed, work_by_formula, work_of_schedule
 from replicax.plan.target import Target
 
@@ -70,14 +72,15 @@ def test_a_step_at_measured_rates_is_beside_the_one_at_the_peaks() -> None:
     product = Kernel("product", flops, 0, 1, "", "bf16", product=dims)
     schedule = Schedule((product, Kernel("copy", 0, size, 1, "")))
     work = work_of_schedule(schedule, h100, 32, "bfloat16")
-    found = speed(work, h100, step(mesh=abstract_mesh(1)), recomputed_share=0.0)
+    dp = step(mesh=abstract_mesh(1))
+    found = speed(work, h100, dp, recomputed_share=0.0)
     at_rates = found.at_rates
     assert at_rates is not None
     assert found.step.seconds == pytest.approx(flops / 989.4e12 + size / 3350e9)
     assert at_rates.step.seconds == pytest.approx(flops / 749.488e12 + 1)
     assert at_rates.model_share == pytest.approx(flops / at_rates.step.seconds / 989.4e12)
     assert at_rates.rows_per_second == pytest.approx(32 / at_rates.step.seconds)
-    assert speed(work_of_schedule(schedule, ONE, 32, "bfloat16"), ONE, step()).at_rates is None
+    assert speed(work_of_schedule(schedule, ONE, 32, "bfloat16"), ONE, dp).at_rates is None
 
 
 def test_what_follows_from_the_time_of_a_step() -> None:
@@ -160,3 +163,16 @@ def test_more_devices_pay_to_the_critical_batch_alone() -> None:
 def test_the_dtype_whose_peak_counts(precision: str, rates: dict[str, float], dtype: str) -> None:
     chip = dataclasses.replace(CHIP, flops_per_second=rates)
     assert known_dtype(step(precision), chip) == dtype
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_query_whose_gradients_cudnn_gets_wrong_is_refused(more: int) -> None:
+    attention = Kernel("attend", 1, 1, 1, "", "bf16", attends="backward", query=2**31 + more)
+    compiled = SimpleNamespace(schedule=Schedule((attention,)), program=None)
+    steps: Any = SimpleNamespace(step=lambda dp, rows: compiled)
+    asking = _Planner(step(), steps, [], [])
+    if not more:
+        assert asking.asked(8) is compiled
+        return
+    with pytest.raises(ConfigError, match=r"2,147,483,649 .* 2 rows per device.* 2,147,483,648"):
+        asking.asked(8)

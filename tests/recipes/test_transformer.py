@@ -25,7 +25,13 @@ def parameters(shape: Shape) -> int:
 
 @pytest.mark.parametrize(
     ("preset", "count"),
-    [("124m", 124_439_808), ("350m", 354_823_168), ("774m", 774_030_080), ("1.5b", 1_557_611_200)],
+    [
+        ("124m", 124_439_808),
+        ("350m", 354_823_168),
+        ("774m", 774_030_080),
+        ("1.3b", 1_313_626_112),
+        ("1.5b", 1_557_611_200),
+    ],
 )
 def test_the_presets_have_the_published_sizes(preset: str, count: int) -> None:
     recipe = GPT2(**GPT2.presets[preset])

@@ -20,7 +20,7 @@ class MeasuredRates:
     source: str
     """The device, the date and the versions."""
     bytes_per_second: float
-    """Of memory that is read and written."""
+    """Memory bandwidth, of bytes read and written."""
     products: Mapping[tuple[int, int, int], float]
     """FLOP/s of products in bfloat16, by rows, summed elements and columns."""
     attention: Mapping[str, float]

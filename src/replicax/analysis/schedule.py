@@ -48,6 +48,8 @@ class Kernel:
     """Rows, summed elements and columns of its first matrix product; None if it has none."""
     attends: str = ""
     """`forward` or `backward` if it is a pass of cuDNN's attention."""
+    query: int = 0
+    """Elements of the query of such a pass, in one run."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ class _Reader:
         target = call_target(instruction)
         if target and not is_counted(target):
             self.unknown.add(target)
+        attends = attention_pass(instruction)
         return Kernel(
             instruction.name,
             kernel_flops(self.module, instruction),
@@ -249,7 +252,8 @@ class _Reader:
             instruction.op_name,
             product_dtype(self.module, instruction),
             product=product_dims(self.module, instruction),
-            attends=attention_pass(instruction),
+            attends=attends,
+            query=hlo.elements_in(instruction.operands[0]) if attends else 0,
         )
 
 

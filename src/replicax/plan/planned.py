@@ -21,7 +21,7 @@ FORMULA_ERROR = 0.3
 """Share by which a formula may be wrong, scaled to a compiled step or not; the most measured is in
 `docs/plan.md`."""
 AT_RATES = "at measured rates"
-"""What a plan calls `Speed.at_rates`."""
+"""Name of `Speed.at_rates` on the screen."""
 LATER_PARTS = ("batch", "change")
 """Parts of a plan that come after the answer for the requested batch, in this order."""
 

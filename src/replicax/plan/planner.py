@@ -41,6 +41,10 @@ from replicax.plan.steps import (
 from replicax.plan.target import Target, parse_target
 from replicax.text.arguments import Count, Int32Count, Positive, typed
 
+_MOST_QUERY = 2**31
+"""Elements of a query, beyond which cuDNN's attention returns wrong gradients; `large-attention` in
+known_wrong/versions.toml."""
+
 
 @dataclasses.dataclass
 class _Planner:
@@ -59,6 +63,12 @@ class _Planner:
                 f"{holder(self.dp.mesh)}s with {rows:,} each"
             )
         step = self.steps.step(self.dp, rows)
+        if (query := _largest_query(step.schedule)) > _MOST_QUERY:
+            raise ConfigError(
+                f"a query of {query:,} elements in one call of cuDNN's attention, with {rows:,} "
+                f"rows per {holder(self.dp.mesh)}; its gradients are wrong above {_MOST_QUERY:,}: "
+                "use fewer rows, or more micro-batches (accumulate)"
+            )
         if step.program is not None:
             self.notes += step.program.notes
             for name, value in step.program.options.items():
@@ -145,6 +155,11 @@ class _Planner:
             self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
         if None in schedules and not is_data_only(dp.mesh):
             self.notes.append("communication between the devices of a replica is not counted")
+        if max(map(_largest_query, schedules), default=0) > _MOST_QUERY:
+            self.notes.append(
+                f"with the most rows, gradients of cuDNN's attention are wrong: more than "
+                f"{_MOST_QUERY:,} elements of a query"
+            )
         dtype, wanted = known_dtype(dp, chip), dp.precision.name
         if dtype != wanted:
             self.notes.append(f"{chip.title} has no {wanted} units: at best as fast as {dtype}")
@@ -352,6 +367,10 @@ def _about(dp: DataParallel, steps: StepCache, params: list[Any]) -> dict[str, A
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _largest_query(schedule: Schedule | None) -> int:
+    return max((each.query for each in schedule.kernels), default=0) if schedule else 0
 
 
 def _device_hours(rows: float | None, speeds: tuple[Speed, ...], target: Target) -> float | None:
